@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws docs/images/compress.png and prints the tables of docs/compress.md, from benchmarks/compress.json.
+"""Draws docs/images/compress.png and prints the tables of docs/numerics.md, from benchmarks/compress.json.
 
     python benchmarks/compress_picture.py
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What smaller models cost in quality: the numbers of docs/compress.md, from nothing but this repository.
+"""What smaller models cost in quality: the numbers of docs/numerics.md, from nothing but this repository.
 
     python benchmarks/compress_quality.py --room DIR --hf-python PYTHON [--models quickstart ...]
 
@@ -109,7 +109,7 @@ class Room:
         path.mkdir(parents=True, exist_ok=True)
 
     def ppfleetx(self, *arguments: str) -> None:
-        self.run([sys.executable, "-c", "from ppfleetx.cli.main import main; main()", *arguments])
+        self.run([sys.executable, "-c", "from ppfleetx.commands.main import main; main()", *arguments])
 
     def run(self, command: list[str]) -> None:
         print("$", " ".join(command), flush=True)
@@ -255,10 +255,10 @@ def serve(checkpoint: str) -> None:
     from contextlib import ExitStack
 
     from benchmarks import decode
+    from ppfleetx.commands.generate import load_generator
+    from ppfleetx.commands.resolve_model import resolve_model
+    from ppfleetx.commands.start_process import start_with
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.generate import load_generator
-    from ppfleetx.core.programs.launch import start_with
-    from ppfleetx.core.programs.resolve_model import resolve_model
 
     with ExitStack() as stack:
         place = resolve_model(checkpoint, stack)

@@ -68,7 +68,7 @@ def report(name: str, sizes: dict[str, int], ratio: float, pairs: int) -> None:
 
     from ppfleetx.compress.prune import pruned_model, sizes_after
     from ppfleetx.config.sections.root import ModelConfig
-    from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
+    from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 
     whole = ModelConfig(**sizes)
     models = [whole, pruned_model(whole, sizes_after(whole, ratio))]

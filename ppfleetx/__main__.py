@@ -1,4 +1,5 @@
-"""``python -m ppfleetx``: the command ``ppfleetx``."""
+"""``python -m ppfleetx``: the command ``ppfleetx``. Also the script of each rank of ``--nproc``, because
+Paddle's launcher takes the path of a script and no module."""
 
 import sys
 
@@ -6,12 +7,23 @@ import sys
 def main() -> None:
     """The console script."""
     try:
-        from ppfleetx.cli.main import main as run
-    except KeyboardInterrupt:  # what comes later is said by the command itself
+        from ppfleetx.commands.main import main as run
+    except KeyboardInterrupt:  # later ones are reported by the command itself
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     run()
 
 
-if __name__ == "__main__":
+def main_of_rank() -> None:
+    """:func:`main` in a process that was started with this file's path."""
+    from pathlib import Path
+
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # the package whose command started the ranks
+    from ppfleetx.commands.launching import mark_errors
+
+    mark_errors()
     main()
+
+
+if __name__ == "__main__":
+    main() if __package__ else main_of_rank()

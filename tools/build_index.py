@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Build the index maps of a configuration ahead of a run, and print their sizes and the hash of their order.
 
-The same as `ppfleetx index`; the program is `ppfleetx/cli/index.py`.
+The same as `ppfleetx index`; the program is `ppfleetx/commands/index.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("index")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a corpus preprocessed by FleetX (_ids.npy with _idx.npz, or _ids.npz) as a .bin/.idx pair.
 
-The same as `ppfleetx convert-data`; the program is `ppfleetx/cli/convert_data.py`.
+The same as `ppfleetx convert-data`; the program is `ppfleetx/commands/corpora.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("convert-data")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Evaluate a checkpoint (Engine.save_load.ckpt_dir).
 
-The same as `ppfleetx eval`; the program is `ppfleetx/cli/evaluate.py`.
+The same as `ppfleetx eval`; the program is `ppfleetx/commands/evaluate.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("eval")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Export a checkpoint (Engine.save_load.ckpt_dir) of any plan as a program that generates by itself.
 
-The same as `ppfleetx export`; the program is `ppfleetx/cli/export.py`.
+The same as `ppfleetx export`; the program is `ppfleetx/commands/export.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("export")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -12,8 +11,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from ppfleetx.cli.main import parser_of
-from ppfleetx.cli.verbs import GROUPS, Verb
+from ppfleetx.commands.verbs import GROUPS, Verb
 from ppfleetx.utils.cli import run_tool
 
 _HEAD = """# Commands
@@ -60,7 +58,7 @@ def _verbs_run_by(path: Path) -> list[str]:
 
 
 def _section(verb: Verb) -> str:
-    parser = parser_of(importlib.import_module(f"ppfleetx.cli.{verb.module}"), f"ppfleetx {verb.name}")
+    parser = verb.command().parser(f"ppfleetx {verb.name}")
     description = (parser.description or "").strip().replace("``", "`")
     if re.search(r"^  ", description, re.MULTILINE):
         description = f"```text\n{description}\n```"

@@ -22,15 +22,14 @@ from pydantic_core import PydanticUndefined
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
+from ppfleetx.config.field_types import describe, field_types, item_type, section_in
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import LEGAL
-from ppfleetx.config.reading.bases import MAX_CHAIN, MAX_FILES
 from ppfleetx.config.reading.files import MAX_FILE_BYTES
 from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_VALUES
 from ppfleetx.config.resume_policy import Effect, keys_of
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.words import describe, field_types, item_type, section_in
 from ppfleetx.utils.cli import run_tool
 
 _HEAD = """\
@@ -47,8 +46,7 @@ equal values; unequal ones are an error. Unknown keys, wrong types and values th
 errors that name the place.
 
 Files are plain YAML: no tags, no merge keys (`<<`), no second document. Aliases (`&name`, `*name`) are read.
-A file has at most {max_file} bytes, {max_depth} levels and, with its bases and all that aliases repeat,
-{max_values} values; at most {max_files} files name each other, {max_chain} deep. What is larger is refused.
+A file has at most {max_file} bytes, {max_depth} levels and {max_values} values.
 
 Editors complete and check these files with the schema in `ppfleetx/configs/schema.json`: put
 `# yaml-language-server: $schema=<path to schema.json>` into the first line.
@@ -92,8 +90,6 @@ def config_markdown() -> str:
         max_file=f"{MAX_FILE_BYTES:,}",
         max_depth=MAX_DEPTH,
         max_values=f"{MAX_VALUES:,}",
-        max_files=MAX_FILES,
-        max_chain=MAX_CHAIN,
     )
     return f"{head}\n{sections}\n## Legal parallel plans\n\n{rules}\n\n{_EFFECTS_HEAD}\n{_effect_rows()}\n"
 

@@ -11,13 +11,12 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.planner.alternatives import why_not
+from ppfleetx.planner.alternatives import reliefs, why_not
 from ppfleetx.planner.cards import GIB, load_card
 from ppfleetx.planner.case import Case, case_of
 from ppfleetx.planner.configured import read_written
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
-from ppfleetx.planner.relief import reliefs
 from ppfleetx.planner.search import search
 from ppfleetx.utils.cli import run_tool
 from tools.gen_parallelism_docs import write_page

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Continue prompts (Generation.prompt or .prompt_file) with an exported model (Inference.model_dir).
 
-The same as `ppfleetx infer`; the program is `ppfleetx/cli/infer.py`.
+The same as `ppfleetx infer`; the program is `ppfleetx/commands/infer.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("infer")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show what a checkpoint holds, recompute its checksums, or compare two.
 
-The same as `ppfleetx inspect`; the program is `ppfleetx/cli/inspect_checkpoint.py`.
+The same as `ppfleetx inspect`; the program is `ppfleetx/commands/inspect_checkpoint.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("inspect")

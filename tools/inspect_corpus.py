@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show what a tokenised corpus holds, compare it with its checksums, or write checksums for it.
 
-The same as `ppfleetx inspect-data`; the program is `ppfleetx/cli/inspect_corpus.py`.
+The same as `ppfleetx inspect-data`; the program is `ppfleetx/commands/corpora.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("inspect-data")

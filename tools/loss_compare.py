@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare the loss sequences of two runs: two plans, two commits, or two runs that exist already.
 
-The same as `ppfleetx compare`; the program is `ppfleetx/cli/compare.py`.
+The same as `ppfleetx compare`; the program is `ppfleetx/commands/compare.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("compare")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the source files of this Python's standard library as json lines: a corpus without a download.
 
-The same as `ppfleetx stdlib-corpus`; the program is `ppfleetx/cli/stdlib_corpus.py`.
+The same as `ppfleetx stdlib-corpus`; the program is `ppfleetx/commands/corpora.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("stdlib-corpus")

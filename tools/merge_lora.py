@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Add the adapters of a checkpoint trained with Model.lora to its weights: a plain checkpoint.
 
-The same as `ppfleetx merge`; the program is `ppfleetx/cli/merge_lora.py`.
+The same as `ppfleetx merge`; the program is `ppfleetx/commands/convert.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("merge")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Predict memory and step time of a configuration under one plan, or rank all plans of a number of cards.
 
-The same as `ppfleetx plan`; the program is `ppfleetx/cli/plan.py`.
+The same as `ppfleetx plan`; the program is `ppfleetx/commands/plan.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("plan")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw the loss curves of a run's metrics.jsonl to a PNG.
 
-The same as `ppfleetx plot`; the program is `ppfleetx/cli/plot.py`.
+The same as `ppfleetx plot`; the program is `ppfleetx/commands/plot.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("plot")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Encode json lines (.gz, .zst), plain text or folders of text to PREFIX_KEY_document.{bin,idx}.
 
-The same as `ppfleetx prepare`; the program is `ppfleetx/cli/prepare.py`.
+The same as `ppfleetx prepare`; the program is `ppfleetx/commands/prepare.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("prepare")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Take heads, units and layers out of a checkpoint.
 
-The same as `ppfleetx prune`; the program is `ppfleetx/cli/prune.py`.
+The same as `ppfleetx prune`; the program is `ppfleetx/commands/prune.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("prune")

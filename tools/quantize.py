@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Store the weights of a checkpoint in 8 or 4 bits.
 
-The same as `ppfleetx quantize`; the program is `ppfleetx/cli/quantize.py`.
+The same as `ppfleetx quantize`; the program is `ppfleetx/commands/quantize.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("quantize")

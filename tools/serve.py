@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Serve a checkpoint (Engine.save_load.ckpt_dir) over HTTP, as OpenAI's completions interface does.
 
-The same as `ppfleetx serve`; the program is `ppfleetx/cli/serve.py`.
+The same as `ppfleetx serve`; the program is `ppfleetx/commands/serve.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("serve")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a training command and start it again, a bounded number of times, when it fails.
 
-The same as `ppfleetx supervise`; the program is `ppfleetx/cli/supervise.py`.
+The same as `ppfleetx supervise`; the program is `ppfleetx/commands/supervise.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("supervise")

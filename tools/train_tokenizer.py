@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train a byte-level BPE tokenizer on text: json lines (.gz, .zst), plain text files, folders of them.
 
-The same as `ppfleetx tokenizer`; the program is `ppfleetx/cli/tokenizer.py`.
+The same as `ppfleetx tokenizer`; the program is `ppfleetx/commands/prepare.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("tokenizer")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print a configuration or a command line of another toolkit as a configuration of this one.
 
-The same as `ppfleetx translate`; the program is `ppfleetx/cli/translate.py`.
+The same as `ppfleetx translate`; the program is `ppfleetx/commands/translate.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("translate")

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.fields import Section
 from ppfleetx.config.loader import ConfigSource
-from ppfleetx.config.reading.files import MadeFile
-from ppfleetx.config.record import dump_config
+from ppfleetx.config.reading.files import Sections
+from ppfleetx.config.reading.overrides import Override, Setting
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.programs.resolve_model import override, write_config
 
 Overrides = Mapping[str, Any] | Sequence[str]
 Configuration = ConfigSource | Mapping[str, Any] | RunConfig
 """A YAML file, a shipped configuration's name, nested sections, or what ``load_config`` gave."""
 
-
 _PLACE = "argument config"
 
 
-def override_texts(overrides: Overrides | None) -> list[str]:
-    """Overrides as ``-o`` takes them: a mapping of dotted keys (or of sections), or texts ``key=value``.
+def settings_of(overrides: Overrides | None) -> list[Override]:
+    """Overrides from a mapping of dotted keys or sections, or from texts ``key=value``.
 
     Raises:
         ConfigError: it is neither.
     """
     if isinstance(overrides, Mapping):
-        return [override(key, value, "overrides") for key, value in _leaves(overrides, "")]
+        return [Setting(key, value, "overrides") for key, value in _leaves(overrides, "")]
     texts = [overrides] if isinstance(overrides, str) else list(overrides or ())
     for text in texts:
-        if not isinstance(text, str):
+        if not isinstance(text, Override):
             raise ConfigError(
                 f"an override is a text Section.key=value, or an item of a mapping, not {text!r}"
             )
@@ -45,24 +42,26 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{key}.")
         else:
-            yield key, _plain(value)
+            yield key, value
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return [_plain(one) for one in value] if isinstance(value, tuple | list) else value
-
-
-def config_file(config: Configuration, stack: ExitStack) -> ConfigSource:
-    """A file with the configuration, removed when ``stack`` ends if it was made for this."""
-    if isinstance(config, Mapping):
-        return write_config(_tree(config), stack, _PLACE)
+def config_source(config: Configuration) -> ConfigSource:
+    """What :func:`~ppfleetx.config.loader.load_config` reads."""
     if isinstance(config, RunConfig):
-        file = write_config({}, stack, _PLACE)
-        file.path.write_text(dump_config(config), "utf-8")
-        return file
-    return config if isinstance(config, MadeFile) else str(config)
+        return Sections(_written(config, "", config), _PLACE)
+    return Sections(_tree(config), _PLACE) if isinstance(config, Mapping) else config
+
+
+def _written(section: Section, prefix: str, cfg: RunConfig) -> dict[str, Any]:
+    """The values of a section without derived ones, which follow anew from the others."""
+    values = section.model_dump()
+    for name in type(section).model_fields:
+        key, value = f"{prefix}{name}", getattr(section, name)
+        if key in cfg.derived:
+            del values[name]
+        elif isinstance(value, Section):
+            values[name] = _written(value, f"{key}.", cfg)
+    return values
 
 
 def _tree(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from ppfleetx.api.model import GPT, Tokens
-from ppfleetx.checkpoint.foreign.hub import local_directory
+from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.config.errors import CheckpointError, DataError, MissingDataError
-from ppfleetx.core.programs.resolve_model import resolve_model
+from ppfleetx.conversion.hub import local_directory
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -104,11 +104,11 @@ class GPT2LMHeadModel:
         return None if self.model.tokenizer is None else self.model.tokenizer.eod_id
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
-        """As of :meth:`GPT.generate`."""
+        """See :meth:`GPT.generate`."""
         return self.model.generate(input_ids, **options)
 
     def save_pretrained(self, directory: str | Path) -> Path:
-        """As of :meth:`GPT.save`."""
+        """See :meth:`GPT.save`."""
         return self.model.save(directory)
 
 
@@ -169,8 +169,8 @@ class GPT2Tokenizer:
 
         Args:
             text: one text or a list; of a list every value has the batch as its first dimension.
-            add_special_tokens: put the end-of-document token before and after each text, as MindFormers does
-                unless told otherwise; here only when asked for, as in transformers.
+            add_special_tokens: put the end-of-document token before and after each text. MindFormers does
+                so by default; here the default is that of transformers.
             padding: ``max_length``: fill up to it on the right.
             max_length: longest sequence.
             truncation: cut longer texts at the end; without it they are an error.

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import numpy as np
 
-from ppfleetx.api.configuration import Configuration, Overrides, config_file, override_texts
-from ppfleetx.api.process import ready
+from ppfleetx.api.configuration import Configuration, Overrides, config_source, settings_of
 from ppfleetx.api.streaming import stream_of
+from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.generation.prompts import as_prompts
+from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.process_env import import_paddle, prepare_process
 
 if TYPE_CHECKING:
     import paddle
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint
     from ppfleetx.config.sections.root import ModelConfig, RunConfig
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+    from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.generation.generator import Generation
     from ppfleetx.generation.prompts import Prompt
     from ppfleetx.models.staged import StagedModel
@@ -43,7 +46,7 @@ class GPT:
         cfg: the whole configuration.
         network: the Paddle layer; its ``state_dict`` has the parameters.
         tokenizer: the model's; None where the directory holds none.
-        generation: how text is continued unless :meth:`generate` is told otherwise.
+        generation: how text is continued where :meth:`generate` is given no options.
         epoch, step: how far it was trained.
 
     ``checkpoint`` is what the weights were loaded from, if they were.
@@ -83,19 +86,19 @@ class GPT:
         Args:
             directory: where it is; or ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION``, a model of the Hugging
                 Face hub, which is downloaded.
-            config: used in place of what the checkpoint says of itself.
+            config: used in place of the checkpoint's own.
             overrides: change single values, e.g. ``{"Global.device": "cpu"}``.
 
         Raises:
             UserError: there is no such directory, it holds no sound model, or the model cannot run here. It
                 is never made up: all weights come from the directory.
         """
-        from ppfleetx.core.programs.resolve_model import resolve_model
+        from ppfleetx.commands.resolve_model import resolve_model
 
         with ExitStack() as stack:
             place = resolve_model(directory, stack, with_config=config is None)
-            file = place.config if config is None else config_file(config, stack)
-            cfg = load_config(file, place.overrides(override_texts(overrides), option="directory"))
+            source = place.config if config is None else config_source(config)
+            cfg = load_config(source, place.overrides(settings_of(overrides), option="directory"))
             if cfg.Model.task.classifies:
                 rule = "a classifier has no next token; ppfleetx.load takes models that continue text"
                 raise ConfigError(rule, key="Model.module", value=cfg.Model.module)
@@ -104,8 +107,8 @@ class GPT:
     @classmethod
     def _restored(cls, cfg: RunConfig, tokenizer_dir: Path | None) -> Self:
         ctx = ready(cfg)
-        from ppfleetx.core.programs.generate import find_tokenizer
-        from ppfleetx.core.programs.train import build_runner, find_weights
+        from ppfleetx.commands.generate import find_tokenizer
+        from ppfleetx.commands.training import build_runner, find_weights
 
         start = find_weights(cfg, ctx)
         runner = build_runner(cfg, ctx, train=False)
@@ -180,7 +183,7 @@ class GPT:
         Gradients flow through it, unless it is computed under ``paddle.no_grad()``.
 
         Raises:
-            DataError: as of calling the model; sequences of one token.
+            DataError: as for calling the model; sequences of one token.
         """
         from ppfleetx.nn.loss import cross_entropy
 
@@ -299,8 +302,8 @@ class GPT:
         from dataclasses import asdict
 
         from ppfleetx.checkpoint.documents import documents_of
-        from ppfleetx.checkpoint.foreign.weights import in_stored_types
         from ppfleetx.checkpoint.tensors import model_slices
+        from ppfleetx.checkpoint.weights import in_stored_types
         from ppfleetx.checkpoint.writer import save_checkpoint
         from ppfleetx.config.plan import ParallelPlan
 
@@ -327,8 +330,8 @@ class GPT:
         Raises:
             CheckpointError: ``directory`` is not empty, or transformers has no such network.
         """
-        from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-        from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+        from ppfleetx.checkpoint.merge_lora import merge_lora
+        from ppfleetx.conversion.convert import Conversion, convert
 
         with tempfile.TemporaryDirectory(prefix="ppfleetx-") as scratch:
             source = self.save(Path(scratch) / "model")
@@ -340,5 +343,27 @@ class GPT:
 def load(
     directory: str | Path, *, config: Configuration | None = None, overrides: Overrides | None = None
 ) -> GPT:
-    """The model in a directory; arguments and errors as of :meth:`GPT.from_pretrained`."""
+    """The model in a directory; arguments and errors as for :meth:`GPT.from_pretrained`."""
     return GPT.from_pretrained(directory, config=config, overrides=overrides)
+
+
+def ready(cfg: RunConfig) -> ParallelContext:
+    """Load Paddle, if that has not been done, and choose the device. Random generators stay as they are.
+
+    Raises:
+        ConfigError: there is no such device, or the model cannot run there.
+    """
+    place = cfg.origins.get("Global.device")
+    device = expected_device(cfg.Global.device, place)
+    if reasons := not_supported_reasons(cfg, device):
+        raise ConfigError("this model cannot run here:\n  " + "\n  ".join(reasons))
+    prepare_process(device=device)
+    import_paddle()
+    import paddle
+
+    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.distributed.device import choose_device
+
+    chosen = choose_device(cfg.Global.device, place)
+    paddle.set_device(chosen)
+    return ParallelContext.single(chosen)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ppfleetx.api.model import GPT
-from ppfleetx.api.process import ready
+from ppfleetx.api.model import GPT, ready
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.generation.prompts import as_texts
@@ -42,7 +41,7 @@ class GenerationModule:
 
         Args:
             text: one prompt, or a list of them.
-            options: as of :meth:`GPT.generate`.
+            options: as for :meth:`GPT.generate`.
 
         Raises:
             ConfigError: the model has no weights or no tokenizer.
@@ -82,13 +81,13 @@ class GenerationModule:
             )
         import paddle
 
-        from ppfleetx.checkpoint.foreign.fleetx import place_of
+        from ppfleetx.conversion.fleetx import canonical_name
 
         own = {parameter.info.name: parameter for parameter in self.model.parameters()}
         given: dict[str, np.ndarray] = {}
         for name, value in weights.items():
-            place = None if name in own else place_of(name)
-            given[name if place is None else place.ours] = np.asarray(value)
+            ours = None if name in own else canonical_name(name)
+            given[ours or name] = np.asarray(value)
         missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
         if missing or unknown:
             parts = [
@@ -129,6 +128,6 @@ def build_module(cfg: RunConfig) -> GenerationModule:
             f"one process holds the whole model, which this plan ({cfg.plan}) is not", key="Distributed"
         )
     ctx = ready(cfg)
-    from ppfleetx.core.programs.train import build_runner
+    from ppfleetx.commands.training import build_runner
 
     return GenerationModule(cfg, build_runner(cfg, ctx, train=False).model)

@@ -8,15 +8,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppfleetx.api.configuration import Configuration, Overrides, override_texts
+from ppfleetx.api.configuration import Configuration, Overrides, settings_of
 from ppfleetx.api.gpt2 import GPT2LMHeadModel, GPT2Tokenizer
 from ppfleetx.api.model import GPT
 from ppfleetx.api.trainer import Trainer as NativeTrainer
+from ppfleetx.commands.finetune import finetuning_defaults
+from ppfleetx.commands.resolve_model import ModelPlace, resolve_model
 from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
 from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.shipped import shipped_configs
-from ppfleetx.core.programs.finetune import finetuning_defaults
-from ppfleetx.core.programs.resolve_model import ModelPlace, override, resolve_model
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.prompts import as_texts
 from ppfleetx.utils.log import get_logger
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 TASK = "text_generation"
 RESULT = f"{TASK}_text"
-# MindFormers' options that are ours under the same name.
+# Options that MindFormers and we call by the same name.
 _OPTIONS = ("top_k", "top_p", "temperature", "eos_token_id", "repetition_penalty", "seed")
 _MODEL_LIKE = str | Path | GPT | GPT2LMHeadModel
 
@@ -60,8 +61,11 @@ class TextGenerationPipeline:
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _of_strategy(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """``chosen`` without options of sampling where ``do_sample`` is False, which MindFormers passes over
-        too; refuses them where nobody has asked for sampling."""
+        """``chosen`` without options of sampling where ``do_sample`` is False, which MindFormers ignores too.
+
+        Raises:
+            ConfigError: an option of sampling is given, and sampling is not asked for.
+        """
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
         if not idle or samples or (samples is None and strategy == "sampling"):
@@ -111,7 +115,7 @@ def pipeline(
         task: ``text_generation``.
         model: a directory, or a model that is loaded.
         tokenizer: the model's own, unless given. A model that is given keeps its own.
-        options: as of calling what this gives.
+        options: as for calling the pipeline.
 
     Raises:
         ConfigError: another task, or an unknown option.
@@ -153,7 +157,7 @@ class Trainer:
         train_dataset, eval_dataset: as ``train_data`` and ``eval_data`` of :class:`ppfleetx.Trainer`.
         tokenizer: of the texts; the model's, unless given.
         args: overrides of the configuration: a mapping or texts ``Section.key=value``.
-        callbacks: as of :class:`ppfleetx.Trainer`.
+        callbacks: as for :class:`ppfleetx.Trainer`.
         output_dir: where the run is written.
 
     Raises:
@@ -180,7 +184,7 @@ class Trainer:
         self._place = model
         self._data = {"train_data": train_dataset, "eval_data": eval_dataset}
         self._tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
-        self._args, self._callbacks, self._output_dir = override_texts(args), list(callbacks), output_dir
+        self._args, self._callbacks, self._output_dir = settings_of(args), list(callbacks), output_dir
         self._trainer: NativeTrainer | None = None
         self._scratch = ExitStack()
         weakref.finalize(self, self._scratch.close)
@@ -201,10 +205,10 @@ class Trainer:
         """
         self._fit(self._args, resume=resume)
 
-    def _fit(self, overrides: list[str], *, resume: bool) -> None:
+    def _fit(self, overrides: list[Override], *, resume: bool) -> None:
         if self._data["train_data"] is None:
             raise ConfigError("training needs train_dataset", key="train_dataset")
-        more = ["Engine.save_load.resume=True"] if resume else []
+        more = [Setting("Engine.save_load.resume", True, "resume")] if resume else []
         self._trainer = self._native([*overrides, *more]).fit()
 
     def finetune(
@@ -234,8 +238,8 @@ class Trainer:
         place = finetune_checkpoint or (self._place if Path(self._place).exists() else None)
         if not isinstance(place, str | Path):
             raise ConfigError("give the directory of a checkpoint", key="finetune_checkpoint", value=place)
-        checkpoint, key = str(self._found(place).checkpoint), "Engine.save_load.init_from"
-        more = [*self._args, override(key, checkpoint, "finetune_checkpoint")]
+        checkpoint = self._found(place).checkpoint
+        more = [*self._args, Setting("Engine.save_load.init_from", checkpoint, "finetune_checkpoint")]
         if Path(self._place).exists():
             more += finetuning_defaults(self._found(self._place).config, more)
         self._fit(more, resume=resume)
@@ -248,12 +252,10 @@ class Trainer:
             eval_checkpoint: the model; else the trained one, else that of the directory.
         """
         place = eval_checkpoint or (None if self._trainer is not None else self._place)
-        more = (
-            []
-            if place is None
-            else [override("Engine.save_load.ckpt_dir", str(self._found(place).checkpoint), "model")]
-        )
-        record = self._native([*self._args, *more], starts=False).evaluate()
+        overrides = [*self._args]
+        if place is not None:
+            overrides.append(Setting("Engine.save_load.ckpt_dir", self._found(place).checkpoint, "model"))
+        record = self._native(overrides, starts=False).evaluate()
         record = next(iter(record.values())) if isinstance(record, dict) else record
         return {"loss": record.loss, "ppl": record.ppl}
 
@@ -268,7 +270,7 @@ class Trainer:
         Args:
             predict_checkpoint: a directory.
             input_data: a prompt, a list of them, or a file with one a line.
-            options: as of :class:`TextGenerationPipeline`.
+            options: as for :class:`TextGenerationPipeline`.
         """
         if input_data is None:
             raise ConfigError("give input_data: a prompt, a list of them or a file", key="input_data")
@@ -280,29 +282,26 @@ class Trainer:
             model = predict_checkpoint or self._place
         return pipeline(TASK, model, self._tokenizer)(input_data, **options)
 
-    def _native(self, overrides: list[str], *, starts: bool = True) -> NativeTrainer:
-        config, more, tokenizer = self._configuration(starts)
-        given = {text.partition("=")[0] for text in overrides}
-        more = [text for text in more if text.partition("=")[0] not in given]
+    def _native(self, overrides: list[Override], *, starts: bool = True) -> NativeTrainer:
+        """Our trainer; ``starts``: from the weights of the model's directory unless others are named."""
+        config: Configuration = str(self._place)
+        tokenizer = self._tokenizer
+        if Path(self._place).exists():
+            found, key = self._found(self._place), "Engine.save_load.init_from"
+            config, tokenizer = found.config, tokenizer or found.tokenizer
+            if starts and key not in overridden_keys(overrides):
+                overrides = [Setting(key, found.checkpoint, "model"), *overrides]
         return NativeTrainer(
             config,
-            [*more, *overrides],
-            tokenizer=self._tokenizer or tokenizer,
+            overrides,
+            tokenizer=tokenizer,
             output_dir=self._output_dir,
             callbacks=self._callbacks,
             **self._data,
         )
 
-    def _configuration(self, starts: bool) -> tuple[Configuration, list[str], Path | None]:
-        """The configuration, overrides that go with it, and the tokenizer of the model's directory."""
-        if not Path(self._place).exists():
-            return str(self._place), [], None
-        found = self._found(self._place)
-        start = [override("Engine.save_load.init_from", str(found.checkpoint), "model")] if starts else []
-        return found.config, start, found.tokenizer
-
     def _found(self, place: str | Path) -> ModelPlace:
-        """The model in a directory; what is made for it stays as long as this trainer."""
+        """The model in a directory; temporary files for it stay as long as this trainer."""
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)
         return self._places[str(place)]

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ppfleetx.api.configuration import Configuration, Overrides, config_file, override_texts
+from ppfleetx.api.configuration import Configuration, Overrides, config_source, settings_of
 from ppfleetx.api.corpus import corpus_prefix
 from ppfleetx.api.model import GPT
+from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, read_config
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.core.programs.launch import start_with, world_size
-from ppfleetx.core.programs.resolve_model import override
+from ppfleetx.config.reading.overrides import Setting
+from ppfleetx.core.engine.callbacks.base import Callback
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ppfleetx.core.engine.callbacks.base import Callback
-    from ppfleetx.core.engine.run import EvalRecord
+    from ppfleetx.config.sections.root import RunConfig
+    from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 
 _KEPT = ("step", "epoch", "loss", "lr", "grad_norm", "ppl")
 
@@ -65,19 +65,18 @@ class Trainer:
     ) -> None:
         self._callbacks, self._model = list(callbacks), None
         self.history: list[dict[str, Any]] = []
-        self._scratch = ExitStack()
-        self._file = config_file(config, self._scratch)
-        given = override_texts(overrides)
+        self._source = config_source(config)
+        given = settings_of(overrides)
         if output_dir is not None:
-            given.append(override("Engine.save_load.output_dir", str(output_dir), "output_dir"))
-        raw = read_config(self._file, given)[0]
+            given.append(Setting("Engine.save_load.output_dir", output_dir, "output_dir"))
+        raw = read_config(self._source, given)[0]
         home = Path(raw.Engine.save_load.output_dir) / "data"
         if tokenizer is not None:
-            given.append(override("Data.tokenizer.dir", _tokenizer_dir(tokenizer, home), "tokenizer"))
-            raw = read_config(self._file, given)[0]
-        given += _data_overrides(raw, train_data, eval_data, home)
+            given.append(Setting("Data.tokenizer.dir", _tokenizer_dir(tokenizer, home), "tokenizer"))
+            raw = read_config(self._source, given)[0]
+        given += _data_settings(raw, train_data, eval_data, home)
         self._overrides = given
-        self.cfg = load_config(self._file, given, world_size=world_size(os.environ))
+        self.cfg = load_config(self._source, given, world_size=world_size(os.environ))
 
     def fit(self) -> Self:
         """Train to ``Engine.max_steps``, evaluate and save as configured. Gives this trainer.
@@ -86,10 +85,9 @@ class Trainer:
             UserError: what ends a training run, e.g. an output directory in which another run has been.
         """
         cfg, ctx = start_with(self.cfg, reads=("Train", "Eval"))
-        from ppfleetx.api.history import History
-        from ppfleetx.core.programs.train import train
+        from ppfleetx.commands.training import train
 
-        engine = train(cfg, ctx, [History(self.history, _KEPT), *self._callbacks])
+        engine = train(cfg, ctx, [_History(self.history), *self._callbacks])
         if _is_whole(cfg.plan):
             self._model = GPT(
                 cfg,
@@ -108,13 +106,13 @@ class Trainer:
             UserError: there is no checkpoint, or no evaluation set.
         """
         cfg, ctx = start_with(self._with_checkpoint(), reads=("Eval",))
-        from ppfleetx.core.programs.train import evaluate
+        from ppfleetx.commands.training import evaluate
 
         records = evaluate(cfg, ctx)
         return {record.name: record for record in records} if cfg.Data.Eval.sets else records[0]
 
     def predict(self, prompts: Any, **options: Any) -> Any:
-        """Continue prompts with the trained model; arguments as of :meth:`GPT.generate`."""
+        """Continue prompts with the trained model; arguments as for :meth:`GPT.generate`."""
         return self.model.generate(prompts, **options)
 
     @property
@@ -129,12 +127,29 @@ class Trainer:
             self._model = GPT.from_pretrained(place)
         return self._model
 
-    def _with_checkpoint(self) -> Any:
+    def _with_checkpoint(self) -> RunConfig:
         options = self.cfg.Engine.save_load
         if options.ckpt_dir is not None:
             return self.cfg
-        more = override("Engine.save_load.ckpt_dir", options.output_dir, "output_dir")
-        return load_config(self._file, [*self._overrides, more], world_size=self.cfg.plan.world_size)
+        more = Setting("Engine.save_load.ckpt_dir", options.output_dir, "output_dir")
+        return load_config(self._source, [*self._overrides, more], world_size=self.cfg.plan.world_size)
+
+
+class _History(Callback):
+    """Appends what a run reports, each step and each evaluation, to a list."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self._records = records
+
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
+        self._records.append(self._kept("train", record))
+
+    def on_eval_end(self, run: Run, record: EvalRecord) -> None:
+        named = {} if record.name is None else {"set": record.name}
+        self._records.append({**self._kept("eval", record), **named})
+
+    def _kept(self, kind: str, record: StepRecord | EvalRecord) -> dict[str, Any]:
+        return {"kind": kind} | {name: getattr(record, name) for name in _KEPT if hasattr(record, name)}
 
 
 def _is_whole(plan: ParallelPlan) -> bool:
@@ -152,12 +167,12 @@ def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
     return str(place)
 
 
-def _data_overrides(raw: Any, train_data: Any, eval_data: Any, home: Path) -> list[str]:
-    """Overrides that let the run read the data that were given."""
+def _data_settings(raw: RunConfig, train_data: Any, eval_data: Any, home: Path) -> list[Setting]:
+    """What makes the run read the data that were given."""
     if train_data is None and eval_data is None:
         return []
     tokenizer = load_tokenizer(raw)
-    found: list[str] = []
+    found: list[Setting] = []
     for mode, data, whole in (("Train", train_data, [1, 0, 0]), ("Eval", eval_data, [0, 1, 0])):
         section = getattr(raw.Data, mode)
         if data is None:
@@ -165,18 +180,18 @@ def _data_overrides(raw: Any, train_data: Any, eval_data: Any, home: Path) -> li
         key, place = f"Data.{mode}.dataset", f"{mode.lower()}_data"
         if mode == "Eval" and isinstance(data, Mapping):
             sets = {name: {"input_dir": corpus_prefix(one, tokenizer, home)} for name, one in data.items()}
-            found.append(override("Data.Eval.sets", sets, "eval_data"))
+            found.append(Setting("Data.Eval.sets", sets, "eval_data"))
         else:
             prefix = corpus_prefix(data, tokenizer, home)
-            found.append(override(f"{key}.input_dir", prefix, place))
-            found += [override("Data.Eval.sets", {}, place)] if mode == "Eval" else []
+            found.append(Setting(f"{key}.input_dir", prefix, place))
+            found += [Setting("Data.Eval.sets", {}, place)] if mode == "Eval" else []
         if eval_data is not None or section is None:
-            found.append(override(f"{key}.split", whole, place))
+            found.append(Setting(f"{key}.split", whole, place))
     if eval_data is None and raw.Data.Eval is not None:
         if raw.Data.Train is None:
             raise ConfigError(
                 "give eval_data too: Data.Train of the configuration says no shares", key="Data.Eval"
             )
-        found.append(override("Data.Eval.dataset.input_dir", prefix, "train_data"))
-        found.append(override("Data.Eval.sets", {}, "train_data"))
+        found.append(Setting("Data.Eval.dataset.input_dir", prefix, "train_data"))
+        found.append(Setting("Data.Eval.sets", {}, "train_data"))
     return found

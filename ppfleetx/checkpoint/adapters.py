@@ -1,4 +1,4 @@
-"""The base weights of LoRA adapters: where they are read from, and the check that they are the right ones."""
+"""LoRA adapters saved without their base weights: the fingerprint that ties them to the base."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError
 
 BASE = "base"
-"""Key of the base's fingerprint among a checkpoint's fingerprints; there in those of adapters alone."""
+"""Key of the base's fingerprint in the checkpoints of adapters alone."""
 
 _ROWS, _COLUMNS = 8, 64
 
 
 def is_beside_base(name: str) -> bool:
-    """Whether the parameter of this canonical name is an adapter's, or of a classification head."""
+    """Whether the parameter of this canonical name belongs to an adapter or a classification head."""
     return ".lora." in name or name.startswith("score.")
 
 
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
-    """Hash of the element type and the first numbers of each tensor, whatever the plan it was saved under.
+    """Hash of the element type and the first numbers of each tensor, independent of the plan.
 
-    Training changes every tensor's first numbers, so models differ in it; damage elsewhere is what the
-    checkpoint's own checksums are for.
+    Training changes the first numbers of every tensor, so two models have different hashes. Damage elsewhere
+    is found by the checkpoint's own checksums.
 
     Raises:
         CheckpointError: a tensor is missing or damaged.
@@ -47,16 +47,16 @@ def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
 
 
 def check_base(adapters: Checkpoint, fingerprint: str, place: str) -> None:
-    """Refuse adapters that were trained on other weights than those at ``place``.
+    """Check that adapters were trained on the weights at ``place``.
 
     Raises:
-        CheckpointError: they were, or the checkpoint holds all weights.
+        CheckpointError: they were not, or the checkpoint holds a whole model.
     """
     trained_on = adapters.manifest.fingerprints.get(BASE)
     if trained_on is None:
         raise CheckpointError(
-            f"checkpoint {adapters.path} does not hold adapters alone, but a whole model: Model.lora.base "
-            f"({place}) has no place beside it; set Model.lora.base to null"
+            f"checkpoint {adapters.path} holds a whole model, not adapters alone: Model.lora.base ({place}) "
+            "is not needed; set it to null"
         )
     if trained_on != fingerprint:
         config = adapters.manifest.config

@@ -1,8 +1,8 @@
 """Saving while training goes on: the state is copied, and a thread writes the copy.
 
-The copying happens in the thread as well, beside the next forward and backward passes, which only read
-parameters and optimizer state; `wait_for_copy` is called before the update that would change them.
-Ranks communicate in the main thread alone, where collectives of training cannot cross theirs.
+The thread also makes the copy, during the next forward and backward passes, which only read parameters and
+optimizer state. `wait_for_copy` is called before the update that would change them. Ranks communicate only in
+the main thread, so that their collectives cannot interleave with those of training.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ppfleetx.utils.log import get_logger
 
 
 class BackgroundManager(CheckpointManager):
-    """A manager whose `save` returns at once. One save at most is under way: wait before the next.
+    """A manager whose `save` returns at once. Wait for one save before starting the next.
 
-    Whether it succeeded is told by `poll` and `wait`. All ranks of a job call these in the same
-    order, and get the same answer. Holds one more copy, in host memory, of what this process writes.
+    `poll` and `wait` say whether it succeeded. All ranks of a job call them in the same order and get the
+    same answer. The manager holds one more copy, in host memory, of what this process writes.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -44,10 +44,10 @@ class BackgroundManager(CheckpointManager):
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Start to save and return where the checkpoint will be.
+        """Start a save and return where the checkpoint will be.
 
-        Until `wait_for_copy` the tensors must not change. Arguments and errors as of
-        `CheckpointManager.save`; errors of the writing come later.
+        The tensors must not change until `wait_for_copy` returns. Arguments and errors are those of
+        `CheckpointManager.save`; errors of writing are raised by `poll` and `wait`.
         """
         assert self._task is None, "a save is still under way"
         pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
@@ -68,7 +68,7 @@ class BackgroundManager(CheckpointManager):
             self._task.first_done.wait()
 
     def poll(self) -> Path | None:
-        """Carry on with the save under way without waiting; its path when it has just been completed.
+        """Advance the save under way without waiting; return its path if that completed it.
 
         Raises:
             CheckpointError: it failed, on all ranks.
@@ -89,10 +89,10 @@ class BackgroundManager(CheckpointManager):
             self._task = Task(lambda: shared.publish(results))
             return None
         self._close()
-        return _told(Path(results[0]))
+        return _logged(Path(results[0]))
 
     def wait(self) -> Path | None:
-        """The same as `poll`, waiting for the end of the save under way, if there is one."""
+        """Like `poll`, but wait for the save under way, if there is one."""
         path = None
         while self._task is not None:
             self._task.done.wait(beat_seconds())
@@ -101,8 +101,11 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """End without the other ranks, who may be gone: alone, a process completes what it has begun; of
-        several, only what is this one's business is waited for, and there is no checkpoint."""
+        """Stop without the other ranks, which may be gone.
+
+        A process that is alone completes its save. One of several waits only for its own writing, and no
+        checkpoint comes of it.
+        """
         if self._task is None:
             return
         self._task.done.wait()
@@ -119,7 +122,7 @@ class BackgroundManager(CheckpointManager):
 
     def _outcome(self) -> Path:
         try:
-            return _told(self._task.result())
+            return _logged(self._task.result())
         finally:
             self._close()
 
@@ -129,22 +132,22 @@ class BackgroundManager(CheckpointManager):
         self._task = self._shared = None
 
 
-def _told(path: Path) -> Path:
+def _logged(path: Path) -> Path:
     get_logger().info(f"saved {path}")
     return path
 
 
 class HostCopier:
-    """Copies live arrays into memory that is kept from one save to the next."""
+    """Copies live arrays into memory that is reused by the next save."""
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
 
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Slices of a copy, and the function that makes the copy, to be called once in any thread.
+        """Slices of a copy, and a function that makes the copy, to be called once, in any thread.
 
-        What is not the tensors' own memory is fetched: the copy is queued on the device here and now, before
-        what changes the tensors, and nobody waits for it but the writer.
+        Tensors whose memory the host cannot see are fetched: their copy is queued on the device now, ahead of
+        what will change them, and only the writer waits for it.
         """
         live, copies = [], []
         for piece in pieces:
@@ -161,7 +164,7 @@ class HostCopier:
 
     def _copy(self, live: Sequence[np.ndarray]) -> None:
         if [(a.shape, a.dtype) for a in live] != [(a.shape, a.dtype) for a in self._kept]:
-            self._kept = []  # let go first
+            self._kept = []  # free the old memory first
             try:
                 self._kept = [np.empty_like(array) for array in live]
             except MemoryError as error:
@@ -174,10 +177,7 @@ class HostCopier:
 
 
 class Task:
-    """A function that runs in a thread of its own, after another whose end can be waited for.
-
-    The thread does not keep an interrupted process alive.
-    """
+    """A function that runs in a daemon thread, after a first one whose end can be waited for separately."""
 
     def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
         self.first_done, self.done = threading.Event(), threading.Event()
@@ -201,7 +201,7 @@ class Task:
             finally:
                 self.first_done.set()
             self._value = self._act()
-        except BaseException as error:  # noqa: BLE001  (raised again by whoever asks for the result)
+        except BaseException as error:  # noqa: BLE001  (`result` raises it)
             self._error = error
         finally:
             self.done.set()

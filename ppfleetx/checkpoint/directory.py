@@ -1,12 +1,12 @@
-"""Checkpoints in a directory: what a path means, which are complete, and which is the newest good one."""
+"""Finding checkpoints: what a path means, which checkpoints are complete, which is the newest good one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
-from ppfleetx.checkpoint.foreign.detect import described
-from ppfleetx.checkpoint.foreign.fleetx import is_fleetx, open_fleetx
 from ppfleetx.checkpoint.manifest import (
     BEST_FILE,
     LATEST_FILE,
@@ -24,40 +24,67 @@ from ppfleetx.utils.log import get_logger
 
 @os_errors(CheckpointError)
 def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
-    """Step directory meant by `path`: itself, an output directory, a rank directory of a checkpoint, or what
-    the file `latest` or `best` of an output directory names.
+    """The step directory that `path` means.
 
-    A directory of FleetX (`model.pdparams`, or rank directories with one) is meant as it is, and its
-    output directory means its last step.
-    An output directory means what its `latest` says, or its newest complete checkpoint when there is no
-    such file. Marker, manifest, file sizes and headers are checked; with `verify` all data too.
+    `path` is a step directory, a rank directory in one, an output directory, or the file `latest` or `best`
+    of an output directory. An output directory means what its `latest` names, or its newest complete
+    checkpoint if it has no such file. A directory of FleetX (`model.pdparams`, or rank directories with one)
+    means itself, and an output directory of FleetX its last step.
+
+    Marker, manifest, file sizes and headers are checked; with `verify` all data too.
 
     Raises:
-        CheckpointError: there is nothing sound where it should be; the message names the newest
-            checkpoint that is good. For a checkpoint of another program it says how to convert it.
+        CheckpointError: there is no sound checkpoint; the message names the newest good one, or says how to
+            convert a checkpoint of another program.
     """
     path = Path(path)
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
         return _follow(path, verify)
     if not path.is_dir():
-        raise CheckpointError(described(path) or f"there is no directory {path}{_newest(path.parent)}")
+        what = _conversion("detect").described(path)
+        raise CheckpointError(what or f"there is no directory {path}{_newest(path.parent)}")
+    step = path.resolve().parent if is_rank_directory(path.name) else path
+    if _has_manifest(step):
+        return _sound(step, step.parent, verify)
+    if (path / LATEST_FILE).exists():
+        return _follow(path / LATEST_FILE, verify)
+    newest = newest_complete(path)
+    return _sound(newest, path, verify) if newest else _resolve_other(path, step, verify)
+
+
+def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
+    """Resolve a directory that holds no complete checkpoint of ours."""
+    is_fleetx = _conversion("fleetx").is_fleetx
     if is_fleetx(path):
         return path
-    if is_rank_directory(path.name):
-        path = path.resolve().parent
-    if parse_step_directory(path.name) or (path / MANIFEST_FILE).exists() or (path / MARKER_FILE).exists():
-        return _sound(path, path.parent, verify)
-    return _resolve_output_directory(path, verify)
+    if steps := [child for child in step_directories(path) if is_fleetx(child)]:
+        return max(steps, key=lambda child: parse_step_directory(child.name))
+    if parse_step_directory(step.name):
+        return _sound(step, step.parent, verify)  # raises: it is incomplete
+    what = _conversion("detect").described(path)
+    raise CheckpointError(what or f"there is no complete checkpoint in {path}")
 
 
 @os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
-    """Open a directory that `resolve_checkpoint` returned, be it ours or FleetX's.
+    """Open a directory that `resolve_checkpoint` returned, ours or FleetX's.
 
-    Raises CheckpointError as `open_checkpoint` and `read_fleetx` do.
+    Raises:
+        CheckpointError: as `open_checkpoint` and `read_fleetx` do.
     """
     path = Path(path)
-    return open_fleetx(path) if is_fleetx(path) else open_checkpoint(path)
+    if not _has_manifest(path) and _conversion("fleetx").is_fleetx(path):
+        return _conversion("fleetx").open_fleetx(path)
+    return open_checkpoint(path)
+
+
+def _has_manifest(path: Path) -> bool:
+    return (path / MANIFEST_FILE).exists() or (path / MARKER_FILE).exists()
+
+
+def _conversion(module: str) -> ModuleType:
+    """A module of the converters, which are imported for directories that are not ours, and only then."""
+    return import_module(f"ppfleetx.conversion.{module}")
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
@@ -81,14 +108,14 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 def newest_good(
     output_dir: str | Path, *, verify: bool = True, counts: Callable[[Checkpoint], bool] = lambda _: True
 ) -> Checkpoint | None:
-    """The checkpoint saved last that is undamaged; `verify` reads all its data to know.
+    """The undamaged checkpoint that was saved last; with `verify` all its data is read.
 
-    Those for which `counts` is false are left out. Damaged ones that are newer, and ones whose age cannot be
-    told, are passed over with a warning each.
+    Only those for which `counts` is true are considered. Damaged ones that are newer, or of unknown age, are
+    skipped with a warning each.
     """
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:
-        get_logger().warning(f"passed over a checkpoint that is no good: {error}")
+        get_logger().warning(f"skipped a damaged checkpoint: {error}")
     return found
 
 
@@ -117,18 +144,6 @@ def _search_good(
     return None, damage
 
 
-def _resolve_output_directory(path: Path, verify: bool) -> Path:
-    latest = path / LATEST_FILE
-    if not latest.exists():
-        newest = newest_complete(path)
-        if newest is None:
-            if of_fleetx := [child for child in step_directories(path) if is_fleetx(child)]:
-                return max(of_fleetx, key=lambda child: parse_step_directory(child.name))
-            raise CheckpointError(described(path) or f"there is no complete checkpoint in {path}")
-        return _sound(newest, path, verify)
-    return _follow(latest, verify)
-
-
 def _follow(pointer: Path, verify: bool) -> Path:
     """The checkpoint that `latest` or `best` names."""
     path = pointer.parent
@@ -140,8 +155,10 @@ def _follow(pointer: Path, verify: bool) -> Path:
         raise CheckpointError(f"{pointer} names {target.name}, which does not exist{_instead(path)}")
     resolved = _sound(target, path, verify)
     if read_marker(resolved)["manifest_sha256"] != fields["manifest_sha256"]:
-        # Killed between publishing a checkpoint under a name that was in use and writing the file.
-        get_logger().warning(f"{target} is not the checkpoint {pointer} was written for, but a complete one")
+        # The run was killed after replacing a checkpoint of this name and before writing the file.
+        get_logger().warning(
+            f"{target} is not the checkpoint that {pointer} was written for, but it is complete"
+        )
     return resolved
 
 

@@ -1,47 +1,68 @@
-"""What lets a checkpoint speak for itself: `config.yaml` and the tokenizer's files, beside the manifest.
+"""The documents of a checkpoint: `config.yaml` and the tokenizer's files, beside the manifest.
 
-The configuration is that of the model and not of the run's machines: without plan, device, kernels and
-places of output. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
+The configuration describes the model and not the machines of the run: it has no plan, device, kernels or
+output directories. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.resume_policy import Effect, effect_of
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.data.chat.templates import DEFAULT
 from ppfleetx.data.tasks.chats import NAME, template_of
-from ppfleetx.data.tokenizer.files import CHAT_TEMPLATE
+from ppfleetx.data.tokenizer.files import (
+    CHAT_TEMPLATE,
+    GENERATION_CONFIG,
+    NAMED_TEMPLATES,
+    with_named_templates,
+    write_files,
+)
+from ppfleetx.data.tokenizer.files import CONFIG as TOKENIZER_CONFIG
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER_DIR = "tokenizer"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
 _HEAD = """\
 # The model of this checkpoint: its network, the data it was trained and evaluated on, how it continues text.
 # Nothing here depends on the plan or the machines of the run. The tokenizer lies beside this file.
 #   ppfleetx generate THIS_DIRECTORY "Once upon a time"
 """
-# How far a vocabulary is padded decides no result, but the shapes of an export.
+# Vocabulary padding changes no result, but the shapes of an export.
 _KEPT = ("vocab_size_divisible_unit", "lora")
 PORTABLE_SECTIONS = ("Optimizer", "Generation", "Offline_Eval")
-"""Sections that say nothing of a plan or a machine, beside parts of `Model` and `Data`."""
+"""Sections that are independent of plan and machine; so are parts of `Model` and `Data`."""
 OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Path in the checkpoint -> content, of a model configured like this."""
+    """Path in the checkpoint -> content, for a model with this configuration."""
     texts = {} if tokenizer is None else {**tokenizer.files(), **_learnt_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
 
 
 def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The chat template of the conversations that are learnt: one is to talk to the model in the same way."""
+    """The chat template that the model is trained with, if it is not the tokenizer's own."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != NAME:
         return {}
@@ -52,7 +73,7 @@ def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """All documents that a checkpoint holds, to be put into another of the same model."""
+    """All documents of a checkpoint, to copy into another one of the same model."""
     held = ((path, checkpoint.document(path)) for path in checkpoint.manifest.documents)
     return {path: content for path, content in held if content is not None}
 
@@ -71,7 +92,7 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
     }
     for key in OF_ONE_CALL:
         del tree["Generation"][key]
-    # How the weights came about; what they are like stays.
+    # Distillation and pruning are history; quantisation describes the weights.
     compress = {**plain["Compress"], "Distill": None, "Prune": None}
     if compress != type(cfg.Compress)().model_dump(mode="json"):
         tree["Compress"] = compress
@@ -79,7 +100,7 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
 
 
 def portable_model(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``Model`` section without keys that decide speed and memory alone, and without unknown ones."""
+    """A ``Model`` section without unknown keys and those that affect only speed and memory."""
     return {
         key: value
         for key, value in section.items()
@@ -94,3 +115,37 @@ def _without_derived(section: dict[str, Any], prefix: str, cfg: RunConfig) -> di
         for key, value in section.items()
         if f"{prefix}{key}" not in cfg.derived
     }
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The tokenizer files that ``directory`` has.
+
+    Raises:
+        CheckpointError: one of them is a directory or a dangling link.
+    """
+    files = [directory / name for name in TOKENIZER_FILES if os.path.lexists(directory / name)]
+    for file in files:
+        if not file.is_file():
+            what = "a directory" if file.is_dir() else "a dangling link"
+            raise CheckpointError(f"{file} is {what}, not a tokenizer file")
+    return files
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer files that ``source`` has, and its ``generation_config.json``."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in (*tokenizer_files(source), source / GENERATION_CONFIG):
+        if file.is_file() and source.resolve() != target.resolve():
+            shutil.copyfile(file, target / file.name)
+    if source.resolve() != target.resolve() and (source / NAMED_TEMPLATES).is_dir():
+        _list_templates(source, target)
+
+
+def _list_templates(source: Path, target: Path) -> None:
+    """Move the templates of ``additional_chat_templates/`` into ``tokenizer_config.json``."""
+    names = (TOKENIZER_CONFIG, CHAT_TEMPLATE)
+    texts = {name: (target / name).read_text("utf-8") for name in names if (target / name).is_file()}
+    listed = with_named_templates(texts, source)
+    write_files(listed, target)
+    if CHAT_TEMPLATE not in listed:
+        (target / CHAT_TEMPLATE).unlink(missing_ok=True)  # copied a moment ago

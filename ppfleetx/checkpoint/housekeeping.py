@@ -1,5 +1,5 @@
-"""What is done in an output directory: locking it, giving checkpoints their names, pointing to them, clearing
-up, and keeping the newest n of a run."""
+"""Work in an output directory: locking, naming and replacing checkpoints, `latest` and `best`, cleaning up,
+and keeping the newest checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.files import atomic_write, remove_unfinished
 from ppfleetx.utils.log import get_logger
 
-# A checkpoint being written, one that made way for another of its name, one being deleted. The dot
-# keeps them out of every search: under its plain name a checkpoint is always complete.
+# A checkpoint being written, one being replaced, one being deleted. The dot hides them from every search:
+# under its plain name a checkpoint is always complete.
 SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
 _LOCK_FILE = ".lock"
 _LOCK_SECONDS = 60.0
@@ -39,14 +39,15 @@ _thread_locks_guard = threading.Lock()
 
 
 def write_latest(output_dir: Path, name: str) -> None:
-    """Let `latest` say that `name` is the checkpoint to continue from."""
+    """Make `latest` point to the checkpoint `name`."""
     _write_pointer(output_dir / LATEST_FILE, name)
 
 
 def write_best(checkpoint: Path, ownership: Ownership) -> None:
-    """Let `best` beside a complete checkpoint name it: `keep_newest` spares it, and the former best no more.
+    """Make `best` point to a complete checkpoint, which `keep_newest` then spares instead of the former best.
 
-    Raises CheckpointError when the file cannot be written.
+    Raises:
+        CheckpointError: the file cannot be written.
     """
     try:
         with output_lock(checkpoint.parent):
@@ -65,9 +66,9 @@ def _write_pointer(path: Path, name: str) -> None:
 
 
 def mend_latest(checkpoint: Checkpoint) -> None:
-    """Let `latest` beside the newest good checkpoint name it, whatever a killed save or damage left in it.
+    """Make `latest` point to the newest good checkpoint, after a killed save or damage.
 
-    The run that continues there calls this; it may have nothing left to save.
+    The run that continues from it calls this, since it may have nothing left to save.
     """
     output_dir, name = checkpoint.path.parent, checkpoint.path.name
     latest = output_dir / LATEST_FILE
@@ -80,14 +81,14 @@ def mend_latest(checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def output_lock(output_dir: Path) -> Iterator[None]:
-    """Lock `output_dir` for saving, among threads and processes; the system unlocks it if the process dies.
+    """Lock `output_dir` for saving against threads and processes; a process that dies releases the lock.
 
     Raises:
-        CheckpointError: another process still holds it after the time that is waited.
+        CheckpointError: another process holds it for too long.
     """
     with _thread_locks_guard:
         thread_lock = _thread_locks.setdefault(output_dir.resolve(), threading.Lock())
-    # A record lock, because (unlike flock's) a child forked meanwhile does not inherit it.
+    # A record lock: unlike flock's, a forked child does not inherit it.
     with thread_lock, (output_dir / _LOCK_FILE).open("ab") as file:
         deadline = time.monotonic() + _LOCK_SECONDS
         while not _try_lock(file.fileno()):
@@ -98,10 +99,10 @@ def output_lock(output_dir: Path) -> Iterator[None]:
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove what killed saves and deletions left. The caller holds the lock, so nothing of it is in use."""
+    """Remove what killed saves and deletions left. The caller holds the lock, so none of it is in use."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
-        if not original.exists():  # killed between two renames: give the name back
+        if not original.exists():  # killed between two renames
             storage.rename(path, original)
     for prefix in (SAVING, REPLACED, DELETING):
         for path in output_dir.glob(f"{prefix}*"):
@@ -110,12 +111,12 @@ def clear_leftovers(output_dir: Path) -> None:
 
 
 def make_way(target: Path, ownership: Ownership | None) -> None:
-    """Let the name `target` be free, or that of a checkpoint which the run may replace.
+    """Ensure that the run may publish a checkpoint as `target`.
 
-    A damaged checkpoint, of which nobody can tell whose it is, is put aside and told.
+    A damaged checkpoint, whose owner cannot be determined, is renamed with a warning.
 
     Raises:
-        CheckpointError: what is there is not the run's to replace.
+        CheckpointError: the run may not replace what is there.
     """
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):
         return
@@ -128,11 +129,11 @@ def make_way(target: Path, ownership: Ownership | None) -> None:
     names = (target.with_name(f"{target.name}.damaged{number or ''}") for number in count())
     aside = next(name for name in names if not name.exists())
     storage.rename(target, aside)
-    get_logger().warning(f"a damaged checkpoint made way for a new one of its name: it is now {aside}")
+    get_logger().warning(f"a damaged checkpoint was in the way of a new one and was renamed to {aside}")
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether this is a checkpoint of this format that cannot be understood any more."""
+    """Whether this is a checkpoint of this format that is too damaged to be read."""
     if path.is_symlink() or not any((path / name).is_file() for name in (MANIFEST_FILE, MARKER_FILE)):
         return False
     try:
@@ -143,7 +144,7 @@ def is_damaged(path: Path) -> bool:
 
 
 def publish(saved: Path, target: Path) -> None:
-    """Give a complete checkpoint its name; one that has the name already is gone only afterwards."""
+    """Rename a complete checkpoint to its final name; one that has the name already is deleted afterwards."""
     if not target.exists():
         storage.rename(saved, target)
         return
@@ -157,17 +158,17 @@ def publish(saved: Path, target: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint such that, killed midway, it does not look like one any more."""
+    """Delete a checkpoint so that, killed midway, nothing is left that looks like one."""
     hidden = path.with_name(f"{DELETING}{path.name}")
     storage.rename(path, hidden)
     remove_tree(hidden)
 
 
 def keep_newest(output_dir: Path, ownership: Ownership) -> None:
-    """Delete complete checkpoints of a run until the newest `keep_max` of them, the best, and those to be
-    spared are left; incomplete directories and the checkpoints of others are not touched.
+    """Delete all complete checkpoints of a run but the newest `keep_max`, the best, and those to be spared.
 
-    What cannot be deleted is reported and left: the new checkpoint is safe, and training goes on.
+    Incomplete directories and the checkpoints of other runs are not touched. A checkpoint that cannot be
+    deleted is reported and left: the new one is safe, and training goes on.
     """
     if ownership.keep_max is None:
         return
@@ -185,7 +186,7 @@ def keep_newest(output_dir: Path, ownership: Ownership) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory that no name leads to any more; what resists is left for the next save."""
+    """Delete a hidden directory; what cannot be deleted is left for the next save."""
     shutil.rmtree(path, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in words: summary, table of tensors, damage, differences between two."""
+"""The contents of checkpoints as text: summary, table of tensors, differences between two."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.entries import TensorEntry
-from ppfleetx.checkpoint.foreign.lazy import cast
+from ppfleetx.checkpoint.lazy import cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL
 
@@ -24,12 +24,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor that two checkpoints do not agree on.
+    """One tensor in which two checkpoints differ.
 
     Attributes:
         key: (kind, name, state).
-        what: in words.
-        largest: largest absolute difference, where both have it in the same shape.
+        what: the difference in words.
+        largest: largest absolute difference, if both have it in the same shape.
     """
 
     key: tuple[str, str, str]
@@ -43,7 +43,7 @@ def open_for_inspection(path: str | Path) -> Checkpoint:
 
 
 def tensors_of(checkpoint: Checkpoint, pattern: Pattern[str] | None = None) -> list[TensorEntry]:
-    """Tensors whose label (see `label`) the pattern is found in; all without one."""
+    """Tensors in whose `label` the pattern is found; all without a pattern."""
     entries = checkpoint.manifest.tensors.values()
     return [entry for entry in entries if pattern is None or pattern.search(label(entry))]
 
@@ -54,7 +54,7 @@ def label(entry: TensorEntry) -> str:
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The facts about a checkpoint, as JSON would hold them. Counts are elements, sizes are bytes."""
+    """Facts about a checkpoint, ready for JSON. Counts are elements, sizes are bytes."""
     manifest = checkpoint.manifest
     of_model = [entry for entry in manifest.tensors.values() if entry.kind == MODEL]
     of_optimizer = [entry for entry in manifest.tensors.values() if entry.kind != MODEL]
@@ -83,7 +83,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _time(nanoseconds: int) -> str | None:
-    """UTC in ISO form; None for a checkpoint that does not say."""
+    """UTC in ISO form; None if the checkpoint does not record it."""
     if not nanoseconds:
         return None
     return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="seconds")
@@ -132,9 +132,9 @@ def size_text(size: int) -> str:
 def differences(
     one: Checkpoint, other: Checkpoint, pattern: Pattern[str] | None = None
 ) -> Iterator[Difference]:
-    """Tensors that are not the same, bit for bit, in two checkpoints; one tensor of each is held at a time.
+    """Tensors that differ in any bit between two checkpoints; one tensor of each is in memory at a time.
 
-    Vocabulary padding is not compared: it depends on `Model.vocab_size_divisible_unit`.
+    Vocabulary padding is not compared, since it depends on `Model.vocab_size_divisible_unit`.
     """
     mine = {entry.key: entry for entry in tensors_of(one, pattern)}
     theirs = {entry.key: entry for entry in tensors_of(other, pattern)}

@@ -1,4 +1,4 @@
-"""What a training loop needs of checkpoints: save here, keep n, and where to continue from."""
+"""Saving checkpoints from a training loop."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class CheckpointManager:
     """Saves into one output directory.
 
     Args:
+        output_dir: the directory.
         ownership: the run that saves, and what it keeps; None: the checkpoints belong to no run, and replace
             and delete nothing.
-        ctx: this process's place in the job, all of which saves together.
+        ctx: the ranks that save together.
         description: further arguments of `save_checkpoint` that stay the same for the whole run
             (`plan`, `config`, `fingerprints`, `vocab_size`, ...).
     """
@@ -40,8 +41,10 @@ class CheckpointManager:
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Save a checkpoint; arguments and errors of `save_checkpoint`. Every rank of the job calls this,
-        with slices that no other rank writes."""
+        """Save a checkpoint; arguments and errors are those of `save_checkpoint`.
+
+        Every rank of the job calls this, with slices that no other rank writes.
+        """
         several = self._ctx.world_size > 1
         save = partial(save_from_all_ranks, self._ctx) if several else save_checkpoint
         path = save(
@@ -57,13 +60,13 @@ class CheckpointManager:
         return path
 
     def wait_for_copy(self) -> None:
-        """Return when the tensors given to `save` may change: here, whenever it has returned."""
+        """Return when the tensors given to `save` may change: here, at once."""
 
     def poll(self) -> Path | None:
-        """Path of a checkpoint completed since `save` returned: here there is none."""
+        """Path of a checkpoint completed since `save` returned: here, none."""
 
     def wait(self) -> Path | None:
-        """The same as `poll`, after waiting for what is under way."""
+        """Like `poll`, after waiting for the save under way."""
 
     def abandon(self) -> None:
-        """End without the other ranks of the job, who may be gone."""
+        """Stop without the other ranks of the job, which may be gone."""

@@ -1,6 +1,6 @@
-"""The manifest: what a checkpoint holds and where, and the small sealed files beside it.
+"""The manifest: what a checkpoint holds and where; and the small sealed files beside it.
 
-`docs/checkpoint_format.md` describes the same for people who write another reader.
+`docs/checkpoint_format.md` specifies the format.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from ppfleetx.checkpoint.entries import (
     CHUNK_BYTES,
+    MAX_DOCUMENTS,
+    Count,
     DocumentEntry,
+    DocumentPath,
     FileEntry,
+    RelativePath,
     TensorEntry,
     check_together,
-    read_documents,
-    read_files,
-    read_tensors,
 )
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.utils.foreign_files import MAX_JSON_DEPTH, MAX_JSON_VALUES, parse_json, read_bounded
+from ppfleetx.utils.foreign_files import parse_json, read_bounded
 
 FORMAT, VERSION = "ppfleetx-checkpoint", 1
 MANIFEST_FILE, MARKER_FILE, LATEST_FILE = "manifest.json", "COMPLETE", "latest"
@@ -50,8 +53,8 @@ class Manifest:
         config: the resolved configuration.
         fingerprints: identity of tokenizer and data.
         run: identity of the run that saved it; None: it belongs to no run (older versions, converted).
-        documents: what makes the checkpoint speak for itself (`checkpoint/documents.py`), by path; older
-            versions saved none.
+        documents: configuration and tokenizer (`checkpoint/documents.py`), by path; older versions saved
+            none.
     """
 
     step: int
@@ -68,10 +71,10 @@ class Manifest:
     documents: Mapping[str, DocumentEntry] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The file's content. Raises CheckpointError when the state is not JSON."""
+        """The file's content. Raises CheckpointError if the state is not JSON."""
         document = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         document["tensors"] = [asdict(entry) for entry in self.tensors.values()]
-        if not self.documents:  # as older versions wrote it, which refuse keys they do not know
+        if not self.documents:  # older versions refuse keys that they do not know
             del document["documents"]
         try:
             text = json.dumps(document, indent=1, allow_nan=False)
@@ -80,23 +83,17 @@ class Manifest:
         return text.encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes, where: str, *, data_bytes: int = 0) -> Manifest:
+    def from_bytes(cls, content: bytes, where: str) -> Manifest:
         """Parse and check.
 
         Args:
             content: the file's content.
             where: its name, for messages.
-            data_bytes: size of the files it is about, as far as known: so many checksums it may have more.
 
         Raises:
-            CheckpointError: it is of another format or version, or says what cannot be.
+            CheckpointError: it has another format or version, or is inconsistent.
         """
-        document = parse_json(
-            content,
-            where,
-            max_values=MAX_JSON_VALUES + data_bytes // CHUNK_BYTES,
-            max_depth=MAX_JSON_DEPTH + 8,  # a configuration of others is kept a few levels down
-        )
+        document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")
         version = document.pop("version", None)
@@ -107,14 +104,41 @@ class Manifest:
         if document.pop("chunk_bytes", None) != CHUNK_BYTES:
             raise CheckpointError(f"{where}: checksums over chunks of another size than {CHUNK_BYTES}")
         try:
-            return cls(**_checked(document))
+            read = _Document.model_validate(document)
+            check_together(read.files, read.tensors)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise CheckpointError(
+                f"{where}: {key} = {shown(first['input'])}: {first['msg'].removeprefix('Value error, ')}"
+            ) from error
         except ValueError as error:
             raise CheckpointError(f"{where}: {error}") from error
+        return cls(**{**dict(read), "tensors": {entry.key: entry for entry in read.tensors}})
+
+
+class _Document(BaseModel):
+    """The keys of manifest.json behind format, version and chunk_bytes; see :class:`Manifest`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: Count
+    epoch: Count
+    files: dict[RelativePath, FileEntry]
+    tensors: list[TensorEntry]
+    state: dict[str, Any] = {}
+    plan: dict[str, Any] = {}
+    ranks: tuple[dict[str, Any], ...] = ()
+    vocab_size: Count | None = None
+    config: dict[str, Any] | str | None = None
+    fingerprints: dict[str, Any] = {}
+    run: str | None = None
+    documents: dict[DocumentPath, DocumentEntry] = Field(default={}, max_length=MAX_DOCUMENTS)
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
-    """Directory of a rank's files within a checkpoint. Of replicas along dp and sep all but the first write
-    what lies in the experts' view alone."""
+    """Directory of a rank's files within a checkpoint. Replicas along dp and sep after the first write only
+    what is in the experts' view."""
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"
 
@@ -130,13 +154,13 @@ def step_directory(epoch: int, step: int) -> str:
 
 
 def parse_step_directory(name: str) -> tuple[int, int] | None:
-    """(epoch, step), or None when `name` is not that of a checkpoint."""
+    """(epoch, step), or None if `name` is not that of a checkpoint."""
     match = _STEP_DIR.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def read_sealed(path: Path) -> dict[str, str] | None:
-    """Fields of a sealed file, or None when it was torn or altered. Raises CheckpointError for no file."""
+    """Fields of a sealed file; None if it is damaged. Raises CheckpointError if it cannot be read."""
     return unseal(read_bounded(path, _MAX_SEALED_BYTES))
 
 
@@ -147,7 +171,7 @@ def seal(**fields: str | int) -> bytes:
 
 
 def unseal(content: bytes) -> dict[str, str] | None:
-    """Fields of a sealed file, or None when it was torn or altered."""
+    """Fields of a sealed file's content; None if it is damaged."""
     body, _, _ = content.rpartition(b"crc32 ")
     try:
         lines = body.decode("ascii").splitlines()
@@ -166,53 +190,3 @@ def marker_of(manifest: bytes, saved_at_ns: int) -> bytes:
         manifest_bytes=len(manifest),
         saved_at_ns=saved_at_ns,
     )
-
-
-_OBJECT, _OPTIONAL_OBJECT = (dict,), (dict, type(None))
-# Types of what a manifest says beside files and tensors, and of what this program itself keeps in `state`.
-_TYPES: dict[str, tuple[type, ...]] = {
-    "step": (int,),
-    "epoch": (int,),
-    "state": _OBJECT,
-    "plan": _OBJECT,
-    "ranks": (list,),
-    "vocab_size": (int, type(None)),
-    "config": (dict, str, type(None)),
-    "fingerprints": _OBJECT,
-    "run": (str, type(None)),
-}
-_STATE_TYPES = dict.fromkeys(
-    ("train", "progress", "schedule", "scaler", "source", "rng", "rng_of_ranks"), _OPTIONAL_OBJECT
-)
-
-
-def _checked(document: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `Manifest` from the parsed file. Raises ValueError naming what is wrong."""
-    if absent := {"step", "epoch", "files", "tensors"} - document.keys():
-        raise ValueError(f"it lacks {', '.join(sorted(absent))}")
-    if unknown := sorted(document.keys() - Manifest.__dataclass_fields__):
-        raise ValueError(f"it has the unknown key {shown(unknown[0])}")
-    _check_types(document, _TYPES, "")
-    _check_types(document.get("state", {}), _STATE_TYPES, "state.")
-    config = document.get("config")
-    if isinstance(config, dict):
-        _check_types(config, {"Model": _OPTIONAL_OBJECT}, "config.")
-        _check_types(config.get("Model") or {}, {"lora": _OPTIONAL_OBJECT}, "config.Model.")
-    ranks = document.get("ranks", [])
-    for rank in ranks:
-        if not isinstance(rank, dict) or not isinstance(rank.get("directory"), str | None):
-            raise ValueError("one of ranks is no object with a directory")
-    files, tensors = read_files(document["files"]), read_tensors(document["tensors"])
-    check_together(files, tensors)
-    keyed = {entry.key: entry for entry in tensors}
-    documents = read_documents(document.get("documents", {}))
-    return {**document, "files": files, "tensors": keyed, "ranks": tuple(ranks), "documents": documents}
-
-
-def _check_types(values: dict[str, Any], types: Mapping[str, tuple[type, ...]], prefix: str) -> None:
-    for key, allowed in types.items():
-        if key in values:
-            value = values[key]
-            is_count = type(value) is not int or 0 <= value < 1 << 63
-            if type(value) not in allowed or not is_count:
-                raise ValueError(f"{prefix}{key} is {shown(value)}, which it cannot be")

@@ -1,7 +1,7 @@
-"""Which run a checkpoint belongs to. A run deletes and replaces its own checkpoints, and nothing else.
+"""Which run a checkpoint belongs to. A run deletes and replaces only its own checkpoints.
 
-A run has an identity, drawn when it starts. Its manifests hold it, and the file `run_id` of its
-output directory; a run that resumes there keeps it. A checkpoint without one belongs to nobody.
+A run draws an identity when it starts. It is in the manifests of its checkpoints and in the file `run_id` of
+its output directory; a run that resumes there keeps it. A checkpoint without one belongs to no run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ RUN_FILE = "run_id"
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the manifest of a checkpoint says of its owner, its name and its files."""
+    """Owner, name and files of a checkpoint, according to its manifest."""
 
     run: str | None
     name: str
     files: frozenset[str]
 
 
-# By hash of the manifest. Manifests are long: each is understood once for all the times that a run thins out
-# its checkpoints.
+# By hash of the manifest. Parsing a long one takes time, and a run asks at every save.
 _saved: dict[str, _Saved] = {}
 
 
@@ -47,8 +46,8 @@ class Ownership:
     Attributes:
         run: its identity.
         keep_max: how many checkpoints of its own it keeps beside the best one; None: all.
-        spared: step directories, with all links followed, that it neither deletes nor replaces, whoever made
-            them: what it was started from.
+        spared: step directories, with links resolved, that it never deletes or replaces: what it was started
+            from.
     """
 
     run: str
@@ -60,12 +59,12 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def covers(self, path: Path) -> bool:
-        """Whether the run may delete or replace this checkpoint: it saved it, under this name, and everything
-        in it."""
+        """Whether the run may delete or replace this checkpoint: it saved it under this name, and no file was
+        added."""
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:
-            saved = _what_was_saved(path)
+            saved = _saved_by(path)
         except CheckpointError:
             return False
         return (saved.run, saved.name) == (self.run, path.name) and _files_in(path) <= saved.files
@@ -77,8 +76,7 @@ class RunRecord:
 
     Attributes:
         run: identity of the run that writes there.
-        continues: name of a checkpoint there that the run went on from though it is not its own; None for a
-            run that began with nothing from there.
+        continues: name of a checkpoint of another run there that this one went on from; None: there is none.
     """
 
     run: str
@@ -90,12 +88,12 @@ class RunRecord:
 
 
 def new_run() -> str:
-    """An identity that no other run has."""
+    """A new identity."""
     return secrets.token_hex(16)
 
 
 def read_run(output_dir: Path) -> RunRecord | None:
-    """Which run writes into the directory; None where none does, or the file is damaged."""
+    """The run that writes into the directory; None if there is none, or the file is damaged."""
     path = output_dir / RUN_FILE
     fields = read_sealed(path) if path.is_file() else None
     return (
@@ -104,7 +102,7 @@ def read_run(output_dir: Path) -> RunRecord | None:
 
 
 def write_run(output_dir: Path, record: RunRecord) -> None:
-    """Let the directory say which run writes into it."""
+    """Record which run writes into the directory."""
     fields = {"run": record.run}
     if record.continues is not None:
         fields["continues"] = record.continues
@@ -113,27 +111,27 @@ def write_run(output_dir: Path, record: RunRecord) -> None:
 
 
 def run_of(path: Path) -> str | None:
-    """Identity of the run that saved the checkpoint in this step directory; None where it has none.
+    """Identity of the run that saved the checkpoint in this step directory; None if it has none.
 
     Raises:
-        CheckpointError: it is no complete checkpoint, or too damaged to tell.
+        CheckpointError: the checkpoint is incomplete or its manifest is damaged.
     """
-    return _what_was_saved(path).run
+    return _saved_by(path).run
 
 
-def _what_was_saved(path: Path) -> _Saved:
+def _saved_by(path: Path) -> _Saved:
     marker = read_marker(path)
-    content, data_bytes = read_manifest(path, marker)
+    content, _ = read_manifest(path, marker)
     sha256 = marker["manifest_sha256"]
     if sha256 not in _saved:
-        manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE), data_bytes=data_bytes)
+        manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE))
         files = frozenset((*manifest.files, *manifest.documents, MANIFEST_FILE, MARKER_FILE))
         _saved[sha256] = _Saved(manifest.run, step_directory(manifest.epoch, manifest.step), files)
     return _saved[sha256]
 
 
 def _files_in(directory: Path) -> set[str]:
-    """Paths of all that is not a directory, relative to it."""
+    """Relative paths of all files and links in a directory."""
     return {
         path.relative_to(directory).as_posix()
         for path in directory.rglob("*")

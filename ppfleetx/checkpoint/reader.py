@@ -1,4 +1,4 @@
-"""Reading a checkpoint: whole tensors or any box of them, whatever slices they were saved in."""
+"""Reading a checkpoint: whole tensors or any box of them, independent of how they were sliced."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _NUMBER = re.compile(r"[0-9]{1,19}")
 
 
 class Checkpoint:
-    """An open checkpoint: all but the data has been checked (marker, manifest, documents, sizes, headers).
+    """An open checkpoint. Marker, manifest, documents, file sizes and headers have been checked.
 
-    Data is checked as it is read (and all of it by `verify`).
+    Data is checked as it is read, and all of it by `verify`.
     """
 
     def __init__(self, path: Path, manifest: Manifest, saved_at_ns: int) -> None:
@@ -60,7 +60,7 @@ class Checkpoint:
         return [(entry.name, entry.state) for entry in self.manifest.tensors.values() if entry.kind == kind]
 
     def entry(self, name: str, kind: str = MODEL, state: str = "") -> TensorEntry:
-        """Description of a tensor. Raises CheckpointError when there is none of that name."""
+        """Description of a tensor. Raises CheckpointError if there is none of that name."""
         try:
             return self.manifest.tensors[kind, name, state]
         except KeyError:
@@ -91,16 +91,16 @@ class Checkpoint:
         return result
 
     def document(self, relative: str) -> bytes | None:
-        """Content of a document; None when the checkpoint has none of this path.
+        """Content of a document; None if the checkpoint has none at this path.
 
         Raises:
-            CheckpointError: it is not what was written.
+            CheckpointError: it is damaged.
         """
         entry = self.manifest.documents.get(relative)
         return None if entry is None else storage.read_document(self.path, relative, entry)
 
     def verify(self) -> None:
-        """Read everything and compare all checksums; raises CheckpointError naming each damaged place."""
+        """Read all data and compare checksums. Raises CheckpointError naming each damaged place."""
         damage = list(self.damage())
         if damage:
             raise CheckpointError("\n".join(damage))
@@ -168,13 +168,15 @@ def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open the checkpoint in step directory `path`, checking marker, manifest, documents, sizes and headers.
 
-    Raises CheckpointError when it is not complete or any of these is damaged. (`resolve_checkpoint`
-    finds the step directory.)
+    `resolve_checkpoint` finds the step directory.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, or one of these is damaged.
     """
     path = Path(path)
     marker = read_marker(path)
-    content, data_bytes = read_manifest(path, marker)
-    manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE), data_bytes=data_bytes)
+    content, _ = read_manifest(path, marker)
+    manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE))
     for relative, entry in manifest.files.items():
         storage.check_file(path, relative, entry)
     for relative, entry in manifest.documents.items():
@@ -183,9 +185,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_manifest(path: Path, marker: Mapping[str, str]) -> tuple[bytes, int]:
-    """Content of the manifest in step directory `path`, and the size of the data files it is about.
+    """Content of the manifest in step directory `path`, and the size of the data files.
 
-    Raises CheckpointError when it has not the length and hash that its marker says.
+    Raises:
+        CheckpointError: length or hash of the manifest differ from those in its marker.
     """
     manifest_path, data_bytes = path / MANIFEST_FILE, _data_bytes(path)
     most = MAX_JSON_BYTES + _BYTES_OF_A_CHECKSUM * (data_bytes // CHUNK_BYTES)
@@ -200,7 +203,7 @@ def read_manifest(path: Path, marker: Mapping[str, str]) -> tuple[bytes, int]:
 
 
 def read_marker(path: Path) -> dict[str, str]:
-    """Fields of the completeness marker; raises CheckpointError when it is missing or damaged."""
+    """Fields of the completeness marker. Raises CheckpointError if it is missing or damaged."""
     marker_path = path / MARKER_FILE
     if not marker_path.exists():
         raise CheckpointError(f"checkpoint {path} is not complete: it has no file {MARKER_FILE}")
@@ -218,7 +221,7 @@ def read_marker(path: Path) -> dict[str, str]:
 
 
 def _data_bytes(path: Path) -> int:
-    """Size of the data files in a step directory: so long its manifest may be, having checksums of them."""
+    """Size of the data files in a step directory, which bounds the size of its manifest."""
     try:
         return sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""States of random number generators as JSON, without pickle: of one process, and of all ranks of a job.
+"""States of random number generators as JSON, of one process and of all ranks of a job.
 
-Python's and NumPy's generators give theirs as numbers. Paddle's `GeneratorState` gives seed, offset and
-the text form of its mt19937-64 engine through `__getstate__`, and takes them back.
+Python's and NumPy's states are numbers. Paddle's `GeneratorState` exposes seed, offset and the text form of
+its mt19937-64 engine through `__getstate__` and `__setstate__`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _REFUSAL = "; set Engine.save_load.load_rng to False to go on without"
 
 
 def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
-    """What a checkpoint keeps of the generators of all ranks; every rank calls this.
+    """The generators of all ranks, as a checkpoint keeps them. Every rank calls this.
 
     Returns:
         `rng`: state of rank 0. `rng_of_ranks`: `degrees` of the plan, and for each rank in `ranks` its
-        coordinate `at` on each axis and `differs`, the parts of its state that are not rank 0's.
+        coordinate `at` on each axis and `differs`, the parts of its state that differ from rank 0's.
     """
     first, *_ = states = gather(ctx, rng_state())
     ranks = [
@@ -43,18 +43,17 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from what `gather_rng_state` gave.
+    """Restore this rank's generators from what `gather_rng_state` returned.
 
-    Under the degrees it was saved with each rank gets its own. Under others no rank is the one it was:
-    all get the default generators of rank 0 (all there is in checkpoints that hold no others), and the
-    named streams of Paddle's tracker stay as the seed made them. Dropout does not depend on either: its
-    masks are a function of seed and step.
+    If the plan has the same degrees, each rank gets its own. Otherwise all ranks get the default generators
+    of rank 0, and the named streams of Paddle's tracker stay as seeded. Dropout depends on neither: its masks
+    are a function of seed and step.
 
     Returns:
-        whether each rank got its own.
+        Whether each rank got its own.
 
     Raises:
-        CheckpointError: there are none, or they are not such states.
+        CheckpointError: the checkpoint has no valid states.
     """
     rank_0, of_ranks = state.get("rng", {}), state.get("rng_of_ranks")
     if not isinstance(of_ranks, Mapping) or of_ranks.get("degrees") != _degrees(ctx):
@@ -77,7 +76,7 @@ def _degrees(ctx: ParallelContext) -> dict[str, int]:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of this process's generators, JSON-able: Python's, NumPy's, Paddle's default ones and the named
+    """State of this process's generators as JSON: Python's, NumPy's, Paddle's default ones and the named
     streams of its tracker."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
@@ -95,13 +94,13 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
-    """Restore what `rng_state` gave, the tracker's streams only with `streams`.
+    """Restore what `rng_state` returned; the tracker's streams only with `streams`.
 
-    Paddle has a generator for each device that a process sees. Saved with others than there are here, none of
-    them fits: Paddle's stay as the seed made them, which a warning says.
+    Paddle has one generator for each device that a process sees. If the state was saved with other devices,
+    Paddle's generators stay as seeded, and a warning says so.
 
     Raises:
-        CheckpointError: it is not such a state.
+        CheckpointError: the state is not valid.
     """
     try:
         python, numpy = state["python"], state["numpy"]

@@ -1,4 +1,4 @@
-"""One checkpoint written by all ranks of a job: each its own slices, the first the manifest."""
+"""Saving one checkpoint from all ranks of a job: each writes its slices, the first writes the manifest."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def save_from_all_ranks(
     ownership: Ownership | None = None,
     **description: Any,
 ) -> Path:
-    """Save a checkpoint; every rank calls this, with the slices it is the one to write.
+    """Save a checkpoint. Every rank calls this, with slices that no other rank writes.
 
-    The directory must be the same for all ranks (a file system shared by the nodes). Arguments as of
+    The directory must be on a file system that all ranks share. Arguments are those of
     :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
 
     Raises:
-        CheckpointError: on all ranks, when one of them could not write; it is named.
+        CheckpointError: on all ranks, if one of them could not write; names that rank.
     """
     pieces = list(tensors)
     save = SharedSave(ctx, output_dir, epoch, step, state=state, ownership=ownership, **description)
@@ -48,10 +48,10 @@ def save_from_all_ranks(
 
 
 class SharedSave:
-    """The parts of one save in which the ranks do not communicate; between them, they do.
+    """The steps of one save. The ranks communicate between the steps, and not within them.
 
-    All ranks `open`, then all `write`, then all `publish` with what every rank's `write` gave, and
-    `close`, whatever became of it. Arguments as of `save_from_all_ranks`.
+    All ranks `open`, then `write`, then `publish` with the results of all ranks' `write`, and `close` in any
+    case. Arguments are those of `save_from_all_ranks`.
     """
 
     def __init__(
@@ -72,18 +72,18 @@ class SharedSave:
         self._stack = ExitStack()
 
     def open(self) -> None:
-        """Take the output directory and make the directory to write into."""
+        """On the main rank: lock the output directory and make the directory to write into."""
         if self._ctx.is_main:
             self._stack.enter_context(saving(self._output_dir, *self._at))
 
     def write(self, pieces: Iterable[TensorSlice]) -> RankIndex | None:
-        """Write this rank's slices; None when it has none."""
+        """Write this rank's slices; None if it has none."""
         pieces = list(pieces)
         place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
         return write_rank(self._staged, place, pieces) if pieces else None
 
     def publish(self, written: Sequence[RankIndex | None]) -> str | None:
-        """On the main rank: make a checkpoint of what the ranks wrote; its path."""
+        """On the main rank: make a checkpoint of what the ranks wrote, and return its path."""
         if not self._ctx.is_main:
             return None
         ranks = [
@@ -95,7 +95,7 @@ class SharedSave:
         return str(commit(self._staged, manifest, indices, self._ownership, self._documents))
 
     def close(self) -> None:
-        """Remove what did not become a checkpoint, and let go of the output directory."""
+        """Remove what did not become a checkpoint, and unlock the output directory."""
         self._stack.close()
 
     @property
@@ -104,7 +104,7 @@ class SharedSave:
 
 
 def on_all_ranks(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result]:
-    """Let every rank act, wait for all, and give all results; an error of one is an error of all.
+    """Run ``act`` on every rank and return the results of all; an error on one is raised on all.
 
     Raises:
         CheckpointError: on every rank, if ``act`` raised an OSError or a CheckpointError on any.

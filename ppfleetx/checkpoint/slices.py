@@ -55,13 +55,13 @@ class TensorSlice:
         dtype: element type, a key of NUMPY_OF_DTYPE.
         global_shape: shape of the whole tensor.
         offset, shape: the box of the global tensor that this piece is.
-        data: an array of `shape`, or a function that makes it when its turn comes, so that no more than one
-            copy is alive. bfloat16 comes as its bits in uint16.
+        data: an array of `shape`, or a function that makes it when it is needed, so that only one copy is
+            alive at a time. bfloat16 comes as its bits in uint16.
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
-        vocab_dim: dimension that counts (padded) vocabulary entries, if one does.
+        vocab_dim: the dimension of (padded) vocabulary entries, if there is one.
         is_live: whether the array is the tensor's own memory, which the next update changes.
-        fetch: starts a copy of what has to come from a device or to be converted, which the next update does
-            not change, and gives what waits for it; None: there is none but ``data``.
+        fetch: starts a copy from the device and returns a function that waits for it; the next update does
+            not change the copy. None: ``data`` is all there is.
     """
 
     name: str
@@ -119,10 +119,9 @@ def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Ind
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Index, Index]]) -> bool:
     """Whether boxes (offset, shape) cover every index of an array of ``shape`` exactly once.
 
-    The function that is 1 inside of a box is a sum over its corners: of steps up and down, +1 where an even
-    number of coordinates is the far one, else -1. Such sums are equal only if their corners are. So the boxes
-    tile the array, without overlaps and holes, when all their corners add up to those of the array; this
-    takes time linear in their number, whatever they look like.
+    The indicator function of a box is determined by its corners, signed by the number of far coordinates. The
+    boxes tile the array if and only if their signed corners sum to those of the array, which takes linear
+    time.
     """
     ends: Counter[Index] = Counter()
     whole = ((0,) * len(shape), tuple(shape))

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -31,13 +31,20 @@ _CHECKERS = 2  # threads that compare checksums
 
 
 def write_safetensors(
-    path: Path, relative: str, pieces: Sequence[TensorSlice]
+    path: Path, relative: str, pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None = None
 ) -> tuple[FileEntry, list[SliceEntry]]:
-    """Write the pieces into one safetensors file and flush it to disk; only one piece is held at a time.
+    """Write the pieces into one safetensors file and flush it to disk; only one piece is in memory at a time.
 
-    Returns the file's entry and one entry per piece. `relative` is the file's path in the manifest.
+    Args:
+        path: the file.
+        relative: its path in the manifest.
+        pieces: what to write.
+        metadata: the header's `__metadata__`.
+
+    Returns:
+        The file's entry and one entry per piece.
     """
-    header = _header(pieces)
+    header = _header(pieces, metadata)
     entries = []
     position = len(header)
     with path.open("wb", buffering=1 << 16) as file:
@@ -67,7 +74,7 @@ def write_small(path: Path, content: bytes) -> None:
 
 
 def write_documents(directory: Path, contents: Mapping[str, bytes]) -> dict[str, DocumentEntry]:
-    """Write documents by their paths and flush them to disk; their entries."""
+    """Write documents by their paths and flush them to disk; return their entries."""
     entries = {}
     for relative, content in contents.items():
         path = directory / relative
@@ -97,10 +104,10 @@ def rename(source: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two directories in one indivisible step; False where the system cannot (then nothing changed).
+    """Swap two directories atomically; False if the system cannot, and nothing changed.
 
     Raises:
-        OSError: the system can do this, but not here.
+        OSError: the system can, but not these two.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
@@ -116,7 +123,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
-    """Raise CheckpointError unless the file is there with its size and its header."""
+    """Raise CheckpointError unless the file has its size and its header."""
     path = directory / relative
     with opened(path) as file:
         header = file.read(entry.header_bytes)
@@ -128,7 +135,7 @@ def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
 
 
 def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes:
-    """Content of a document. Raises CheckpointError when it is not what was written."""
+    """Content of a document. Raises CheckpointError if it is damaged."""
     path = directory / relative
     content = read_bounded(path, MAX_DOCUMENT_BYTES)
     if len(content) != entry.num_bytes:
@@ -143,8 +150,8 @@ def read_range(
 ) -> memoryview:
     """Bytes [start, end) of a piece, checked chunk by chunk.
 
-    `into` is where to put them when they are the whole piece; else memory is made.
-    Raises CheckpointError when they cannot be read or are not those that were written.
+    `into` receives them if they are the whole piece; without it, memory is allocated.
+    Raises CheckpointError if they cannot be read or are damaged.
     """
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
@@ -157,7 +164,7 @@ def read_range(
 
 
 def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterator[str]:
-    """Read named pieces for their checksums; one sentence for each that is not what was written."""
+    """Read named pieces and compare checksums; one sentence for each that is damaged."""
     own = threading.local()
 
     def make_scratch() -> None:
@@ -171,15 +178,15 @@ def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterato
             return f"{name}: {error}"
         return None
 
-    # Reading and zlib's checksum leave Python to the other threads.
+    # Reading and zlib's checksum release the GIL.
     with ThreadPoolExecutor(_CHECKERS, "checksum", initializer=make_scratch) as pool:
         yield from filter(None, pool.map(problem, pieces))
 
 
 def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None:
-    """Read a whole piece through `scratch` (CHUNK_BYTES long) for its checksums only.
+    """Read a whole piece through `scratch` (CHUNK_BYTES long) to compare its checksums.
 
-    Fresh memory for what is thrown away would cost several times what the checksum does.
+    Fresh memory would cost several times what the checksum does.
     """
     sizes = (min(CHUNK_BYTES, piece.num_bytes - at) for at in range(0, piece.num_bytes, CHUNK_BYTES))
     _read_chunks(directory / piece.file, piece, 0, (scratch[:size] for size in sizes))
@@ -221,9 +228,10 @@ def _write_chunks(file: BinaryIO, array: np.ndarray) -> tuple[str, ...]:
     return tuple(checksums)
 
 
-def _header(pieces: Sequence[TensorSlice]) -> bytes:
+def _header(pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None) -> bytes:
     """Header of a safetensors file: its length in 8 bytes (little endian), then JSON, padded to 8 bytes."""
-    table, position = {}, 0
+    table: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    position = 0
     for piece in pieces:
         key = base = f"{piece.name}/{piece.state}" if piece.state else piece.name
         number = 1

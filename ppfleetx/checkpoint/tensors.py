@@ -1,6 +1,6 @@
-"""Between live Paddle tensors and slices: model parameters and optimizer state, out and in.
+"""Model parameters and optimizer state between Paddle tensors and slices of a checkpoint.
 
-Parameters carry `info` (nn/stage.py): canonical name, global shape, offset and shape of the part here.
+Parameters carry `info` (nn/stage.py): canonical name, global shape, offset and shape of the local part.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppfleetx.checkpoint.entries import TensorEntry
-from ppfleetx.checkpoint.foreign.lazy import cast
+from ppfleetx.checkpoint.lazy import cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, MODEL, OPTIMIZER, Index, TensorSlice
 from ppfleetx.config.counts import counted
@@ -29,14 +29,14 @@ _SIXTEEN_BIT, _INTEGERS = ("F16", "BF16"), ("I8", "U8")
 
 
 def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """One slice per parameter, to be read when the writer comes to it."""
+    """One slice per parameter, read when it is written."""
     for name, param in named_params:
         yield _slice(name, MODEL, "", param, param.info)
 
 
 def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """One slice per state tensor. A state of its parameter's shape lies where the parameter lies; any other
-    (the powers of beta, one number) is the same for all slices and stored with the first of them."""
+    """One slice per state tensor. A state of its parameter's shape is sliced like the parameter; any other
+    (the powers of beta, one number) is the same on all ranks and stored with the first slice."""
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
         info = params[name].info
@@ -55,21 +55,23 @@ def load_model(
     allow_other_shapes: bool = False,
     model_names: Collection[str] = (),
 ) -> list[str]:
-    """Copy a checkpoint's weights into parameters, each rank reading its own part; the names of those here.
+    """Copy a checkpoint's weights into parameters, each rank its own part; return the names of those loaded.
 
-    Element types are converted, from a 16-bit checkpoint's master weights where it has them. A table
-    padded to another number of rows gets its true rows, and keeps its own padding.
+    Element types are converted, from master weights if a 16-bit checkpoint has them. A table with other
+    padding gets the true rows and keeps its own padding.
 
     Args:
+        named_params: parameters by canonical name.
+        checkpoint: the checkpoint.
         vocab_size: true vocabulary size of the model; must be the checkpoint's.
         allow_missing: parameters that may be absent and then keep their values.
         allow_extra: ignore tensors that the model does not have; or the names of those to ignore.
-        allow_other_shapes: parameters whose shape or vocabulary is another one keep their values.
-        model_names: names of the whole model, where ``named_params`` are those of one rank.
+        allow_other_shapes: let parameters whose shape or vocabulary differs keep their values.
+        model_names: names of the whole model, if ``named_params`` are those of one rank.
 
     Raises:
-        CheckpointError: another vocabulary, missing, unknown or differently shaped tensors (before
-            anything is changed), or damaged bytes.
+        CheckpointError: the vocabulary differs, or tensors are missing, unknown or of another shape (before
+            anything is changed), or data is damaged.
     """
     params = list(named_params)
     _check_quantized(checkpoint, params)
@@ -103,17 +105,17 @@ def load_optimizer(
 ) -> None:
     """Copy a checkpoint's optimizer state into the live one (`Optimizer.state()`), one tensor at a time.
 
-    Master weights the checkpoint does not have (it was trained in float32) are its float32 weights.
-    `model_names` are the names of the whole model, where `state` is that of one rank.
+    If the checkpoint has no master weights, because it was trained in float32, its weights are taken.
+    `model_names` are the names of the whole model, if `state` is that of one rank.
 
     Raises:
-        CheckpointError: a state is missing or unknown, or of another shape (before anything is
-            changed), or damaged bytes.
+        CheckpointError: a state is missing, unknown or of another shape (before anything is changed), or data
+            is damaged.
     """
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))
     missing = [key for key in state if key not in stored and key[1] != MASTER_WEIGHT]
-    elsewhere = set(model_names) - {name for name, _ in state}  # of other ranks, which check them
+    elsewhere = set(model_names) - {name for name, _ in state}  # on other ranks, which check them
     unknown = [
         key for key in stored if key not in state and key[1] != MASTER_WEIGHT and key[0] not in elsewhere
     ]
@@ -137,11 +139,12 @@ def load_optimizer(
 def load_masters(
     state: Mapping[StateKey, Tensor], named_params: NamedTensors, checkpoint: Checkpoint
 ) -> None:
-    """Copy into the master weights among ``state`` what :func:`load_model` put, rounded, into the parameters:
-    the checkpoint's master weights, or its weights. Without that the first update would undo the loading.
+    """Copy a checkpoint's master weights, or its weights, into the master weights in ``state``.
+
+    :func:`load_model` loads the parameters alone; the first update would overwrite them from stale masters.
 
     Raises:
-        CheckpointError: damaged bytes.
+        CheckpointError: data is damaged.
     """
     params, stored = dict(named_params), set(checkpoint.names())
     for (name, state_name), tensor in state.items():
@@ -152,7 +155,7 @@ def load_masters(
 
 
 class _Place:
-    """Where a state tensor lies: with its parameter when it has its shape, else alone and whole."""
+    """The placement of a state tensor: that of its parameter if it has the same shape, else whole."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
         shape = tuple(tensor.shape)
@@ -193,7 +196,7 @@ def host_array(tensor: Tensor) -> np.ndarray:
 
 @contextmanager
 def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
-    """A tensor's elements, as of :func:`host_array`; what is written into them is the tensor's afterwards."""
+    """A tensor's elements as :func:`host_array` returns them; changes are written back to the tensor."""
     if _is_host(tensor):
         yield host_array(tensor)
         return
@@ -203,7 +206,7 @@ def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
 
 
 def _is_host(tensor: Tensor) -> bool:
-    """Whether NumPy can look at the tensor's memory: on the host, contiguous, of a type NumPy knows."""
+    """Whether NumPy can view the tensor's memory: on the host, contiguous, of a type that NumPy has."""
     return tensor.place.is_cpu_place() and dtype_of(tensor) != "BF16" and tensor.is_contiguous()
 
 
@@ -240,7 +243,7 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
 
 
 def _set(tensor: Tensor, values: np.ndarray) -> None:
-    """Write into a tensor where it is: Paddle's `set_value` would move one in host memory to the device."""
+    """Write into a tensor in place: Paddle's `set_value` would move one in host memory to the device."""
     if tensor.place.is_cpu_place():
         import paddle
 
@@ -254,7 +257,7 @@ def _key(entry: TensorEntry) -> tuple[str, str, str]:
 
 
 def _check_quantized(checkpoint: Checkpoint, params: list[tuple[str, Tensor]]) -> None:
-    """Raise CheckpointError where one of the two holds integers for weights, and the other does not."""
+    """Raise CheckpointError if one of checkpoint and model is quantised and the other is not."""
     stored = set(checkpoint.names())
     for name, param in params:
         if name not in stored:
@@ -294,7 +297,7 @@ def _check_vocabulary(checkpoint: Checkpoint, vocab_size: int | None) -> None:
 def _of_same_shape(
     checkpoint: Checkpoint, params: list[tuple[str, Tensor]], other_vocabulary: bool
 ) -> list[tuple[str, Tensor]]:
-    """Parameters that can be loaded. The log names the others, which keep their values."""
+    """Parameters that can be loaded. A warning names the others, which keep their values."""
     same, other = [], []
     for name, param in params:
         entry = checkpoint.entry(name)
@@ -308,9 +311,7 @@ def _of_same_shape(
         else:
             other.append(name)
     if other:
-        get_logger().warning(
-            f"parameters of another shape, that keep their initial values: {', '.join(other)}"
-        )
+        get_logger().warning(f"parameters of another shape keep their initial values: {', '.join(other)}")
     return same
 
 

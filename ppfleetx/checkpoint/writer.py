@@ -1,7 +1,6 @@
-"""Writing a checkpoint: beside its place first, checked, then renamed, so that it is whole or absent.
+"""Writing a checkpoint: under a hidden name first, checked, then renamed, so that it is whole or absent.
 
-A save of several ranks is the same sequence: every rank calls `write_rank`, one of them `commit` with
-what all ranks returned.
+With several ranks, each calls `write_rank`, and one of them `commit` with what all ranks returned.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MAX_FILE_BYTES = 4 * 1024**3
 
 @dataclass(frozen=True)
 class RankIndex:
-    """What one rank wrote: its files by relative path, and its pieces of tensors."""
+    """The files that one rank wrote, by relative path, and its pieces of tensors."""
 
     files: Mapping[str, FileEntry]
     tensors: Sequence[TensorEntry]
@@ -66,15 +65,15 @@ def save_checkpoint(
         state: the trainer's own state, any JSON.
         plan, config, fingerprints, vocab_size: see Manifest.
         rank_dir: directory of this rank's files; that of rank (0, 0, 0) when None.
-        documents: path -> content of what describes the model (`checkpoint/documents.py`).
+        documents: path -> content (`checkpoint/documents.py`).
         ownership: the run that saves. Its checkpoint of the same name is replaced, and its oldest ones beyond
             `keep_max` are deleted. None: the checkpoint belongs to no run, and replaces and deletes nothing.
         max_file_bytes: files are split at tensor boundaries so as not to exceed this.
         verify: read back and compare all checksums before the checkpoint gets its name.
 
     Raises:
-        CheckpointError: it could not be written (disk full, no permission, ...). Earlier checkpoints
-            are as they were.
+        CheckpointError: it could not be written (disk full, no permission, ...). Earlier checkpoints are
+            unchanged.
     """
     rank_dir = rank_dir or rank_directory()
     output_dir = Path(output_dir)
@@ -104,9 +103,9 @@ def save_checkpoint(
 
 
 class saving:  # noqa: N801  (a context manager reads as a verb)
-    """Hold the output directory and give a new directory to write a checkpoint into.
+    """Lock the output directory and make a directory to write a checkpoint into.
 
-    On an exception what was written is removed; after `commit` nothing is left to remove.
+    At the end, the directory is removed unless `commit` has renamed it.
     """
 
     def __init__(self, output_dir: Path, epoch: int, step: int) -> None:
@@ -150,7 +149,7 @@ def write_rank(
     target.mkdir()
     files: dict[str, FileEntry] = {}
     entries: dict[tuple[str, str, str], TensorEntry] = {}
-    for file_name, pieces in _split(list(tensors), max_file_bytes):
+    for file_name, pieces in split_into_files(list(tensors), max_file_bytes):
         relative = f"{rank_dir}/{file_name}"
         files[relative], slices = storage.write_safetensors(target / file_name, relative, pieces)
         for piece, entry in zip(pieces, slices, strict=True):
@@ -182,10 +181,11 @@ def commit(
 ) -> Path:
     """Turn what all ranks wrote and checked into a checkpoint: manifest, marker, name, `latest`, retention.
 
-    `ownership` and `documents` as of `save_checkpoint`; the manifest gets the run and the checksums.
+    `ownership` and `documents` are those of `save_checkpoint`; the manifest gets the run and the checksums.
 
-    Raises CheckpointError when the ranks' slices do not make up whole tensors, the manifest, a file's
-    size or its header are not what was written, or something else has the name.
+    Raises:
+        CheckpointError: the ranks' slices do not make up whole tensors, what was written cannot be read back,
+            or the run may not replace what has the name already.
     """
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
@@ -196,7 +196,7 @@ def commit(
     storage.write_small(staged / MANIFEST_FILE, content)
     storage.write_small(staged / MARKER_FILE, marker_of(content, time.time_ns()))
     fsync_dir(staged)
-    # Under its hidden name nobody takes the directory for a checkpoint, marker or not.
+    # Its hidden name keeps it from being taken for a checkpoint, in spite of the marker.
     open_checkpoint(staged)
     output_dir = staged.parent
     target = output_dir / step_directory(manifest.epoch, manifest.step)
@@ -222,8 +222,10 @@ def _merged(indices: Sequence[RankIndex]) -> dict[tuple[str, str, str], TensorEn
     return merged
 
 
-def _split(tensors: Sequence[TensorSlice], max_bytes: int) -> Iterator[tuple[str, list[TensorSlice]]]:
-    """(file name, slices): model and optimizer apart, neither larger than `max_bytes` if it can be helped."""
+def split_into_files(
+    tensors: Sequence[TensorSlice], max_bytes: int
+) -> Iterator[tuple[str, list[TensorSlice]]]:
+    """(file name, slices): model and optimizer in separate files, split at `max_bytes` between tensors."""
     for stem, of_kind in (
         ("model", [piece for piece in tensors if piece.kind != OPTIMIZER]),
         ("optimizer", [piece for piece in tensors if piece.kind == OPTIMIZER]),

@@ -17,9 +17,9 @@ from paddle import distributed
 from paddle.autograd import PyLayer
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.foreign.weights import with_vocabulary
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.tensors import load_model
+from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.compress import DistillConfig, WeightsConfig, is_of_quantizer
 from ppfleetx.config.sections.model import ModelConfig

@@ -29,7 +29,7 @@ _SHRINK = np.linspace(1.0, 0.5, 26, dtype=np.float32)[1:]
 
 
 def largest_level(bits: int) -> int:
-    """The largest integer of a symmetric grid of so many bits: 127 for 8.
+    """The largest integer of a symmetric grid of this many bits: 127 for 8.
 
     Raises:
         ValueError: there is no such grid.
@@ -101,7 +101,7 @@ def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
 
 
 def dequantize(levels: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """What integers ``[k, n]`` stand for, float32.
+    """The values of integers ``[k, n]``, float32.
 
     Raises:
         ValueError: the scales are not those of such a matrix.

@@ -1,4 +1,4 @@
-"""Pruning while training: groups and units become zero, and stay so by themselves (``Compress.Prune``).
+"""Pruning while training: groups and units become zero and stay zero (``Compress.Prune``).
 
 Taken out is what writes into a group or unit and reads from it, biases and optimizer states with it. What
 then passes through it is zero in both directions: an activation gives zero for zero, attention of any
@@ -37,7 +37,7 @@ from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.config.sections.compress import parts_out
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.models.gpt.shape import layer_parameter_specs
+from ppfleetx.models.gpt.spec import model_spec
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.log import get_logger
@@ -112,7 +112,7 @@ class PruningInTraining:
     def zero_share(self) -> float:
         """The share of the layers' matrices that has been taken out."""
         zero = total = 0.0
-        for own, spec in layer_parameter_specs(self._model).items():
+        for own, spec in model_spec(self._model).blocks[0].parameters().items():
             shape = spec.shape
             parts = parts_of(own, shape, self._model) if len(shape) > 1 else None
             if parts is not None:

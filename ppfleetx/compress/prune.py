@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor, cast
+from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import parts_out
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import layer_parameter_specs
+from ppfleetx.models.gpt.spec import model_spec
 
 Criterion = Literal["l1_norm", "l2_norm", "saliency"]
 Part = Literal["heads", "mlp", "both"]
@@ -168,11 +168,12 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 def check_network(model: ModelConfig) -> None:
     """Raise ConfigError when the layers are of another kind than pruning knows."""
-    specs = layer_parameter_specs(model)
+    block, *others = model_spec(model).blocks
+    specs = block.parameters()
     matrices = {name.removesuffix(".weight") for name, spec in specs.items() if len(spec.shape) > 1}
-    if matrices != set(_LINEARS):
+    if matrices != set(_LINEARS) or any(other != block for other in others):
         raise ConfigError(
-            f"its layers have other matrices than {', '.join(_LINEARS)}, and cannot be pruned",
+            f"its layers differ, or have other matrices than {', '.join(_LINEARS)}, and cannot be pruned",
             key="Model.name",
             value=model.name,
         )

@@ -16,22 +16,22 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from ppfleetx.checkpoint.foreign.weights import VOCAB_DIM, with_vocabulary
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
 from ppfleetx.checkpoint.tensors import load_model
+from ppfleetx.checkpoint.weights import VOCAB_DIM, with_vocabulary
 from ppfleetx.compress.report import LayerReport, Report
 from ppfleetx.compress.rounding import (
     Stored,
     check_form,
     compensated,
     nearest,
+    on_trained_grid,
     output_error,
     weight_error,
 )
 from ppfleetx.compress.samples import Samples
 from ppfleetx.compress.smoothing import smooth_block
-from ppfleetx.compress.trained import on_trained_grid
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.compress import (
     GROUP_MULTIPLE,
@@ -41,7 +41,7 @@ from ppfleetx.config.sections.compress import (
     is_of_quantizer,
 )
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss

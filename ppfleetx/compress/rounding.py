@@ -1,4 +1,4 @@
-"""Matrices as they are stored in few bits: rounded to the nearest, or with GPTQ's compensation."""
+"""Matrices stored in few bits: rounded to nearest, with GPTQ, or as training has rounded them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.compress.grids import ScaleMethod, dequantize, largest_level, quantize, scales_of
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.compress import Form
+from ppfleetx.config.sections.compress import QUANTIZER, Form, QuantizationConfig
 
 _BLOCK = 128  # input features whose errors are spread together
+_LEAST_CLIP = np.float32(0.01)  # as in training: a learned clip never closes
 _DAMPING = 0.01  # of the mean diagonal of the Hessian, added to it
 
 
@@ -47,7 +49,7 @@ def check_form(name: str, in_features: int, form: Form) -> None:
     """Whether a matrix can be stored so.
 
     Raises:
-        ConfigError: groups do not divide the input features, or no kernel reads so few bits of so many.
+        ConfigError: groups do not divide the input features, or no kernel supports this form.
     """
     if form.group_size is not None and in_features % form.group_size:
         sizes = [size for size in (512, 256, 128, 64, 32, 16, 8) if in_features % size == 0]
@@ -124,3 +126,29 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
     size = float(np.einsum("kn,kn->", hessian @ weight, weight, dtype=np.float64))
     error = float(np.einsum("kn,kn->", hessian @ change, change, dtype=np.float64))
     return float(np.sqrt(max(error, 0.0) / size)) if size > 0 else 0.0
+
+
+def on_trained_grid(
+    weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
+) -> Stored | None:
+    """The linear's weight ``[k, n]`` as training rounded it.
+
+    None if training did not round it, or rounded it to more bits than are stored.
+
+    Args:
+        weight: as trained.
+        linear: canonical name.
+        form: of what is stored.
+        cfg: how it was trained.
+        checkpoint: has the learned clip, if there is one.
+    """
+    kind = "ColumnParallelLinear" if linear.endswith(("qkv", "fc1")) else "RowParallelLinear"
+    if not cfg.quantizes(linear, kind) or cfg.weight_bits > form.bits:
+        return None
+    scale = scales_of(weight, cfg.weight_bits, per_tensor=cfg.weight_quantize_type == "abs_max")
+    clip = f"{linear}.{QUANTIZER}.weight_clip"
+    if clip in checkpoint.names():
+        scale = scale * np.maximum(checkpoint.read(clip).astype(np.float32), _LEAST_CLIP)
+    levels = quantize(weight, scale, cfg.weight_bits).astype(np.int8)
+    groups = 1 if form.group_size is None else weight.shape[0] // form.group_size
+    return Stored(levels, np.broadcast_to(scale, (groups, weight.shape[1])).copy(), form)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 import paddle
 
-from ppfleetx.checkpoint.foreign.weights import with_vocabulary
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.tensors import load_model
+from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.compress.prune import Scores
 from ppfleetx.config.sections.compress import is_of_quantizer
 from ppfleetx.config.sections.model import ModelConfig

@@ -1,19 +1,20 @@
-"""What a valid configuration may ask for and this program cannot run yet, in one place.
-
-A feature that arrives deletes its lines here.
-"""
+"""Why a valid configuration cannot run here: missing kernels, keys or libraries."""
 
 from __future__ import annotations
 
+import importlib.util
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registries import LOGGERS
 from ppfleetx.config.sections.root import RunConfig
 
 
 def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
-    """Sentences, each naming its key, for what ``cfg`` asks for and cannot be run; empty: all of it can.
+    """Sentences, each naming a key whose value cannot run on the device.
 
     Args:
         cfg: a loaded configuration.
-        device: the kind of device that the run has resolved to.
+        device: the kind of device of the run.
     """
     precision = cfg.Engine.mix_precision
     table: list[tuple[bool, str]] = [
@@ -27,9 +28,26 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
 
 def missing(cfg: RunConfig) -> list[str]:
-    """Sentences, each naming its key, for what a run with ``cfg`` needs and the configuration leaves open."""
+    """Sentences, each naming a key that a run of ``cfg`` needs and the configuration does not set."""
     splits = {name: getattr(cfg.Data, name) for name in ("Train", "Eval", "Test")}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:
         return []
     return [f"Data.tokenizer: the texts of Data.{texts[0]} need one (-o Data.tokenizer.dir=DIR)"]
+
+
+def absent_loggers(cfg: RunConfig) -> dict[str, str]:
+    """{logger: what to install} for each logger whose library is not installed; nothing is imported."""
+    found = {}
+    for item in cfg.Engine.loggers:
+        traits = LOGGERS.traits(item.name)
+        if traits.package is not None and importlib.util.find_spec(traits.package) is None:
+            found[item.name] = f"`pip install 'ppfleetx[{traits.extra}]'`, which brings {traits.package}"
+    return found
+
+
+def refuse_absent(cfg: RunConfig) -> None:
+    """Raise ConfigError for the first logger whose library is not installed, with what to install."""
+    for name, wanted in absent_loggers(cfg).items():
+        key = "Engine.loggers"
+        raise ConfigError(f"needs {wanted}", key=key, value=name, place=cfg.origins.get(key))

@@ -6,7 +6,7 @@ import reprlib
 from typing import Any
 
 UNSET: Any = object()
-"""Stands for "no value", where None is a value."""
+"""Marks "no value" where None is a value."""
 
 _MAX_TEXT = 200  # a path should be seen whole
 _MAX_KEY = 120

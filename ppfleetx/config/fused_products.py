@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppfleetx.config.fields import RuleError
-from ppfleetx.config.fused import FusedName
+from ppfleetx.config.sections.model import FusedName
 from ppfleetx.config.sections.root import RunConfig
 
 _MIXED = "Engine.mix_precision."

@@ -25,7 +25,7 @@ _PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """Stands for a derived value; no text of a user's is written as it is."""
+    """Marks a derived value; no text of a user is written like it."""
 
     number: int
 

@@ -34,7 +34,7 @@ class LoggerTraits:
     Attributes:
         package: the library it imports; None: none.
         extra: the extra of this program that brings it.
-        options: the names it takes in its ``options``; None: they are looked at when it is made.
+        options: the names it takes in its ``options``; None: they are checked when it is made.
         callback: the callback that does the writing, for one that is no ``LogWriter``.
     """
 
@@ -46,7 +46,7 @@ class LoggerTraits:
 
 @dataclass(frozen=True)
 class ModuleTraits:
-    """What a task is, for whoever has to know before it is made.
+    """Properties of a task that are needed before it is built.
 
     Attributes:
         trains: tools/train.py runs it.
@@ -75,16 +75,19 @@ class ModuleTraits:
 
 @dataclass(frozen=True)
 class ArchitectureTraits:
-    """What is counted of an architecture before it is built.
+    """What is known of an architecture before it is built.
 
     Attributes:
-        layer_shapes: gives the parameters of one layer from the ``Model`` section, ``{name: ParamSpec}`` or
-            ``{name: global shape}``; a function, or ``package.module:attribute``. None: those of GPT's block.
+        spec: a function, or ``package.module:attribute``, that makes the ``ModelSpec``
+            (``ppfleetx/models/gpt/spec.py``) from the ``Model`` section; None: GPT's.
         metrics: names of the metrics that its layers give (``ppfleetx/nn/aux_loss.py``).
+        layer_shapes: the form before ``spec``, kept for one version: gives the parameters of one layer,
+            ``{name: ParamSpec}`` or ``{name: global shape}``.
     """
 
-    layer_shapes: str | Callable[[Any], Mapping[str, Any]] | None = None
+    spec: str | Callable[[Any], Any] | None = None
     metrics: tuple[str, ...] = ()
+    layer_shapes: str | Callable[[Any], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class OptimizerTraits:
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """``decays``: the rate is ``min_lr`` after ``decay_steps``; otherwise the course says it for ever."""
+    """``decays``: the rate is ``min_lr`` after ``decay_steps``; otherwise the schedule has no end."""
 
     decays: bool = True
 
@@ -201,7 +204,7 @@ CALLBACKS.register(
 CALLBACKS.register(
     "mindspeed_log", f"{_CALLBACKS}.other_logs:MindSpeedLog.of", traits=CallbackTraits(ranks="loss")
 )
-# A tuple of names stands for those callbacks.
+# A tuple of names means those callbacks.
 CALLBACKS.register(
     "default",
     ("progress", "train_log", "metrics", "memory", "forecast", "visual_dl", "profiler", "predictions"),
@@ -270,8 +273,8 @@ POSITIONS.register(
 POSITIONS.register("rope", f"{_GPT}.positions:rope", traits=PositionTraits(rotates=True))
 POSITIONS.register("none", f"{_GPT}.positions:none")
 
-OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:build_adamw", traits=OptimizerTraits(states=2))
-OPTIMIZERS.register("SGD", "ppfleetx.optims.adamw:build_sgd", traits=OptimizerTraits(states=0, reads=()))
+OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:AdamW", traits=OptimizerTraits(states=2))
+OPTIMIZERS.register("SGD", "ppfleetx.optims.rule:SGD", traits=OptimizerTraits(states=0, reads=()))
 
 _SCHEDULES = "ppfleetx.optims.lr_decay"
 SCHEDULES.register("cosine", f"{_SCHEDULES}:cosine")

@@ -1,4 +1,4 @@
-"""Names that a configuration may use for parts of the program, and what each of them stands for.
+"""Names that a configuration may use for parts of the program, and what each name means.
 
 One :class:`Registry` for each kind of part; all of them are in ``ppfleetx/config/registries.py``. What ships
 and what a plugin brings go through the same door, :meth:`Registry.register`.
@@ -63,7 +63,7 @@ class Registry(Generic[TargetT, TraitsT]):
         Args:
             name: what a configuration calls it.
             target: the part, or ``package.module:attribute``.
-            traits: what the configuration has to know of it.
+            traits: what the configuration has to know about it.
 
         Raises:
             ConfigError: the name is another part's, or no text without spaces; or the traits are of another
@@ -110,7 +110,7 @@ class Registry(Generic[TargetT, TraitsT]):
             ConfigError: there is no such part, or not where its text says.
         """
         target = self._entry(name).target
-        return load_target(target) if isinstance(target, str) else target
+        return load_target(target)
 
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
         """What the part gives when it is called.
@@ -200,13 +200,15 @@ def _described(part: Any) -> str:
     return f"{part.__module__}.{part.__qualname__}"
 
 
-def load_target(target: str) -> Any:
-    """What ``package.module:attribute`` names (``attribute`` may have dots).
+def load_target(target: Any) -> Any:
+    """What ``package.module:attribute`` names (``attribute`` may have dots). What is not text is returned.
 
     Raises:
         ConfigError: there is no such module or attribute, or the text is of another form.
         ModuleNotFoundError: a library that the module needs is not installed.
     """
+    if not isinstance(target, str):
+        return target
     module, colon, path = target.partition(":")
     if not module or not colon or not path:
         raise ConfigError(f"{target!r} is not of the form package.module:attribute")

@@ -42,7 +42,7 @@ def resolve(
 
 
 def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefix: str = "") -> Iterator[str]:
-    """Keys whose values are not the given ones, and keys nobody wrote that have not their defaults."""
+    """Keys whose values differ from the given ones, and unset keys that do not have their defaults."""
     for name, field in type(given).model_fields.items():
         key, before, after = f"{prefix}{name}", getattr(given, name), getattr(resolved, name)
         if isinstance(before, Section):
@@ -143,7 +143,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
 
 
 def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Sequences of data for which nobody has chosen a length have at most as many tokens as the model."""
+    """Limit sequences without a chosen length to the positions of the model."""
     longest = cfg.Model.max_position_embeddings
     for mode in ("Train", "Eval", "Test"):
         section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"

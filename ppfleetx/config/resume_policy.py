@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ppfleetx.config.field_types import field_types, section_in
 from ppfleetx.config.fields import Section
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.words import field_types, section_in
 
 
 class Effect(Enum):
@@ -47,7 +47,7 @@ def _table(effect: Effect, section: str, names: str) -> dict[str, Effect]:
     return {f"{section}.{name}": effect for name in names.split()}
 
 
-# A section stands for all its keys, unless they are listed themselves.
+# A section means all its keys, except those listed themselves.
 _EFFECTS: dict[str, Effect] = {
     **_table(
         Effect.SHAPE,
@@ -131,7 +131,7 @@ _EFFECTS: dict[str, Effect] = {
     "Compress": Effect.TRAINING,
 }
 
-# Properties of ModelConfig that say what a null stands for.
+# Properties of ModelConfig that give the value of a null.
 _EFFECTIVE = {
     "num_query_groups": "kv_heads",
     "head_dim": "head_size",
@@ -191,7 +191,7 @@ def network(
 ) -> dict[str, Any]:
     """The keys of ``Model`` that decide the network, adapters aside, and their values.
 
-    Where null stands for another value, it is that one; None is a key without effect on this network.
+    A null that means another value is that value; None marks a key without effect on this network.
     """
     without_effect = set()
     if not model.positions.rotates:

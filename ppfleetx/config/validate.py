@@ -8,11 +8,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ppfleetx.config.errors import UNSET, ConfigError, shown, shown_key
+from ppfleetx.config.field_types import describe, field_types, inside, is_text_only, nearest_keys
 from ppfleetx.config.fields import MAX_COUNT, RuleError, Section
 from ppfleetx.config.reading.tree import Node, is_index
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.suggest import nearest_keys
-from ppfleetx.config.words import describe, field_types, inside, is_text_only
 
 _MAX_ERRORS = 8
 

@@ -1,7 +1,4 @@
-"""Options that a user has written and that change nothing, because another key switches them off.
-
-``tests/config/test_without_effect.py`` asks of every key whether another one can switch it off.
-"""
+"""Options that the user has set but that have no effect, because another key switches them off."""
 
 from __future__ import annotations
 
@@ -26,11 +23,10 @@ _MANIFEST = "manifest.json"  # what lies beside it is part of a checkpoint
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """Sentences, each naming its keys, for what was asked for and changes nothing in this run.
+    """Sentences, each naming its keys, for options that change nothing in this run.
 
-    Speed options that are not built yet are named whoever asks for them. Keys that another key switches off
-    are named when the user wrote them (in a file of his own, or with -o), not when a shipped file or the
-    configuration in a checkpoint did.
+    Keys that another key switches off are named only if the user set them, in a file or with -o, and not if a
+    shipped file or the configuration of a checkpoint did.
     """
     reasons = [f"{key} = True {what}" for key, what in NOT_BUILT if _value(cfg, key)]
     origins = cfg.origins
@@ -64,7 +60,7 @@ def _keys(section: str, names: str) -> tuple[str, ...]:
 
 
 def _others(section: str, of: type[Section], switch: str) -> tuple[str, ...]:
-    """The keys of a section but the one that switches it on; a section in it stands for its keys."""
+    """The keys of a section except the one that switches it on; a nested section means all its keys."""
     return tuple(f"{section}.{name}" for name in of.model_fields if name != switch)
 
 

@@ -21,9 +21,9 @@ from ppfleetx.data.blended import (
     normalise,
     weighted_order,
 )
+from ppfleetx.data.corpus_paths import find_prefixes, open_tokens
 from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
 from ppfleetx.data.loader import DataLoader, Dataset
-from ppfleetx.data.prefixes import find_prefixes, open_tokens
 from ppfleetx.data.sampler import GlobalBatchSampler, Tail
 from ppfleetx.data.split import MODES, split_ranges
 from ppfleetx.data.tasks.chats import ChatDataset

@@ -7,6 +7,10 @@ sequence, ``docs`` (int64, absent in the legacy file) the document boundaries co
 from __future__ import annotations
 
 import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +18,8 @@ import numpy as np
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.indexed import IndexedDatasetWriter, refuse_to_replace
-from ppfleetx.data.npy import map_npy, read_npz
 from ppfleetx.data.token_store import TokenStore, runs_from_zero
-from ppfleetx.utils.foreign_files import os_errors
+from ppfleetx.utils.foreign_files import file_status, os_errors
 
 SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
 _BATCH = 1 << 16  # documents converted at a time
@@ -41,12 +44,12 @@ class FleetXDataset(TokenStore):
         for suffix in SUFFIXES:
             text = text.removesuffix(suffix)
         if Path(f"{text}_ids.npy").exists():
-            tokens = map_npy(Path(f"{text}_ids.npy"))
+            tokens = _map_npy(Path(f"{text}_ids.npy"))
             path = Path(f"{text}_idx.npz")
-            index = _archive(path, ("lens",), tokens.nbytes)
+            index = _read_npz(path, ("lens",))
         else:
             path = Path(f"{text}_ids.npz")
-            index = _archive(path, ("ids", "lens"), 0)
+            index = _read_npz(path, ("ids", "lens"))
             tokens = index["ids"]
         lengths = index["lens"]
         boundaries = index.get("docs", np.arange(lengths.shape[0] + 1, dtype=np.int64))
@@ -58,14 +61,43 @@ class FleetXDataset(TokenStore):
         super().__init__(text, tokens, lengths, byte_offsets, boundaries.astype(np.int64, copy=False))
 
 
-def _archive(path: Path, required: tuple[str, ...], room: int) -> dict[str, np.ndarray]:
+def _map_npy(path: Path) -> np.ndarray:
+    """The array of a ``.npy`` file, memory-mapped."""
+    with _damage(path):
+        return _integers(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
+
+
+def _read_npz(path: Path, required: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """The known arrays of an ``.npz`` file; the ``required`` ones are in it."""
     if not path.exists():
         raise DataError(f"{path} does not exist, and the corpus beside it needs it")
-    arrays = read_npz(path, ("ids", "lens", "docs"), room)
-    for name in required:
-        if name not in arrays:
-            raise DataError(f"{path} has no array {name!r}")
-    return arrays
+    with _damage(path), np.load(path, allow_pickle=False) as archive:
+        for name in required:
+            if name not in archive:
+                raise DataError(f"{path} has no array {name!r}")
+        return {
+            name: _integers(archive[name], f"{path}, array {name!r},")
+            for name in ("ids", "lens", "docs")
+            if name in archive
+        }
+
+
+def _integers(array: np.ndarray, place: str) -> np.ndarray:
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(
+            f"{place} must be a flat array of integers, not one of shape {array.shape} of {array.dtype}"
+        )
+    return array
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Raise what NumPy says about a damaged file as a DataError that names the file."""
+    file_status(path, DataError)
+    try:
+        yield
+    except (ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} is damaged, or not a file of NumPy's: {error}") from error
 
 
 def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:

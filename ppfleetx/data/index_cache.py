@@ -17,7 +17,7 @@ import numpy as np
 from ppfleetx.config.errors import DataError
 from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.memory import available_bytes
+from ppfleetx.utils.machine import available_bytes
 
 Arrays = dict[str, np.ndarray]
 
@@ -33,18 +33,18 @@ def load_or_build(
     *,
     num_bytes: int,
 ) -> Arrays:
-    """The arrays stored under ``key``, memory-mapped; built and stored first when they are not there whole.
+    """The arrays stored under ``key``, memory-mapped; built and stored first if missing or damaged.
 
     Files: ``{key}-{name}.npy`` per array, and ``{key}.json`` with length and checksum of each, written last.
-    A directory that cannot be written costs a message and the time to build again, nothing else.
+    If the directory cannot be written, a warning is logged and every process builds the arrays.
 
     Args:
         names: the arrays that ``build`` returns.
-        about: what the key stands for, written to the JSON file for people to read.
-        num_bytes: memory that building takes, about.
+        about: the meaning of the key, written to the JSON file for people to read.
+        num_bytes: approximate memory for building them.
 
     Raises:
-        DataError: the arrays are not stored, and the machine has not the memory to build them.
+        DataError: the arrays are not stored, and there is not enough memory to build them.
     """
     stored = _load(directory, key, names)
     if stored is not None:
@@ -85,7 +85,7 @@ def _store(directory: Path, key: str, arrays: Arrays, about: Mapping[str, Any]) 
 
 
 def _load(directory: Path, key: str, names: tuple[str, ...]) -> Arrays | None:
-    """None when the arrays are not there; also, with a warning, when they are but not as written."""
+    """None when the arrays are missing, or (with a warning) damaged."""
     description = directory / f"{key}.json"
     if not description.is_file():
         return None

@@ -92,7 +92,7 @@ def plan_epochs(
 
 
 def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
-    """Bytes of the three arrays of so many sequences; what is needed besides to build them is small."""
+    """Bytes of the three arrays for this many sequences; building them needs little more."""
     documents = num_sequences * plan.num_epochs
     position = 4 if documents <= np.iinfo(np.int32).max else 8
     sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8

@@ -82,7 +82,7 @@ class GlobalBatchSampler:
             step += 1
 
     def micro_batches(self, step: int) -> list[np.ndarray]:
-        """This rank's micro batches of the step so many steps after `consumed_samples`."""
+        """This rank's micro batches of the step, counted in steps after `consumed_samples`."""
         batch = self.global_batch(step).reshape(-1, self.data_size, self.micro_batch_size)
         return list(batch[:, self.data_rank])
 

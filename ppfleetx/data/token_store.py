@@ -12,7 +12,7 @@ _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
 
 
 def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
-    """Whether ``boundaries`` begin with 0, end with ``last`` and never fall; looked at in parts."""
+    """Whether ``boundaries`` begin with 0, end with ``last`` and never fall; checked in chunks."""
     if not boundaries.shape[0] or boundaries[0] != 0 or boundaries[-1] != last:
         return False
     parts = (boundaries[first : first + _CHUNK + 1] for first in range(0, boundaries.shape[0], _CHUNK))

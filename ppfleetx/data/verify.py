@@ -11,8 +11,8 @@ import numpy as np
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.data.checksums import SUFFIXES, Block, checksums_path, read_checksums
+from ppfleetx.data.corpus_paths import find_prefixes
 from ppfleetx.data.indexed import IndexedDataset
-from ppfleetx.data.prefixes import find_prefixes
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.utils.cpu import CPUINFO, flags_in, read_cpuinfo
+from ppfleetx.utils.machine import CPUINFO, flags_in, read_cpuinfo
 
 _BF16_FLAGS = ("avx512_bf16", "amx_bf16")
 _INSTEAD = "generate from the checkpoint with tasks/gpt/generation.py"

@@ -1,26 +1,17 @@
-"""The program ``tools/export.py``: from a checkpoint of any plan to a directory that generates by itself.
-
-What a user may have got wrong is looked at before Paddle is loaded, which takes seconds.
-"""
+"""A model as a directory that generates by itself."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.housekeeping import publish
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.run_directory import directory_error
-from ppfleetx.core.programs.generate import check_checkpoint, load_generator
-from ppfleetx.core.programs.launch import start_with, world_size
-from ppfleetx.core.programs.replicas import as_replicas
-from ppfleetx.deploy.capabilities import check_generation
 from ppfleetx.deploy.export_dir import (
     PROGRAM,
     RANK_DIRECTORY,
@@ -43,31 +34,13 @@ _KEY = "Engine.save_load.output_dir"
 _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 
-def run(path: ConfigSource, overrides: Sequence[str]) -> None:
-    """Export the checkpoint ``Engine.save_load.ckpt_dir`` into ``Engine.save_load.output_dir``/rank_0.
-
-    Raises:
-        UserError: what cannot be exported, in words; most of it before Paddle is loaded.
-    """
-    check_one_process(world_size(os.environ))
-    cfg, notes = as_replicas(load_config(path, overrides), 1)
-    check_generation(cfg.Generation, cfg.origins)
-    check_checkpoint(cfg)
-    check_target(cfg)
-    check_adapters(cfg)
-    cfg, ctx = start_with(cfg)
-    for note in notes:
-        get_logger().info(f"NOTE: {note}")
-    export(cfg, ctx)
-
-
-def export(cfg: RunConfig, ctx: ParallelContext) -> Path:
-    """Write the directory, whole or not at all; an earlier export in its place is replaced.
+def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
+    """Write the model into ``Engine.save_load.output_dir``/rank_0, whole or not at all, in place of an
+    earlier export.
 
     Raises:
         UserError: checkpoint and tokenizer do not fit the model, or the directory cannot be written.
     """
-    generator = load_generator(cfg, ctx)
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target, unfinished = output_dir / RANK_DIRECTORY, output_dir / _UNFINISHED
     busy = ConfigError("another export into this directory is under way", key=_KEY, value=str(output_dir))

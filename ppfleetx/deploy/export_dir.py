@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from pydantic import StrictInt, StrictStr, TypeAdapter, ValidationError
@@ -109,14 +109,14 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
 
 
 def open_export(model_dir: str | Path, *, verify: bool = True) -> tuple[Path, ExportManifest]:
-    """The directory of the exported model that ``model_dir`` means, and its manifest.
+    """The directory of an exported model, and its manifest.
 
     Args:
-        model_dir: the directory itself, or the ``output_dir`` it is in.
-        verify: compare the checksums of all files; their sizes are compared anyway.
+        model_dir: the directory itself, or the ``output_dir`` that holds it.
+        verify: compare the checksums of all files; sizes are always compared.
 
     Raises:
-        ConfigError: there is none, it is damaged, or another version wrote it.
+        ConfigError: there is no exported model, it is damaged, or another version wrote it.
     """
     directory = _find(Path(model_dir))
     manifest = _read(directory / MANIFEST_FILE)
@@ -130,8 +130,7 @@ def is_export(directory: Path) -> bool:
 
 
 def files_of_others(directory: Path) -> list[str]:
-    """What lies in the directory of an export and is not of it, as paths in it. Nothing can be said of one
-    whose manifest is damaged."""
+    """Files in the directory of an export that do not belong to it; none if its manifest is damaged."""
     try:
         own = {*_read(directory / MANIFEST_FILE).files, MANIFEST_FILE}
     except ConfigError:
@@ -175,34 +174,16 @@ def _read(path: Path) -> ExportManifest:
     if version >= _FIRST_WITH_CHECKSUM:
         whole = {"format": written_as, "version": version, **content}
         if checksum != _checksum(whole):
-            raise _error(path, f"is damaged or was edited: its checksum is another one; {_AGAIN}")
+            raise _error(path, f"is damaged or was edited: its checksum does not match; {_AGAIN}")
     try:
-        manifest = TypeAdapter(ExportManifest).validate_python(content)
+        return TypeAdapter(ExportManifest).validate_python(content)
     except ValidationError as error:
         field = ".".join(map(str, error.errors()[0]["loc"]))
         raise _error(path, f"is damaged: {shown(field)} is not what an export has there; {_AGAIN}") from error
-    if field := _impossible(manifest):
-        raise _error(path, f"is damaged: {field} is not what an export has there; {_AGAIN}")
-    return manifest
-
-
-def _impossible(manifest: ExportManifest) -> str | None:
-    """The field whose value no export has, if there is one."""
-    positions = manifest.model.get("max_position_embeddings")
-    if type(positions) is not int or not 1 <= manifest.max_positions <= positions:
-        return "max_positions"
-    if not 0 <= manifest.end_id < manifest.vocab_size < 1 << 31:
-        return "end_id"
-    return next((f"files.{shown(name)}" for name in manifest.files if not _is_inside(name)), None)
-
-
-def _is_inside(name: str) -> bool:
-    parts = PurePosixPath(name).parts
-    return bool(parts) and not PurePosixPath(name).is_absolute() and ".." not in parts and "\0" not in name
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """SHA-256 of what a manifest says, however it is laid out in the file."""
+    """SHA-256 of the content of a manifest, independent of its layout."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

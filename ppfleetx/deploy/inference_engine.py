@@ -34,7 +34,7 @@ from ppfleetx.generation.text import RowText
 from ppfleetx.nn.cpu_ops import fused_blocks, quantized
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.memory import back_process_by_huge_pages
+from ppfleetx.utils.machine import back_process_by_huge_pages
 
 _NO_TOKEN = -1
 _GPU_POOL_MB = 256  # to begin with; it grows
@@ -140,7 +140,7 @@ class Program:
     Args:
         directory: holds the program and its weights.
         files: those of the export; others may lie there.
-        options, device: as of :class:`InferenceEngine`.
+        options, device: as in :class:`InferenceEngine`.
     """
 
     def __init__(

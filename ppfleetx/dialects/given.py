@@ -1,4 +1,4 @@
-"""Values as their user wrote them, each with its place: of a configuration file or of a command line."""
+"""Values of a configuration file or command line as the user wrote them, each with its place."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Given:
 def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
     """Every value of ``tree`` under its dotted key, in the order of the file.
 
-    Mappings are gone into, lists of mappings too; every other list is one value. An empty mapping is the
-    value None.
+    Mappings and lists of mappings are flattened; every other list is one value. An empty mapping is None.
     """
     for key, node in tree.value.items():
         name = f"{prefix}{key}"
@@ -67,9 +66,8 @@ def given_arguments(
     Args:
         argv: the arguments, without the program's name.
         flags: normal names (see :func:`normal_name`) of options that take no value; theirs is True.
-        many: normal names of options that take all values up to the next option, as a list.
-        known: normal names of all options; None: all. What is not known may be a flag, and is refused later
-            for what it is.
+        many: normal names of options that take every value up to the next option, as a list.
+        known: normal names of all options; None: any. An unknown option may be a flag and is refused later.
         first: the number of ``argv[0]`` in places.
 
     Raises:

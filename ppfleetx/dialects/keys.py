@@ -1,4 +1,4 @@
-"""What a toolkit's key means here: one table per dialect, for translation, messages and documentation."""
+"""The keys of a dialect and what becomes of each, for translation, messages and documentation."""
 
 from __future__ import annotations
 
@@ -49,35 +49,6 @@ def same(value: Any) -> Any:
     return value
 
 
-def mapped(name: str, to: str | Iterable[str], convert: Convert = same, says: str = "") -> Key:
-    """A key that alone decides one native key, or several if ``convert`` gives a mapping."""
-    return Key(name, Kind.MAPPED, _names(to), convert, says=says)
-
-
-def joint(name: str, to: str | Iterable[str], says: str) -> Key:
-    """A key that decides native keys together with others, in a rule of the dialect."""
-    return Key(name, Kind.MAPPED, _names(to), says=says)
-
-
-def fixed(name: str, says: str, only: Iterable[Any] | None = None) -> Key:
-    """A key that nothing here follows: any value gives the same, or only those of ``only`` can be had."""
-    return Key(name, Kind.FIXED, accepts=None if only is None else tuple(only), says=says)
-
-
-def unused(name: str, says: str) -> Key:
-    """A key about something that is not here, e.g. another framework's compiler."""
-    return Key(name, Kind.UNUSED, says=says)
-
-
-def refused(name: str, says: str) -> Key:
-    """A key that cannot be honoured, and must not be passed over."""
-    return Key(name, Kind.REFUSED, says=says)
-
-
-def _names(to: str | Iterable[str]) -> tuple[str, ...]:
-    return tuple(to.split()) if isinstance(to, str) else tuple(to)
-
-
 class KeyTable:
     """The keys of a dialect, found by the names that its users write.
 
@@ -112,7 +83,7 @@ class KeyTable:
         )
 
     def nearest(self, name: str) -> str:
-        """A sentence with what the writer of an unknown key may have meant."""
+        """A sentence with the keys that the writer of an unknown key may have meant."""
         name = self._normal(name)
         known = [key.name for key in self.keys if not key.name.endswith("**")]
         last = name.rpartition(".")[2]

@@ -35,8 +35,8 @@ def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
             processes = len(value.split(","))
         elif option in _NODES:
             nodes = _count(name, value)
-    told = processes is not None or nodes is not None
-    world = (processes or 1) * (nodes or 1) if told else None
+    is_given = processes is not None or nodes is not None
+    world = (processes or 1) * (nodes or 1) if is_given else None
     return world, list(argv[program + 1 :]), program + 2
 
 

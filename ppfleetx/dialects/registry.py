@@ -1,4 +1,4 @@
-"""The dialects there are, and which of them a file or a command line is written in."""
+"""All dialects, and how the dialect of a file or a command line is recognised."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MODULES: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Dialect:
-    """Another toolkit's way to say what a run is.
+    """How another toolkit describes a run.
 
     Attributes:
         name: its module and the value of ``--dialect``.

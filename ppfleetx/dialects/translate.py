@@ -1,4 +1,4 @@
-"""The steps that every dialect shares: look each given key up, convert it, then apply the joint rules."""
+"""The engine of all dialects: look each given key up, convert its value, then apply the joint rules."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def translate(
         rules: applied in order, after the keys that mean something alone.
 
     Raises:
-        ConfigError: an unknown or refused key, a value that cannot be had, or values that contradict each
-            other; with key, value and place as the user wrote them.
+        ConfigError: an unknown or refused key, an unsupported value, or values that contradict each other;
+            with key, value and place as the user wrote them.
     """
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}
@@ -58,8 +58,7 @@ def translate(
 
 
 def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
-    """Raise for what is not built, in the order of the table: what a network is comes before its details,
-    which need not even be known."""
+    """Raise for unsupported keys in table order: the kind of network comes before its details."""
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:

@@ -20,8 +20,8 @@ class Native:
 
     Attributes:
         value: plain Python value.
-        origins: what the user wrote that it follows from; empty: the dialect always has it so.
-        why: where there is no origin, or more to say than it: for the comment in the YAML.
+        origins: the user's values that it follows from; empty: it is always so in this dialect.
+        why: an explanation beside or instead of the origins, for the comment in the YAML.
     """
 
     value: Any
@@ -30,7 +30,7 @@ class Native:
 
     @property
     def place(self) -> str:
-        """Where it came from, for messages."""
+        """Its place, for messages."""
         return "; ".join(one.origin for one in self.origins) or f"not written; {self.why}"
 
     @property
@@ -41,15 +41,15 @@ class Native:
 
 @dataclass
 class Translation:
-    """Native overrides and what else a reader should know.
+    """Native values, and notes about the translation.
 
     Attributes:
         dialect: the toolkit's name, as in "MindFormers".
         place: the file or command line that was translated.
         native: native values by dotted native key.
-        fixed: given keys that nothing follows, with the reason.
+        fixed: given keys that change nothing, with the reason.
         unused: given keys without meaning here.
-        notes: where a run here differs on purpose from one there; tools log them.
+        notes: deliberate differences between a run here and there; tools log them.
         read: every given value by its name in the key table, for programs that need more than a
             configuration (the run mode, the prompt).
     """
@@ -86,12 +86,12 @@ class Translation:
         self.put(key, value, *origins, why=why)
 
     def put_null(self, key: str, *origins: Given, why: str = "") -> None:
-        """Set a native value to null, where null is not what the key has by itself."""
+        """Set a native value to null, where that is not the key's default."""
         self.native[key] = Native(None, origins, why)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What tools log: the notes, and one line with the keys that have no meaning here."""
+        """Messages to log: the notes, and one line with the keys that have no meaning here."""
         names = ", ".join(dict.fromkeys(one.key for one in self.unused))
         line = [f"keys of {self.dialect} that have no meaning here: {names}"] if names else []
         return (*self.notes, *line)
@@ -138,7 +138,7 @@ def _node(native: Native) -> Node:
 
 
 def _as_written(native: Native) -> str | None:
-    """How the user wrote a value that is no text and is taken over as it is: a text field wants ``007``."""
+    """The user's spelling of a value that is taken over unchanged, so that a text field gets ``007``."""
     if len(native.origins) != 1 or isinstance(native.value, str):
         return None
     one = native.origins[0]
@@ -176,5 +176,5 @@ def _flow(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    """``text`` without what would end a comment."""
+    """``text`` without characters that would end a comment."""
     return "".join(char if char.isprintable() else " " for char in text)

@@ -145,12 +145,9 @@ class ParallelContext:
                 distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX, group=self.groups[axis])
         return tensor
 
-    def sum_over_data(self, value: float) -> float:
-        """Sum of ``value`` over all data ranks."""
-        return self.sum_over(DATA_AXES, value)[0]
-
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """:meth:`sum_over_data` of values that are known: ``values`` has one of every rank of the job."""
+        """:meth:`sum_over` the data axes, of values that are known: ``values`` has one for each rank of the
+        job."""
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}
         for data_rank in sorted(of_data):

@@ -15,29 +15,24 @@ from typing import Any
 
 from ppfleetx import __version__
 from ppfleetx.config.record import flat_values
-from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.case import Case, within
 from ppfleetx.doctor.files import fingerprints, starts
 from ppfleetx.doctor.report import rank_words
-from ppfleetx.doctor.rows import Row, Status, ok, warn
-from ppfleetx.doctor.within import within
+from ppfleetx.doctor.rows import Row, fail, ok, warn
 from ppfleetx.utils.installed import LIBRARIES
 
 Values = Mapping[str, Any]
+_UNREAD: Values = {"unread": True}
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _VARIABLES = ("NCCL_", "HCCL_", "BKCL_", "FLAGS_", "NVIDIA_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")
 _OF_A_RANK = ("FLAGS_selected_",)
 _OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA", "HCCL_IF_IP")  # interfaces may have other names on another machine
-# What one machine may have otherwise without harm: the log, the cards it has, how it is wired.
+# These may differ between machines without harm: the log, the cards, the wiring.
 _HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SHOWN = 4
 _READ_SECONDS = 40.0  # of one fact; less than the others wait
-_UNREAD = "unread"  # in the place of a hash
-
-
-def _nobody(what: str) -> None:
-    """Is told what is read, where nobody waits."""
 
 
 @dataclass(frozen=True)
@@ -47,49 +42,34 @@ class Fact:
     Attributes:
         name: of the row.
         read: what this process has of it, by name.
-        cure: what to do where they differ.
-        status: of the row then.
-        of_node: read by the first process of each node alone.
+        cure: what to do if they differ.
+        of_node: only the first process of each node reads it.
     """
 
     name: str
     read: Callable[[Case], Values]
     cure: str
-    status: Status = Status.FAIL
     of_node: bool = False
 
     def of(self, case: Case) -> Values | None:
-        """The values of this process; None where others speak for it."""
+        """The values of this process; None where another process of the node has them."""
         if self.of_node and case.local_rank != 0:
             return None
         try:
             return within(_READ_SECONDS, lambda: self.read(case))
         except TimeoutError:
-            return self.unread()
-
-    def unread(self) -> Values:
-        """The values of a process that could not read them in time."""
-        return {self.name: f"not read within {_READ_SECONDS:g} s"}
+            return _UNREAD
 
 
 def _versions(case: Case) -> Values:
-    """Of all that ppfleetx, its extras and Paddle ask for, and of NVIDIA's libraries."""
-    decisive = _decisive()
-    mine = {name: version for name, version in _installed().items() if _matters(name, decisive)}
+    """Of everything that ppfleetx, its extras and Paddle require, and of NVIDIA's libraries."""
+    wanted = _required()
+    mine = {name: version for name, version in _installed().items() if name in wanted or "nvidia" in name}
     return {"python": platform.python_version(), **mine, "ppfleetx": __version__}
 
 
-def _other_versions(case: Case) -> Values:
-    decisive = _decisive()
-    return {name: version for name, version in _installed().items() if not _matters(name, decisive)}
-
-
-def _matters(name: str, decisive: set[str]) -> bool:
-    return name in decisive or "nvidia" in name
-
-
 def _installed() -> dict[str, str]:
-    """Versions of the distributions that are imported, by name: the first of each on the path."""
+    """Versions of the distributions by name: of each the first on the path, which is the one imported."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:
@@ -97,7 +77,7 @@ def _installed() -> dict[str, str]:
     return found
 
 
-def _decisive() -> set[str]:
+def _required() -> set[str]:
     names = {"ppfleetx", "paddlepaddle", "paddlepaddle-gpu", *LIBRARIES.values()}
     for name in ("ppfleetx", "paddlepaddle", "paddlepaddle-gpu"):
         try:
@@ -126,27 +106,17 @@ def _configuration(case: Case) -> Values:
 
 
 def _variables(case: Case) -> Values:
-    return {name: value for name, value in _all_variables(case) if not name.startswith(_HARMLESS)}
-
-
-def _harmless_variables(case: Case) -> Values:
-    return {name: value for name, value in _all_variables(case) if name.startswith(_HARMLESS)}
-
-
-def _all_variables(case: Case) -> Iterator[tuple[str, str]]:
-    for name, value in case.environ.items():
-        if name.startswith(_VARIABLES) and not (name.startswith(_OF_A_RANK) or name.endswith(_OF_A_MACHINE)):
-            yield name, value
+    return {
+        name: value
+        for name, value in case.environ.items()
+        if name.startswith(_VARIABLES)
+        and not name.startswith((*_OF_A_RANK, *_HARMLESS))
+        and not name.endswith(_OF_A_MACHINE)
+    }
 
 
 FACTS: tuple[Fact, ...] = (
     Fact("versions", _versions, "install the same versions on all machines"),
-    Fact(
-        "other packages",
-        _other_versions,
-        "install the same versions on all machines: what they are needed for may differ",
-        Status.WARN,
-    ),
     Fact("sources", _sources, "use the same checkout of ppfleetx on all machines"),
     Fact("configuration", _configuration, "give all machines the same file and the same -o"),
     Fact(
@@ -154,43 +124,37 @@ FACTS: tuple[Fact, ...] = (
     ),
     Fact("checkpoints", starts, "copy the same checkpoint to all machines, or share it", of_node=True),
     Fact("variables", _variables, "set them alike for all processes: these change what is computed or sent"),
-    Fact("other variables", _harmless_variables, "set them alike, or know why not", Status.WARN),
 )
 """Everything that is compared."""
 
 
-def digests(case: Case, tell: Callable[[str], None] = _nobody) -> dict[str, str | None]:
-    """A hash of each fact of this process; None where others speak for it.
+def digests(case: Case, tell: Callable[[str], None]) -> dict[str, str | None]:
+    """A hash of each fact of this process; None where another process of the node has it.
 
     Args:
-        case: this process's place.
-        tell: is given the name of each fact before it is read, which may take a while.
+        case: the place of this process.
+        tell: called with the name of each fact before it is read, which may take a while.
     """
     found: dict[str, str | None] = {}
     for fact in FACTS:
         tell(fact.name)
         values = fact.of(case)
-        found[fact.name] = None if values is None else _digest(fact, values)
+        found[fact.name] = None if values is None else _digest(values)
     return found
 
 
-def _digest(fact: Fact, values: Values) -> str:
-    if values == fact.unread():
-        return _UNREAD
+def _digest(values: Values) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def differing(told: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """Names of the facts whose hashes are not equal on all processes that have one, or that one of them could
-    not read."""
-    hashes = {fact.name: {t.get(fact.name) for t in told} - {None} for fact in FACTS}
-    return [name for name, those in hashes.items() if len(those) > 1 or _UNREAD in those]
+def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
+    """Names of the facts that differ between processes, or that one of them could not read."""
+    hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
+    return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
 
-def in_full(
-    case: Case, names: Sequence[str], tell: Callable[[str], None] = _nobody
-) -> dict[str, Values | None]:
-    """The values of the facts of these names; ``tell`` as of :func:`digests`."""
+def in_full(case: Case, names: Sequence[str], tell: Callable[[str], None]) -> dict[str, Values | None]:
+    """The values of these facts; ``tell`` as in :func:`digests`."""
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:
@@ -199,21 +163,22 @@ def in_full(
     return found
 
 
-def agreement_rows(told: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
+def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
     """A row for each fact.
 
     Args:
-        told: :func:`in_full` by rank.
+        answers: :func:`in_full` by rank.
         names: the facts that differ, or were not read; the others are equal.
     """
     for fact in FACTS:
-        values = {rank: facts[fact.name] for rank, facts in told.items() if facts.get(fact.name) is not None}
-        unread = [rank for rank, mine in values.items() if mine == fact.unread()]
+        values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
+        values = {rank: mine for rank, mine in values.items() if mine is not None}
+        unread = [rank for rank, mine in values.items() if mine == _UNREAD]
         if fact.name in names and unread:
             text = f"not compared: {rank_words(unread)} could not read it within {_READ_SECONDS:g} s"
-            yield warn(fact.name, text, "is the file system slow, or does it not answer? (ls, df)")
+            yield warn(fact.name, text, "is the file system slow, or dead? (ls, df)")
         elif fact.name in names and (differences := "; ".join(_differences(values))):
-            yield Row(fact.name, fact.status, differences, fact.cure)
+            yield fail(fact.name, differences, fact.cure)
         else:
             yield ok(fact.name, "equal on all processes")
 

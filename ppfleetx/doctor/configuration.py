@@ -1,4 +1,4 @@
-"""The configuration itself: what cannot run or has no effect, where it would start, the memory it takes."""
+"""The configuration: what cannot run or has no effect, where the run starts, and the memory it needs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.summary import run_prediction, verdict
 from ppfleetx.utils.gpu_operators import on_the_host
-from ppfleetx.utils.memory import available_bytes
+from ppfleetx.utils.machine import available_bytes
 
 
 def plan(case: Case) -> Iterator[Row]:
-    """The plan against the processes there are, and what of the configuration cannot be had."""
+    """The plan against the number of processes, and keys that are not supported or have no effect."""
     cfg = case.cfg
     wanted, there = cfg.plan.world_size, case.world_size
     if wanted == there:
@@ -37,9 +37,9 @@ def plan(case: Case) -> Iterator[Row]:
     if reasons:
         yield fail("supported", "; ".join(reasons), "change the keys that are named")
     for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, kind_of(case.device))):
-        yield warn("note", note, "take the key out, or mean it")
+        yield warn("note", note, "remove the key, or make it take effect")
     for reason in missing(cfg):
-        yield warn("missing", reason, "install it, or leave what needs it out")
+        yield warn("missing", reason, "install it, or remove what needs it")
 
 
 def beginning(case: Case) -> Iterator[Row]:
@@ -50,22 +50,22 @@ def beginning(case: Case) -> Iterator[Row]:
     try:
         check_beginning(case.cfg)
     except UserError as error:
-        yield fail("start", str(error), "do as the message says, or give another output directory")
+        yield fail("start", str(error), "follow the message, or give another output directory")
         return
     options = case.cfg.Engine.save_load
-    how = "goes on from the newest checkpoint" if options.resume else "starts anew"
+    how = "resumes from the newest checkpoint" if options.resume else "starts from the beginning"
     yield ok("start", f"a run in {options.output_dir} {how}")
 
 
 def memory(case: Case) -> Iterator[Row]:
-    """What the planner says a device has to hold, against what it has."""
+    """The memory that the planner predicts, against what the device has."""
     prediction = run_prediction(case.cfg, case.device)
     if prediction is None:
-        yield skipped("memory", "the planner knows the training of our own GPT alone")
+        yield skipped("memory", "the planner only knows the training of our own GPT")
         return
     needed, there = prediction.fullest, _there(case)
     if there is None:
-        yield skipped("memory", f"Paddle does not say how much a device of the kind {case.device} has")
+        yield skipped("memory", f"Paddle does not report how much memory a {case.device} device has")
     else:
         yield memory_row(needed, *there, cpu=not is_card(case.device))
     host, free = max(stage.host for stage in prediction.memory), available_bytes()
@@ -80,18 +80,18 @@ def memory(case: Case) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """The verdict: bytes that a device needs, and those that it has."""
+    """The row for a device that needs so many bytes and has so many."""
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)
     cure = "a smaller Global.micro_batch_size, Model.use_recompute, more devices; `ppfleetx plan` ranks them"
-    if cpu:  # what others hold now may be free when the job starts
+    if cpu:  # other programs may free memory before the job starts
         return warn("memory", text, cure, needed_gib=needed / GIB, there_gib=there / GIB)
     return fail("memory", text, cure, needed_gib=needed / GIB, there_gib=there / GIB)
 
 
 def _there(case: Case) -> tuple[float, str] | None:
-    """Bytes of one device, and what it is called; None where that is not known."""
+    """Bytes of one device, and its name; None if not known."""
     if is_card(case.device):
         return total_memory()
     return (available_bytes() or 0) / case.local_size, "this machine's free memory, shared by its processes"

@@ -1,25 +1,27 @@
-"""The machine, the libraries and the variables of this process."""
+"""The machine, its limits, Paddle, and the variables of this process."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import resource
+import shutil
 import sys
 from collections.abc import Iterator
 
 from ppfleetx import __version__
+from ppfleetx.config.counts import counted
 from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_of, visible_cards
 from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
-from ppfleetx.utils.cpu import read_cpuinfo
+from ppfleetx.doctor.rows import Row, fail, ok, warn
+from ppfleetx.doctor.storage import words
 from ppfleetx.utils.installed import not_installed, version_of
-from ppfleetx.utils.memory import available_bytes
-from ppfleetx.utils.process_env import available_cpus, import_paddle, prepare_process
+from ppfleetx.utils.machine import available_bytes, available_cpus, read_cpuinfo
+from ppfleetx.utils.process_env import import_paddle, prepare_process
 
 PADDLE = "3.3."
-"""Beginning of the versions of Paddle that ppfleetx is made for."""
-_NUMPY_BELOW = (2, 4)
+"""The versions of Paddle that ppfleetx supports begin with this."""
 _PREFIXES = (
     "NCCL_",
     "HCCL_",
@@ -42,15 +44,17 @@ _OF_LAUNCHER = (
     *(f"PADDLE_{name}" for name in ("MASTER", "NNODES", "RANK", "TRAINER")),
     *("PPFLEETX_DOCTOR", "PPFLEETX_LAUNCHER"),
 )
+_SHARED_MEMORY, _RDMA = "/dev/shm", "/sys/class/infiniband"  # noqa: S108
+_LEAST_SHARED_BYTES, _SHARED_BYTES = 16 << 20, 1 << 30  # NCCL takes some MiB for each pair of cards
+_LEAST_FILES, _FILES = 256, 4096
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
 def versions(case: Case) -> Iterator[Row]:
-    """Python, ppfleetx, Paddle's distribution, NumPy."""
+    """Python, ppfleetx and Paddle."""
     yield ok("python", f"{platform.python_version()} ({sys.executable})")
     yield ok("ppfleetx", f"{__version__} ({os.path.dirname(os.path.dirname(__file__))})")  # noqa: PTH120
     yield _paddle_version()
-    yield _numpy_version()
 
 
 def _paddle_version() -> Row:
@@ -65,24 +69,11 @@ def _paddle_version() -> Row:
             f"{text}: both builds are installed, and one overwrites the other's files",
             "pip uninstall paddlepaddle paddlepaddle-gpu, then install the one you want",
         )
-    version, cure = next(iter(there.values())), f"ppfleetx is made for, and tested with, Paddle {PADDLE}x"
+    version, cure = next(iter(there.values())), f"ppfleetx is tested with Paddle {PADDLE}x"
     if not version.startswith(PADDLE):
         is_older = [int(part) for part in re.findall(r"\d+", version)[:2]] < [3, 3] and version != "0.0.0"
         return (fail if is_older else warn)("paddle", text, f"{cure}: install that")
     return ok("paddle", text)
-
-
-def _numpy_version() -> Row:
-    version = version_of("numpy")
-    if not version:
-        return fail("numpy", "not installed", "run `pip install 'numpy>=1.26,<2.4'`")
-    if tuple(int(part) for part in version.split(".")[:2]) >= _NUMPY_BELOW:
-        return fail(
-            "numpy",
-            f"{version}: Paddle's GradScaler raises at the first overflow with 2.4 and later",
-            "run `pip install 'numpy<2.4'`",
-        )
-    return ok("numpy", version)
 
 
 def machine(case: Case) -> Iterator[Row]:
@@ -105,8 +96,56 @@ def _model_lines() -> Iterator[str]:
     return (line for line in read_cpuinfo().splitlines() if line.startswith("model name"))
 
 
+def limits(case: Case) -> Iterator[Row]:
+    """Open files, locked memory and shared memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield open_files_row(soft, hard)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if os.path.isdir(_RDMA) and os.listdir(_RDMA) and locked != resource.RLIM_INFINITY:  # noqa: PTH112, PTH208
+        yield locked_row(locked, case)
+    yield _shared_memory(case)
+
+
+def open_files_row(soft: int, hard: int) -> Row:
+    """The row of ``ulimit -n``; below 0 there is no limit."""
+    if soft < 0 or soft >= _FILES:
+        return ok("open files", f"at most {soft:,}" if soft >= 0 else "no limit")
+    cure = f"ulimit -n {max(_FILES, min(hard, 65536) if hard > 0 else 65536)} before the job starts"
+    if 0 <= hard < _FILES:
+        cure += (
+            "; the hard limit is lower: raise it in /etc/security/limits.conf, with LimitNOFILE of the "
+            "service, or with docker run --ulimit nofile=N"
+        )
+    text = f"at most {soft:,} (connections, corpora and logs are files too)"
+    return (fail if soft < _LEAST_FILES else warn)("open files", text, cure)
+
+
+def locked_row(soft: int, case: Case) -> Row:
+    """The row of ``ulimit -l`` on a machine with InfiniBand: a failure if the job uses it."""
+    is_needed = is_card(case.device) and case.world_size > case.local_size
+    text = f"at most {words(soft)}: InfiniBand cannot register its buffers"
+    cure = "ulimit -l unlimited before the job starts, or docker run --ulimit memlock=-1"
+    return (fail if is_needed else warn)("locked memory", text, cure)
+
+
+def _shared_memory(case: Case) -> Row:
+    cure = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm; remove files that are left in it"
+    is_needed = is_card(case.device) and case.local_size > 1
+    if not os.path.isdir(_SHARED_MEMORY):  # noqa: PTH112
+        text = f"there is no {_SHARED_MEMORY}"
+        return (fail if is_needed else warn)("shared memory", text, f"mount -t tmpfs none {_SHARED_MEMORY}")
+    total, _, free = shutil.disk_usage(_SHARED_MEMORY)
+    text = f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB free in {_SHARED_MEMORY}"
+    if is_needed and free < _SHARED_BYTES:
+        text += f", through which the {counted(case.local_size, 'card')} of this machine exchange data"
+        return (fail if free < _LEAST_SHARED_BYTES * case.local_size else warn)("shared memory", text, cure)
+    if free < _LEAST_SHARED_BYTES:
+        return warn("shared memory", text, cure)
+    return ok("shared memory", text)
+
+
 def variables(case: Case) -> Iterator[Row]:
-    """What the environment sets of NCCL, CUDA, Paddle and ppfleetx."""
+    """The variables of NCCL, CUDA, Paddle and ppfleetx."""
     there = {
         name: "(not shown)" if _SECRET.search(name) else value
         for name, value in sorted(case.environ.items())
@@ -117,8 +156,7 @@ def variables(case: Case) -> Iterator[Row]:
 
 
 def paddle_loads(case: Case) -> Iterator[Row]:
-    """Whether Paddle can be imported, which build it is, and that the settings of the CPU came in time."""
-    was_there = "paddle" in sys.modules
+    """Whether Paddle can be imported, which build it is, and the settings of the CPU."""
     said = prepare_process(device=case.device)
     try:
         import_paddle()
@@ -142,7 +180,4 @@ def paddle_loads(case: Case) -> Iterator[Row]:
         )
         return
     paddle.set_device(case.device)
-    if was_there and not is_card(case.device):
-        yield skipped("settings", "Paddle was imported before doctor, by the program that called it")
-    else:
-        yield ok("settings", said)
+    yield ok("settings", said)

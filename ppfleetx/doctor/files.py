@@ -1,4 +1,4 @@
-"""Corpora, tokenizer and checkpoints that the configuration names: there, readable, and the right ones."""
+"""The corpora, tokenizer and checkpoints of the configuration: readable, undamaged, and large enough."""
 
 from __future__ import annotations
 
@@ -11,47 +11,53 @@ from pathlib import Path
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
 from ppfleetx.config.counts import counted
-from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import DataError, UserError
-from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.programs.sources import refuse_foreign, sources
-from ppfleetx.core.programs.token_ids import token_id_lines
+from ppfleetx.config.sections.root import RunConfig, data_sets
+from ppfleetx.config.weight_sources import sources
+from ppfleetx.conversion.detect import refuse_foreign
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
 from ppfleetx.data.split import MODES, split_ranges
+from ppfleetx.data.token_ids import token_id_lines
 from ppfleetx.data.token_store import TokenStore
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.utils.foreign_files import opened
 
-_CURE = "mount or copy the files to this machine, or say where they are: one path for all machines"
+_CURE = "mount or copy the files to this machine, or correct the path: it is the same for all machines"
 _DENIED_CURE = "let this user read it: chmod a+r FILE, and a+x on the directories above; or run as its owner"
-_DAMAGED_CURE = "copy it again from where it is whole, or make it anew (tools/preprocess_data.py)"
+_DAMAGED_CURE = "copy it again from where it is whole, or make it again (tools/preprocess_data.py)"
 _BLOCKS, _BLOCKS_COMPARED = 256, 64
-"""Of 1 MiB, spread over a file, that are read of it; smaller files are read whole."""
+"""Blocks of 1 MiB, spread over a file, that are read; smaller files are read completely."""
 _READ_SECONDS = 30.0  # for all corpora of a mode
 _DAMAGE = ("truncated", "damaged", "not as it was written", "input/output")
 _MODES = ("Train", "Eval")
 
 
 def data(case: Case) -> Iterator[Row]:
-    """Every corpus and file of texts of ``Data.Train`` and ``Data.Eval``: opened, and both ends read."""
-    found = False
+    """Open every corpus and text file of ``Data.Train`` and ``Data.Eval``, and read both ends."""
+    found, unguarded = False, list[str]()
     for mode, name, cfg in _sets(case.cfg):
         found = True
         title = f"Data.{mode}" if name is None else f"Data.{mode} {name}"
         try:
-            texts = list(_look(cfg, mode))
+            texts = list(_look(cfg, mode, unguarded))
         except (UserError, OSError) as error:
             yield fail(title, str(error), _cure(error))
             continue
         yield ok(title, "; ".join(texts))
+    if unguarded:
+        names = ", ".join(dict.fromkeys(unguarded))
+        yield warn(
+            "checksums",
+            f"none beside {names}: damage on disk would go unnoticed",
+            "ppfleetx inspect-data PREFIX --write-checksums writes them",
+        )
     if not found:
         yield skipped("data", "the configuration has neither Data.Train nor Data.Eval")
 
 
 def _cure(error: Exception) -> str:
-    """By what the error says of the file."""
     text = str(error).lower()
     if "permission denied" in text:
         return _DENIED_CURE
@@ -64,7 +70,8 @@ def _sets(cfg: RunConfig) -> Iterator[tuple[str, str | None, RunConfig]]:
             yield mode, name, one
 
 
-def _look(cfg: RunConfig, mode: str) -> Iterator[str]:
+def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
+    """What is there; adds corpora without checksums to ``unguarded``."""
     if not getattr(cfg.Data, mode).dataset.is_corpus:
         yield f"{len(build_dataset(cfg, mode)):,} examples"
         return
@@ -74,7 +81,9 @@ def _look(cfg: RunConfig, mode: str) -> Iterator[str]:
     for corpus in corpora:
         sums = read_checksums(corpus.prefix)
         kept = ""
-        if sums is not None:
+        if sums is None:
+            unguarded.append(corpus.prefix)
+        else:
             sums.check_sizes()
             kept = f", {_as_written(sums, end)} as in {checksums_path(corpus.prefix).name}"
         ends = corpus.flat(0, 1).sum() + corpus.flat(corpus.num_tokens - 1, corpus.num_tokens).sum()
@@ -83,11 +92,7 @@ def _look(cfg: RunConfig, mode: str) -> Iterator[str]:
 
 
 def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> None:
-    """Whether the split of some corpus has the tokens of one sample.
-
-    Raises:
-        DataError: none has.
-    """
+    """Raises DataError if no corpus has the tokens of one sample in the split."""
     options = getattr(cfg.Data, mode).dataset
     ranges = [split_ranges(len(corpus), options.split)[MODES.index(mode)] for corpus in corpora]
     most = max(int(one.sizes[first:last].sum()) for one, (first, last) in zip(corpora, ranges, strict=True))
@@ -100,10 +105,10 @@ def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> N
 
 
 def _as_written(sums: CorpusChecksums, end: float) -> str:
-    """Which part of a corpus was read until ``end`` (monotonic), and has its checksums.
+    """Compare a corpus with its checksums until ``end`` (monotonic); says how much was compared.
 
     Raises:
-        DataError: a block has not.
+        DataError: a block is damaged.
     """
     is_whole = True
     for suffix, one in sums.files.items():
@@ -127,7 +132,7 @@ def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most ``most`` of the numbers below ``count``, the first and the last among them."""
+    """At most ``most`` of the numbers below ``count``, with the first and the last."""
     if count <= most:
         return list(range(count))
     return [(count - 1) * number // (most - 1) for number in range(most)]
@@ -139,7 +144,7 @@ def corpora_of(cfg: RunConfig, mode: str) -> list[TokenStore]:
 
 
 def tokenizer(case: Case) -> Iterator[Row]:
-    """The tokenizer, and the ids of tokenizer and corpora against the model's vocabulary."""
+    """Load the tokenizer, and compare its ids and those of the corpora with the model's vocabulary."""
     try:
         loaded = load_tokenizer(case.cfg)
         lines = token_id_lines(case.cfg)
@@ -150,17 +155,17 @@ def tokenizer(case: Case) -> Iterator[Row]:
             str(error),
             _DENIED_CURE
             if is_denied
-            else "mend what the message names, or copy it from a machine where it is whole",
+            else "correct what the message names, or copy it from a machine where it is complete",
         )
         return
     if loaded is None and not lines:
-        yield skipped("tokenizer", "the configuration names none (Data.tokenizer)")
+        yield skipped("tokenizer", "the configuration has none (Data.tokenizer)")
         return
     yield ok("tokenizer", "; ".join(lines))
 
 
 def checkpoints(case: Case) -> Iterator[Row]:
-    """The checkpoints a run would start from: marker, manifest, sizes and headers."""
+    """The checkpoints that the run starts from: marker, manifest, sizes and headers."""
     refuse_foreign(case.cfg)
     named = list(sources(case.cfg))
     if not named:
@@ -173,8 +178,7 @@ def checkpoints(case: Case) -> Iterator[Row]:
 
 
 def fingerprints(case: Case) -> dict[str, str]:
-    """What tells this node's data and tokenizer from another's: hashes by name, the reason where there is
-    none. Of a corpus: its lengths, and a few blocks; of checksums beside it, all of their file."""
+    """Hashes of this node's data and tokenizer, by name."""
     if case.cfg is None:
         return {}
     found: dict[str, str] = {}
@@ -211,7 +215,7 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(case: Case) -> dict[str, str]:
-    """The checkpoints that a run starts from, by key: step, and a hash of the manifest."""
+    """The checkpoints that the run starts from, by key: step and a hash of the manifest."""
     if case.cfg is None:
         return {}
     options = case.cfg.Engine.save_load
@@ -233,23 +237,3 @@ def _of_checkpoint(place: Path) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def note_of_checksums(case: Case) -> Iterator[Row]:
-    """Corpora that no checksum guards."""
-    unguarded = []
-    for mode, _, cfg in _sets(case.cfg):
-        try:
-            if getattr(cfg.Data, mode).dataset.is_corpus:
-                unguarded += [
-                    c.prefix for c in corpora_of(cfg, mode) if not checksums_path(c.prefix).exists()
-                ]
-        except (UserError, OSError):
-            continue  # the check of the data says why
-    if unguarded:
-        names = ", ".join(dict.fromkeys(unguarded))
-        yield warn(
-            "checksums",
-            f"none beside {names}: a token that changes on disk would not be noticed",
-            "ppfleetx inspect-data PREFIX --write-checksums writes them",
-        )

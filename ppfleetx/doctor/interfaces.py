@@ -1,4 +1,4 @@
-"""Network interfaces of this machine, and the ones that NCCL and Gloo are told to use."""
+"""The network interfaces of this machine, and those that NCCL and Gloo are to use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ppfleetx.doctor.rows import Row, fail, ok, warn
 # linux/sockios.h and linux/if.h
 _GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913
 _UP, _LOOPBACK = 0x1, 0x8
-_NOT_NCCL = ("lo", "docker")  # left out by NCCL itself unless it is told to use them
+_NOT_NCCL = ("lo", "docker")  # NCCL does not use them unless they are named
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One interface; ``address`` is its IPv4 address, empty where it has none."""
+    """One interface; ``address`` is its IPv4 address or empty."""
 
     name: str
     address: str
@@ -36,7 +36,7 @@ def interfaces() -> list[Interface]:
     found: list[Interface] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it is gone since: containers come and go
+            with contextlib.suppress(OSError):  # containers come and go
                 found.append(_interface(probe, name))
     return found
 
@@ -52,14 +52,14 @@ def _interface(probe: socket.socket, name: str) -> Interface:
 
 
 def network(case: Case) -> Iterator[Row]:
-    """The interfaces there are, and those that the environment names."""
+    """All interfaces, and those that the environment names."""
     found = interfaces()
     yield ok("interfaces", ", ".join(map(str, found)))
     yield from named_rows(case, found)
 
 
 def named_addresses(case: Case) -> dict[str, list[str]]:
-    """The addresses of the interfaces that each variable names, as far as they can be used."""
+    """The addresses of the usable interfaces that each variable names."""
     there = interfaces()
     return {
         variable: [one.address for one in choose(value, there) if one.is_up and one.address]
@@ -69,7 +69,7 @@ def named_addresses(case: Case) -> dict[str, list[str]]:
 
 
 def named_rows(case: Case, found: Sequence[Interface]) -> Iterator[Row]:
-    """Rows of ``NCCL_SOCKET_IFNAME`` and ``GLOO_SOCKET_IFNAME``, where they are set."""
+    """Rows of ``NCCL_SOCKET_IFNAME`` and ``GLOO_SOCKET_IFNAME``, if set."""
     several = case.world_size > case.local_size
     for variable, choose in _VARIABLES:
         value = case.environ.get(variable, "")
@@ -95,10 +95,9 @@ def _named_row(
 
 
 def nccl_choice(value: str, found: Sequence[Interface]) -> list[Interface]:
-    """The interfaces that NCCL takes for ``NCCL_SOCKET_IFNAME``.
+    """The interfaces that NCCL chooses for ``NCCL_SOCKET_IFNAME``, by its documentation.
 
-    Prefixes with commas between them; ``=`` before the first: whole names; ``^``: all but these
-    (NCCL's documentation of environment variables).
+    The value has prefixes with commas between them; ``=`` in front means whole names, ``^`` all but these.
     """
     excludes, text = value.startswith("^"), value.removeprefix("^")
     exact, text = text.startswith("="), text.removeprefix("=")
@@ -118,15 +117,15 @@ def _exact(value: str, found: Sequence[Interface]) -> list[Interface]:
 
 def is_local(address: str) -> bool:
     """Whether an IPv4 address is one of this machine's."""
-    is_first = any(one.address == address for one in interfaces())  # also of one that is down
+    is_first = any(one.address == address for one in interfaces())  # also if it is down
     return is_first or address.startswith("127.") or route_to(address) == address
 
 
 def route_to(address: str) -> str:
-    """The address of this machine that packets to ``address`` leave from; empty without a route. To one of
-    its own, an interface's second one too, they leave from that itself."""
+    """The address of this machine from which packets to ``address`` leave; empty without a route. For one of
+    its own addresses it is that address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        socket.inet_aton(address)  # no name server is asked
+        socket.inet_aton(address)  # not a name, which a name server would have to resolve
         probe.connect((address, 9))  # sends nothing
         return probe.getsockname()[0]
     return ""

@@ -1,7 +1,7 @@
-"""Ranks for the examination: the nodes are looked at first, then the launcher runs in a process of its own.
+"""Starts ranks for the examination: first come the nodes, then the launcher in a process of its own.
 
-So the table is all that this process prints, whatever launcher and ranks say, and it ends with a report even
-where they end without one.
+So this process prints nothing but the table, whatever launcher and ranks print, and it ends with a report
+even if they end without one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ppfleetx.doctor.registry import CHECKS, Need, examine
 from ppfleetx.doctor.report import exit_code, in_groups
 from ppfleetx.doctor.rows import Row, Status, fail
 from ppfleetx.doctor.run import ALONE, LOCAL_SECONDS
-from ppfleetx.utils.start import START_VARIABLE
+from ppfleetx.utils.peers import START_VARIABLE
 
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
-"""Where the ranks of a machine leave their reports for the process that has started them."""
+"""Where the ranks of a machine leave their reports for the process that started them."""
 _REPORT, _LOG = "report.*.json", "launcher.log"
 _END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _ALONE_SECONDS = 90.0
@@ -48,20 +48,20 @@ def job_rows(
     seconds: float,
     logs_there: Path | None,
 ) -> tuple[list[Row], int]:
-    """Look at what the launcher needs, at the nodes, and then start the ranks; rows, and the size of the job.
+    """Examine what the launcher needs and the nodes, then start the ranks; gives rows and the job's size.
 
     Args:
         command: ends when all ranks of this machine have.
-        nproc: processes of this machine; None: one a card.
-        nodes: machines of the job; PADDLE_NNODES wins, as it does for the launcher; None: one.
-        master: ``HOST:PORT``, where they meet; PADDLE_MASTER wins, as it does for the launcher.
-        seconds: for which machines and processes wait for each other.
-        logs_there: where the ranks' logs are kept; None: nowhere.
+        nproc: processes of this machine; None: one per card.
+        nodes: machines of the job; None: one. PADDLE_NNODES wins, as for the launcher.
+        master: ``HOST:PORT``, where they meet. PADDLE_MASTER wins, as for the launcher.
+        seconds: how long machines and processes wait for each other.
+        logs_there: directory of the ranks' logs; None: they are not kept.
     """
     named = os.environ.get("PADDLE_NNODES", "")
     nodes = int(named) if named.isdigit() else nodes or 1
     master = os.environ.get("PADDLE_MASTER") or master
-    rows = [replace(row, group="processes") for row in launcher_rows(os.environ, nodes, nproc, master)]
+    rows = [replace(row, group="processes") for row in launcher_rows(os.environ, nodes, nproc)]
     if not rows:
         rows += [replace(row, group="nodes") for row in examine_nodes_first(nodes, master, seconds)]
     if exit_code(rows):
@@ -71,31 +71,28 @@ def job_rows(
 
 
 def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[Row]:
-    """The rows of the nodes, of which there are none where a job has one machine."""
+    """The rows of the nodes; none for a job on one machine."""
     if nodes < 2:
         return []
     if master is None:
-        told = f"PADDLE_NNODES={os.environ['PADDLE_NNODES']}: " if "PADDLE_NNODES" in os.environ else ""
-        cure = "give --master HOST:PORT" + (", or unset PADDLE_NNODES" if told else "")
-        return [fail("--master", f"{told}several machines, and nothing says where they meet", cure)]
+        given = os.environ.get("PADDLE_NNODES")
+        named = f"PADDLE_NNODES={given}: " if given else ""
+        cure = "give --master HOST:PORT" + (", or unset PADDLE_NNODES" if named else "")
+        return [fail("--master", f"{named}several machines, and nothing says where they meet", cure)]
     return list(examine_nodes(master, nodes, seconds, os.environ))
 
 
 def launched_rows(
     command: Sequence[str], *, seconds: float, logs_there: Path | None
 ) -> tuple[list[Row], int]:
-    """Run the command that starts the ranks of this machine; their rows, and the size of the job.
-
-    Args:
-        command: ends when all ranks have.
-        seconds: for which processes wait for each other.
-        logs_there: where the ranks' logs are kept; None: nowhere, when all went well.
-    """
+    """Run the command that starts the ranks of this machine; gives their rows and the job's size."""
     place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
     try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]
         environ = {**os.environ, DIRECTORY_VARIABLE: str(place)}
-        environ.setdefault(START_VARIABLE, f"{seconds + _END_SECONDS:g}")  # ranks say first who is missing
+        environ.setdefault(
+            START_VARIABLE, f"{seconds + _END_SECONDS:g}"
+        )  # the ranks report first who is missing
         with (place / _LOG).open("wb") as log:
             code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds, place)
         return _read(place, logs_there or place / "log", code)
@@ -104,7 +101,7 @@ def launched_rows(
 
 
 def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
-    """The report of the first rank that has left one, or the last words of ranks that have not."""
+    """The report of the first rank that left one; if none did, the ends of their logs."""
     reports = sorted(place.glob(_REPORT))
     if reports:
         content = json.loads(reports[0].read_text("utf-8"))
@@ -113,16 +110,16 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
-    """Why there is no report: ranks that have ended, the last words, and what this process finds itself."""
+    """Why there is no report: ranks that ended, the ends of the logs, and what this process finds."""
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
         how = f"exit code {number}" if number >= 0 else _signal_words(-number)
         said = _end_of(logs / f"workerlog.{rank}")
         cure = "look at its machine and its memory (`dmesg -T | tail`: oom-kill)"
-        yield fail(f"rank {rank}", f"it ended before it had looked ({how}) {said}".strip(), cure)
+        yield fail(f"rank {rank}", f"it ended before it had reported ({how}) {said}".strip(), cure)
     if not found:
         said = filter(None, map(_end_of, (launcher_log, *sorted(logs.glob("workerlog.*")))))
-        cure = "the end of their logs is above; --log-dir DIR keeps them whole"
+        cure = "the ends of their logs are above; --log-dir DIR keeps them"
         text = f"the ranks ended without a report (exit code {code}): {'; '.join(said)}"
         yield fail("launcher", text, cure)
     if (row := import_row()) is not None:
@@ -140,8 +137,11 @@ def _signal_words(number: int) -> str:
 
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
-    """The exit code; nothing is left running. Where a rank has reported, the others end soon: one that does
-    not is stopped, or hangs. Ranks that did not meet look for themselves, the first one at more things."""
+    """Run the launcher and leave nothing running; gives its exit code.
+
+    Once a rank has reported, the others should end soon: one that does not hangs or is stopped. Ranks that
+    did not meet examine by themselves, and the first rank of a machine has more checks to run.
+    """
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False
     try:
@@ -175,15 +175,15 @@ def _report_of(local_rank: int) -> str:
 
 
 def _end_of(file: Path) -> str:
-    """The last words in a log."""
-    told = [line.strip() for line in _text_of(file).splitlines() if line.strip()]
-    told = [line for line in told if not any(noise in line for noise in _NOISE)]
-    told = [line for line in told if line.startswith("error: ")][-1:] or told
-    return f"{file.name}: " + " | ".join(told[-_LAST_LINES:])[-_LONGEST_WORDS:] if told else ""
+    """The last lines of a log, or its last error."""
+    lines = [line.strip() for line in _text_of(file).splitlines() if line.strip()]
+    lines = [line for line in lines if not any(noise in line for noise in _NOISE)]
+    lines = [line for line in lines if line.startswith("error: ")][-1:] or lines
+    return f"{file.name}: " + " | ".join(lines[-_LAST_LINES:])[-_LONGEST_WORDS:] if lines else ""
 
 
 def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_rank: int) -> None:
-    """Write the rows for the process that has started this one."""
+    """Write the rows for the process that started this one."""
     content = {"world_size": world_size, "rows": [row.as_json() for row in rows]}
     name = _report_of(local_rank)
     part = Path(directory) / f"{name}.part"
@@ -192,5 +192,5 @@ def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_ran
 
 
 def command_of(script: Path, arguments: Sequence[str]) -> list[str]:
-    """The command that does what was asked for in another process."""
+    """The command that runs the same verb in another process."""
     return [sys.executable, str(script), "doctor", *arguments]

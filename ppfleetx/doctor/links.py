@@ -1,4 +1,4 @@
-"""From each machine to each other one: whether connections open, whether what is sent arrives, how fast."""
+"""From each machine to each other one: whether connections open, whether data arrives, and how fast."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any
 
-from ppfleetx.doctor.arrival import reach
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.interfaces import named_addresses
 from ppfleetx.doctor.meeting import Answer, Meeting
@@ -22,30 +20,37 @@ from ppfleetx.doctor.storage import words
 
 _THREADS = 32
 _REACH_SECONDS, _SEND_SECONDS, _ROUND_SECONDS = 5.0, 5.0, 60.0
-_MEASURE_SECONDS, _ALL_SECONDS = 0.1, 20.0  # of one trial, and of all links of a machine
-_TRIALS = 6
+_ALL_SECONDS = 20.0  # for measuring all links of a machine
 _FEW_BYTES, _PACKETS_BYTES, _MOST_BYTES = 64, 64 << 10, 16 << 20
 _HEAD = struct.Struct("!I")
 _SLOW, _TOO_SLOW = 12.5e6, 1.25e6  # bytes a second: 100 and 10 Mbit/s
 _TIMES_SLOWER = 10
-_SENT_AGAIN, _SEGMENTS_OUT = 100, 136  # places in tcp_info (linux/tcp.h)
-_LEAST_SEGMENTS, _LOSSY, _TOO_LOSSY = 200, 0.03, 0.15  # a busy machine sends some again without a loss
 _OPEN_CURE = "NCCL and Gloo open ports of their own: let the machines reach each other on all ports"
-_FIREWALL_CURE = "a firewall or proxy opens connections and drops what they carry: let it through"
+_FIREWALL_CURE = "a firewall or proxy opens connections and drops the data: let it through"
 _MTU_CURE = (
     "large packets get lost: give all machines, and the switches between them, one MTU "
     "(ip link; ip link set dev NAME mtu 1500), and let ICMP through"
 )
 _SLOW_CURE = (
-    "look at the cable and at what it has agreed on (ethtool NAME), at limits (tc qdisc show), at other "
-    "traffic, and that the address is of the fast network (POD_IP, NCCL_SOCKET_IFNAME)"
+    "look at the cable and its speed (ethtool NAME), at limits (tc qdisc show), at other traffic, and "
+    "whether the address is of the fast network (POD_IP, NCCL_SOCKET_IFNAME)"
 )
-_LOSS_CURE = "look at the cable, its plugs and the switch (ip -s link: errors, dropped), and at other traffic"
+
+
+def reach(address: tuple[str, int], seconds: float) -> str:
+    """Why a connection to ``address`` fails; empty if it does not."""
+    try:
+        socket.create_connection(address, seconds).close()
+    except TimeoutError:
+        return "nothing comes back"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 @contextlib.contextmanager
 def receiving() -> Iterator[int]:
-    """A port of this machine that takes what :func:`send` sends, until the end."""
+    """A port of this machine that takes what :func:`send` sends, within the block."""
     with socket.create_server(("", 0), backlog=1024) as listener:
         threading.Thread(target=_serve, args=(listener,), name="links", daemon=True).start()
         yield listener.getsockname()[1]
@@ -68,10 +73,10 @@ def _take(connection: socket.socket) -> None:
 
 
 def send(connection: socket.socket, count: int) -> float:
-    """Seconds until ``count`` bytes have arrived and that was said.
+    """Send ``count`` bytes and wait for the receipt; returns the seconds.
 
     Raises:
-        OSError: they have not, or not in time.
+        OSError: they have not arrived in time.
     """
     begin = time.perf_counter()
     connection.settimeout(_SEND_SECONDS)
@@ -100,35 +105,17 @@ def try_link(address: tuple[str, int]) -> dict[str, Any]:
     return {}
 
 
-def lost_share(connection: socket.socket) -> float:
-    """Packets that had to be sent again, of all that were; 0 where the system does not tell."""
-    if not hasattr(socket, "TCP_INFO"):
-        return 0.0
-    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SEGMENTS_OUT + 4)
-    if len(told) < _SEGMENTS_OUT + 4:
-        return 0.0
-    again, sent = (struct.unpack_from("I", told, place)[0] for place in (_SENT_AGAIN, _SEGMENTS_OUT))
-    return again / max(sent, _LEAST_SEGMENTS)
-
-
 def measure_link(address: tuple[str, int]) -> dict[str, Any]:
-    """``speed`` in bytes a second, ``trip`` in seconds, ``lost`` as the share of packets, of a link.
-
-    The best of some trials: other programs of the machines have their share of link and processor.
-    """
+    """``speed`` in bytes a second; the best of some trials, because machines have other work too."""
+    count, best = _PACKETS_BYTES, 0.0
     try:
         with socket.create_connection(address, _REACH_SECONDS) as connection:
-            trip = min(send(connection, _FEW_BYTES) for _ in range(3))
-            count, best = _PACKETS_BYTES, 0.0
-            for _ in range(_TRIALS):
+            for _ in range(4):
                 best = max(best, count / send(connection, count))
-                if best > _SLOW and count > _PACKETS_BYTES:
-                    break
-                count = min(_MOST_BYTES, max(_PACKETS_BYTES, int(best * _MEASURE_SECONDS)))
-            lost = lost_share(connection)
+                count = min(_MOST_BYTES, max(_PACKETS_BYTES, int(best / 10)))  # 0.1 s
     except OSError as error:
         return {"problem": error.strerror or "nothing comes back", "cure": _OPEN_CURE}
-    return {"speed": best, "trip": trip, "lost": lost}
+    return {"speed": best}
 
 
 def examine_links(meeting: Meeting, own: str, port: int, environ: Mapping[str, str]) -> Iterator[Row]:
@@ -136,29 +123,29 @@ def examine_links(meeting: Meeting, own: str, port: int, environ: Mapping[str, s
 
     Args:
         own: address of this machine.
-        port: that :func:`receiving` gave.
+        port: what :func:`receiving` gave.
         environ: may name the interfaces of NCCL and Gloo.
     """
-    named = named_addresses(Case(environ=environ))
-    told = meeting.exchange([own, port, named], _ROUND_SECONDS)
-    size = len(told)
-    order = [(meeting.number + step) % size for step in range(1, size)]  # nobody is everybody's first
-    there = {n: told[n].value for n in order if not told[n].problem}
+    announced = meeting.exchange([own, port, named_addresses(Case(environ=environ))], _ROUND_SECONDS)
+    size = len(announced)
+    order = [(meeting.number + step) % size for step in range(1, size)]  # not all start with the same
+    there = {n: announced[n].value for n in order if not announced[n].problem}
+    addresses = {n: (value[0], value[1]) for n, value in there.items()}
     with ThreadPoolExecutor(_THREADS) as pool:
-        addresses = [(value[0], value[1]) for value in there.values()]
-        mine = dict(zip(there, pool.map(try_link, addresses), strict=True))
-        wrong = list(pool.map(lambda one: _named_problems(*one), there.items()))
+        mine = dict(zip(there, pool.map(try_link, addresses.values()), strict=True))
+        unreached = list(pool.map(lambda one: _unreached_interfaces(*one), there.items()))
     end = time.monotonic() + _ALL_SECONDS
-    for number, address in zip(there, addresses, strict=True):
+    for number, address in addresses.items():
         if not mine[number] and time.monotonic() < end:
             mine[number] = measure_link(address)
-    value = {"links": {str(n): link for n, link in mine.items()}, "named": dict(chain(*wrong))}
+    named = dict(pair for pairs in unreached for pair in pairs)
+    value = {"links": {str(n): link for n, link in mine.items()}, "named": named}
     yield from link_rows(meeting.names, meeting.exchange(value, 2 * _ROUND_SECONDS))
 
 
-def _named_problems(number: int, told: Sequence[Any]) -> list[tuple[str, str]]:
-    """What of the interfaces that a machine's variables name cannot be reached from here."""
-    own, port, named = told
+def _unreached_interfaces(number: int, announced: Sequence[Any]) -> list[tuple[str, str]]:
+    """The interfaces in a machine's variables that cannot be reached from here."""
+    own, port, named = announced
     return [
         (f"{number} {variable}", f"{address}: {problem}")
         for variable, addresses in named.items()
@@ -174,58 +161,44 @@ def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
         names: of the machines.
         answers: ``{"links": {number: link}, "named": {"number variable": problem}}`` of each.
     """
-    failed, measured = False, {}
+    failed, speeds = False, {}
     for name, answer in zip(names, answers, strict=True):
         if answer.problem:
             failed = True
             yield fail("links", f"{name} has left: {answer.problem}", "look at that machine")
             continue
-        for other, link in answer.value["links"].items():
+        for number, link in answer.value["links"].items():
+            other = names[int(number)]
             if "problem" in link:
                 failed = True
-                yield fail(
-                    "links", f"{name} does not reach {names[int(other)]}: {link['problem']}", link["cure"]
-                )
+                yield fail("links", f"{name} does not reach {other}: {link['problem']}", link["cure"])
             elif "speed" in link:
-                measured[name, names[int(other)]] = link
+                speeds[name, other] = link["speed"]
         for key, problem in answer.value["named"].items():
-            other, variable = key.split(" ")
+            number, variable = key.split(" ")
             yield fail(
                 variable,
-                f"{name} does not reach {names[int(other)]} at the interface that it names: {problem}",
+                f"{name} does not reach {names[int(number)]} at the interface that it names: {problem}",
                 f"name an interface of the network in which the machines meet, in {variable} of that machine",
             )
     if not failed:
-        yield ok("links", f"each of the {len(names)} machines reaches the others on a port of any number")
-    yield from speed_rows({link: (found["speed"], found["trip"]) for link, found in measured.items()})
-    yield from loss_rows({link: found["lost"] for link, found in measured.items()})
+        yield ok("links", f"each of the {len(names)} machines reaches the others on an arbitrary port")
+    yield from speed_rows(speeds)
 
 
-def loss_rows(lost: Mapping[tuple[str, str], float]) -> Iterator[Row]:
-    """Rows of links that lose packets: ``{(from, to): share}``."""
-    for (one, other), share in lost.items():
-        if share > _LOSSY:
-            text = f"{one} to {other}: {share:.0%} of the packets had to be sent again"
-            status = Status.FAIL if share > _TOO_LOSSY else Status.WARN
-            yield Row("packets lost", status, text, _LOSS_CURE, numbers={"share": share})
-
-
-def speed_rows(speeds: Mapping[tuple[str, str], tuple[float, float]]) -> Iterator[Row]:
-    """Rows of the speeds: ``{(from, to): (bytes a second, seconds of a message both ways)}``."""
+def speed_rows(speeds: Mapping[tuple[str, str], float]) -> Iterator[Row]:
+    """Rows of the speeds: ``{(from, to): bytes a second}``."""
     if not speeds:
         return
-    best = max(speed for speed, _ in speeds.values())
-    slow = {link: status for link, (speed, _) in speeds.items() if (status := _judged(speed, best))}
+    best = max(speeds.values())
+    slow = {link: status for link, speed in speeds.items() if (status := _judged(speed, best))}
     for (one, other), status in slow.items():
-        speed, trip = speeds[one, other]
-        text = f"{one} to {other}: {words(speed)}/s, a message both ways takes {trip * 1e3:.1f} ms"
-        if best > _TIMES_SLOWER * speed:
-            text += f"; the fastest link has {words(best)}/s"
+        speed = speeds[one, other]
+        text = f"{one} to {other}: {words(speed)}/s; the fastest link has {words(best)}/s"
         yield Row("speed", status, text, _SLOW_CURE, numbers={"bytes_per_second": speed})
     if not slow:
-        speed, trip = min(speeds.values())[0], max(trip for _, trip in speeds.values())
-        text = f"the slowest link has {words(speed)}/s; a message both ways takes {trip * 1e3:.1f} ms at most"
-        yield ok("speed", text, bytes_per_second=speed)
+        speed = min(speeds.values())
+        yield ok("speed", f"the slowest link has {words(speed)}/s", bytes_per_second=speed)
 
 
 def _judged(speed: float, best: float) -> Status | None:

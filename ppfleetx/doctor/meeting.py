@@ -1,33 +1,35 @@
-"""Processes that meet over plain sockets before they trust anything else, and exchange values.
+"""Processes that have met exchange values before they trust anything else.
 
-One of them is the host and listens, the others are its guests. Every wait ends within a known time, and then
-says who did not answer and what it was doing when it was last heard of. While members work, a thread of each
-says that its process runs; so one that is stopped is told from one that is slow.
+The first of them is the host, the others are its guests. Every wait ends in a known time and then names who
+did not answer and what it was last doing. A thread of each process says that it runs, so one that is stopped
+is distinguished from one that is slow.
 """
 
 from __future__ import annotations
 
 import contextlib
 import selectors
+import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ppfleetx.doctor.line import PULSE_SECONDS, Line, Pulse, silence, silence_limit
+from ppfleetx.distributed.rendezvous import (
+    MARGIN_SECONDS,
+    Address,
+    Line,
+    Member,
+    Members,
+    RendezvousError,
+    receive,
+    visit,
+)
 
-MARGIN_SECONDS = 10.0
-"""That guests wait longer than the host, which says who is missing."""
+PULSE_SECONDS = 1.0
 LEAST_QUIET_SECONDS = 60.0
-"""What loads a large library lets no other thread of its process run."""
-_WAITING = "waiting for the others"
-
-
-class MeetingError(Exception):
-    """The processes cannot meet; ``cure`` says what to do."""
-
-    def __init__(self, found: str, cure: str) -> None:
-        super().__init__(found)
-        self.cure = cure
+"""While a large library is loaded, no other thread of the process runs."""
+_ROUNDS = 10  # a guest waits so many times as long as the host, which decides when to give up
 
 
 @dataclass(frozen=True)
@@ -38,83 +40,110 @@ class Answer:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Clock:
-    """A guest's clock against the host's: seconds that it is ahead, and those of a message both ways."""
-
-    ahead: float
-    round_trip: float
-
-
 class Meeting(Protocol):
-    """A member's side.
+    """One member's side.
 
     Attributes:
-        number: of this member; the host's is 0.
+        number: of this member; the host has 0.
         names: of all members, by number.
-        clocks: of the guests, by number; the host's alone are filled.
     """
 
     number: int
     names: list[str]
-    clocks: dict[int, Clock]
 
     def tell(self, place: str) -> None:
-        """Say what this member does now; it is named with it when it does not answer."""
+        """Say what this member does now; it is reported with it when it does not answer."""
 
     def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
-        """Everybody's value by number, the same on all; all members call this in the same order.
+        """The values of all members by number, the same on all; all members call this in the same order.
 
         Args:
             value: of this member.
-            seconds: in which nobody gets further: each value, and each :meth:`tell`, is a step.
-            quiet: in which nothing at all is heard of a member, which is stopped then; None: those that
-                members waited for each other, and at least a minute.
+            seconds: limit of the time in which no member advances: each value and each :meth:`tell` counts.
+            quiet: limit of the time in which nothing at all is heard of a member; None: the time that the
+                members waited for each other, at least a minute.
 
         Raises:
-            MeetingError: the host is gone.
+            RendezvousError: the host is gone.
         """
 
     def close(self) -> None:
         """Leave."""
 
 
+def open_meeting(
+    point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
+) -> Meeting:
+    """Meet the other members at ``point``.
+
+    Args:
+        size: members, this one included.
+        number: of this member; None: members are numbered as they come.
+        seconds: to wait for the others.
+
+    Raises:
+        RendezvousError: somebody does not come, or the place cannot be used.
+    """
+    quiet, member = max(seconds, LEAST_QUIET_SECONDS), Member(name, number)
+    if is_host:
+        return _Host(receive(point, size, member, seconds), quiet)
+    return _Guest(visit(point, size, member, seconds), quiet, "{}:{}".format(*point))
+
+
+class _Pulse:
+    """Says over some connections that this process runs, whatever its main thread does."""
+
+    def __init__(self, lines: Iterable[Line]) -> None:
+        self._lines, self._over = list(lines), threading.Event()
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self._over.wait(PULSE_SECONDS):
+            for line in self._lines:
+                with contextlib.suppress(OSError):  # exchange() says who is gone
+                    line.send({"alive": True})
+
+    def stop(self) -> None:
+        self._over.set()
+
+
+def _least(quiet: float, seconds: float) -> float:
+    """At most a whole wait, at least some beats of a pulse."""
+    return max(min(quiet, seconds), 3 * PULSE_SECONDS)
+
+
+def _silence(seconds: float, place: str) -> str:
+    return (
+        f"nothing was heard of it for {seconds:g} s: its process is stopped, or its machine does not answer; "
+        f"it was last heard of at: {place}"
+    )
+
+
 @dataclass
-class Guest:
-    """A member, seen by the host."""
+class _Seen:
+    """A guest as the host sees it: its last place, and when it was heard of and when it advanced."""
 
     line: Line
     place: str = "its start"
     problem: str = ""
-    heard: float = 0.0  # of anything (monotonic)
-    moved: float = 0.0  # of a step
+    heard: float = 0.0
+    moved: float = 0.0
 
 
-@dataclass
-class Host:
-    """The member that listens."""
-
-    names: list[str]
-    number: int = 0
-    clocks: dict[int, Clock] = field(default_factory=dict)
-    guests: dict[int, Guest] = field(default_factory=dict)
-    quiet: float = LEAST_QUIET_SECONDS
-    _pulse: Pulse | None = None
-
-    def begin(self) -> None:
-        """All have come."""
-        for number, guest in self.guests.items():
-            guest.line.send({"members": self.names, "number": number})
-        self._pulse = Pulse(guest.line for guest in self.guests.values())
+class _Host:
+    def __init__(self, members: Members, quiet: float) -> None:
+        self.number, self.names, self._quiet = members.number, members.names, quiet
+        self._guests = {number: _Seen(line) for number, line in members.lines.items()}
+        self._pulse = _Pulse(members.lines.values())
 
     def tell(self, place: str) -> None:
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
-        quiet, begun = silence_limit(quiet or self.quiet, seconds), time.monotonic()
-        answers, told = {0: Answer(value)}, 0.0
+        quiet, begun = _least(quiet or self._quiet, seconds), time.monotonic()
+        answers = {0: Answer(value)}
         with selectors.DefaultSelector() as selector:
-            for number, guest in self.guests.items():
+            for number, guest in self._guests.items():
                 if guest.problem:
                     answers[number] = Answer(problem=guest.problem)
                     continue
@@ -122,10 +151,9 @@ class Host:
                 guest.line.connection.setblocking(False)
                 selector.register(guest.line.connection, selectors.EVENT_READ, number)
             while selector.get_map():
-                told = self._relay(told)
                 self._give_up(seconds, quiet, answers, selector)
                 for key, _ in selector.select(min(PULSE_SECONDS, quiet / 4)):
-                    answer = self._hear(self.guests[key.data])
+                    answer = self._hear(self._guests[key.data])
                     if answer is not None:
                         answers[key.data] = answer
                         selector.unregister(key.fileobj)
@@ -133,29 +161,16 @@ class Host:
         self._send({"all": [[answer.value, answer.problem] for answer in ordered]})
         return ordered
 
-    def _relay(self, told: float) -> float:
-        """Let guests who have answered wait on while others get further; the time they know of.
-
-        Args:
-            told: what this gave before.
-        """
-        now = time.monotonic()
-        if now - told < PULSE_SECONDS or max(guest.moved for guest in self.guests.values()) <= told:
-            return told
-        self.tell(_WAITING)
-        return now
-
     def _give_up(
         self, seconds: float, quiet: float, answers: dict[int, Answer], selector: selectors.BaseSelector
     ) -> None:
-        """Wait no longer for who is silent, nor, where nobody gets further, for anybody."""
+        """Stop waiting for guests that are silent and, where none advances, for all."""
         now = time.monotonic()
-        waiting = [number for number in self.guests if number not in answers]
-        last = max(guest.moved for guest in self.guests.values())
-        for number in waiting:
-            guest = self.guests[number]
+        last = max(guest.moved for guest in self._guests.values())
+        for number in [number for number in self._guests if number not in answers]:
+            guest = self._guests[number]
             if now - guest.heard > quiet:
-                guest.problem = silence(quiet, guest.place)
+                guest.problem = _silence(quiet, guest.place)
             elif now - last > seconds:
                 guest.problem = f"no answer within {seconds:g} s; it was last heard of at: {guest.place}"
             else:
@@ -163,11 +178,11 @@ class Host:
             answers[number] = Answer(problem=guest.problem)
             selector.unregister(guest.line.connection)
 
-    def _hear(self, guest: Guest) -> Answer | None:
+    def _hear(self, guest: _Seen) -> Answer | None:
         try:
             guest.line.fill()
             guest.heard = time.monotonic()
-            while (message := guest.line.waiting()) is not None:
+            while (message := guest.line.buffered()) is not None:
                 if "alive" in message:
                     continue
                 guest.moved = guest.heard
@@ -180,70 +195,60 @@ class Host:
         return None
 
     def _send(self, message: Any) -> None:
-        for guest in self.guests.values():
+        for guest in self._guests.values():
             if not guest.problem:
-                with contextlib.suppress(OSError):  # the next round tells
+                with contextlib.suppress(OSError):  # the next round says so
                     guest.line.send(message)
 
     def close(self) -> None:
-        if self._pulse is not None:
-            self._pulse.stop()
-        for guest in self.guests.values():
+        self._pulse.stop()
+        for guest in self._guests.values():
             guest.line.close()
 
 
-@dataclass
-class Visitor:
-    """Another member."""
-
-    names: list[str]
-    number: int
-    line: Line
-    where: str
-    clocks: dict[int, Clock] = field(default_factory=dict)
-    place: str = "its start"
-    quiet: float = LEAST_QUIET_SECONDS
-
-    def __post_init__(self) -> None:
-        self._pulse = Pulse([self.line])
+class _Guest:
+    def __init__(self, members: Members, quiet: float, where: str) -> None:
+        self.number, self.names = members.number, members.names
+        self._line, self._quiet, self._where = members.lines[0], quiet, where
+        self._place = "its start"
+        self._pulse = _Pulse([self._line])
 
     def tell(self, place: str) -> None:
-        with contextlib.suppress(OSError):  # exchange says that the host is gone
-            self.line.send({"at": place})
-            for said in self.line.come():
-                self.place = str(said.get("at", self.place))
+        with contextlib.suppress(OSError):  # exchange() says that the host is gone
+            self._line.send({"at": place})
+            self._line.connection.settimeout(0.0)
+            with contextlib.suppress(BlockingIOError):
+                self._line.fill()
+            while (message := self._line.buffered()) is not None:
+                self._place = str(message.get("at", self._place))
 
     def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
-        quiet, moved = silence_limit(quiet or self.quiet, seconds), time.monotonic()
-        why = ""
         try:
-            self.line.send({"value": value})
-            while True:
-                heard = time.monotonic()
-                end = min(heard + quiet, moved + seconds)
-                if (said := self._hear(end + MARGIN_SECONDS)) is None:
-                    if end == heard + quiet:
-                        why = silence(quiet + MARGIN_SECONDS, self.place)
-                    break
-                if "all" in said:
-                    return [Answer(value, problem) for value, problem in said["all"]]
-                if "at" in said:
-                    self.place, moved = str(said["at"]), time.monotonic()
-            problem = f"no answer within {seconds + MARGIN_SECONDS:g} s"
+            return self._exchange(value, seconds, _least(quiet or self._quiet, seconds))
         except OSError as error:
-            problem = error.strerror or str(error)
-        raise MeetingError(
-            f"{self.names[0]} at {self.where} is gone: "
-            + (why or f"{problem}; it was last heard of at: {self.place}"),
-            "look at that machine and its log",
-        )
+            why = error.strerror or "no answer in time"
+            raise self._gone(f"{why}; it was last heard of at: {self._place}") from error
 
-    def _hear(self, deadline: float) -> Any:
-        try:
-            return self.line.receive(deadline)
-        except TimeoutError:
-            return None
+    def _exchange(self, value: Any, seconds: float, quiet: float) -> list[Answer]:
+        self._line.send({"value": value})
+        limit = time.monotonic() + _ROUNDS * seconds
+        while True:
+            silent = time.monotonic() + quiet + MARGIN_SECONDS
+            try:
+                message = self._line.receive(min(silent, limit))
+            except TimeoutError:
+                if silent < limit:
+                    raise self._gone(_silence(quiet + MARGIN_SECONDS, self._place)) from None
+                raise
+            if "all" in message:
+                return [Answer(value, problem) for value, problem in message["all"]]
+            self._place = str(message.get("at", self._place))
+
+    def _gone(self, why: str) -> RendezvousError:
+        return RendezvousError(
+            f"{self.names[0]} at {self._where} is gone: {why}", "look at that machine and its log"
+        )
 
     def close(self) -> None:
         self._pulse.stop()
-        self.line.close()
+        self._line.close()

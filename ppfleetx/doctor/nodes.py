@@ -1,6 +1,6 @@
-"""Whether the machines of a job reach each other, looked at before the launcher starts anything.
+"""Whether the machines of a job reach each other, examined before the launcher starts anything.
 
-Every machine runs the same: the one that ``--master`` names listens there, the others come. Then each tries
+All machines run the same: the one that ``--master`` names listens there, and the others come. Then each tries
 to connect to a port of every other machine, as NCCL and Gloo will.
 """
 
@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from ppfleetx.doctor.arrival import receive_guests, visit
-from ppfleetx.doctor.case import Case
+from ppfleetx.distributed.rendezvous import RendezvousError
+from ppfleetx.doctor.case import Case, within
 from ppfleetx.doctor.interfaces import interfaces, is_local, network, route_to
 from ppfleetx.doctor.links import examine_links, receiving
-from ppfleetx.doctor.meeting import Meeting, MeetingError
-from ppfleetx.doctor.rows import Row, Status, fail, ok, warn
-from ppfleetx.doctor.within import within
+from ppfleetx.doctor.meeting import open_meeting
+from ppfleetx.doctor.rows import Row, fail, ok, warn
 
-_RESOLVE_SECONDS, _ROUND_SECONDS = 20.0, 60.0
-_CLOCK_SECONDS, _CLOCK_FAIL_SECONDS = 5.0, 300.0  # Kerberos, and file systems that ask it, refuse the latter
+_RESOLVE_SECONDS = 20.0
 
 
 def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
     """The rows of this machine.
 
     Args:
-        master: ``HOST:PORT``, as the launcher is given it.
+        master: ``HOST:PORT``, as given to the launcher.
         size: machines of the job.
         seconds: to wait for the others.
         environ: ``POD_IP`` is the address that the launcher announces.
@@ -48,15 +46,11 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
     name = f"node {socket.gethostname()} {own}"
     try:
         with receiving() as own_port:
-            if is_first:
-                meeting: Meeting = receive_guests(int(port), size, name, seconds)
-            else:
-                meeting = visit((address, int(port)), size, name, seconds)
-            with contextlib.closing(meeting):
+            point = address, int(port)
+            with contextlib.closing(open_meeting(point, size, name, seconds, is_host=is_first)) as meeting:
                 yield ok("--master", f"all {size} machines have met at {master}: {', '.join(meeting.names)}")
                 yield from examine_links(meeting, own, own_port, environ)
-                yield from _clocks(meeting)
-    except MeetingError as error:
+    except RendezvousError as error:
         yield fail("--master", f"{master}: {error}", error.cure)
         yield from network(Case(world_size=2, environ=environ))
         for one in interfaces():
@@ -65,7 +59,7 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
 
 
 def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
-    """The IPv4 address of a name; empty where it is not known, or no name server answers in time."""
+    """The IPv4 address of a name; empty if it is not known, or no name server answers in time."""
     try:
         return within(seconds, lambda: socket.gethostbyname(host))
     except (OSError, UnicodeError):  # a label that is empty or too long
@@ -73,7 +67,7 @@ def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """The address that Paddle's launcher takes for this machine's: ``POD_IP``, else the host name's."""
+    """The address that Paddle's launcher announces for this machine: ``POD_IP``, else the host name's."""
     if named := environ.get("POD_IP"):
         return named
     try:
@@ -84,11 +78,11 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """What is wrong with the address that the launcher announces; None where nothing is.
+    """What is wrong with the address that the launcher announces; None if nothing is.
 
     Args:
         own: that address.
-        host: of ``--master``, as it was given.
+        host: the host in ``--master``.
         master: its address.
         is_first: whether that is this machine.
     """
@@ -106,27 +100,3 @@ def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | No
             f"give --master {own}:PORT on all machines, or {cure}",
         )
     return None
-
-
-def _clocks(meeting: Meeting) -> Iterator[Row]:
-    own = {str(n): [clock.ahead, clock.round_trip] for n, clock in meeting.clocks.items()}
-    answers = meeting.exchange(own, _ROUND_SECONDS)
-    yield from clock_rows(meeting.names, answers[0].value or {})
-
-
-def clock_rows(names: Sequence[str], clocks: Mapping[str, Sequence[float]]) -> Iterator[Row]:
-    """Rows of the clocks: ``{number: (seconds ahead of the first, seconds of a message both ways)}``."""
-    wrong = {n: ahead for n, (ahead, trip) in clocks.items() if abs(ahead) > _CLOCK_SECONDS + trip}
-    for number, ahead in wrong.items():
-        way = "ahead of" if ahead > 0 else "behind"
-        yield Row(
-            "clock",
-            Status.FAIL if abs(ahead) > _CLOCK_FAIL_SECONDS else Status.WARN,
-            f"{names[int(number)]} is {abs(ahead):.1f} s {way} {names[0]}",
-            "run a time service (chrony, ntpd) on all machines, or logs and checkpoints are dated wrongly, "
-            "and services that check the time refuse the machine",
-        )
-    if clocks and not wrong:
-        worst = max(abs(ahead) for ahead, _ in clocks.values())
-        trip = max(trip for _, trip in clocks.values())
-        yield ok("clock", f"at most {worst:.2f} s apart; a message both ways takes {trip * 1e3:.1f} ms")

@@ -1,4 +1,4 @@
-"""Every operator that ppfleetx runs, and whether the installed Paddle has it: nothing is run for that."""
+"""Whether the installed Paddle has every operator that ppfleetx runs. Nothing is run for that."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ppfleetx.utils.gpu_operators import (
 _CPU_BACKENDS = ("CPU", "ONEDNN")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _HALF = ("float16", "bfloat16")
-# Kernels that are reached on a GPU alone; a CPU takes another way there.
+# Kernels that only GPUs use; a CPU uses others.
 _GPU_ONLY = ("flash", "c_softmax_with_cross_entropy_grad")
-# Fused ones: where one is missing, plain operators take its place (ppfleetx/nn/fused.py); that is no failure.
+# Fused kernels: if one is missing, plain operators take its place (ppfleetx/nn/fused.py).
 _REPLACED = ("fused_", "rms_norm", "swiglu", "flash_attn_qkvpacked")
 _SHOWN = 8
 
 
 def registered(case: Case) -> Iterator[Row]:
-    """The kernels of the committed table against the registry of the installed build.
+    """Compare the committed table of kernels with the registry of the installed build.
 
-    For GPUs where the build is for GPUs, with a card or without one; for other cards where they are; for the
-    CPU in the types in which it computes.
+    The kernels of the CPU in the types in which it computes, those of GPUs if the build is for GPUs (with or
+    without a card), and those of another card if there is one.
     """
     from paddle.base import core
 
@@ -42,7 +42,7 @@ def registered(case: Case) -> Iterator[Row]:
 
 
 def card_row(case: Case, registry: Mapping[str, Iterable[str]]) -> Row:
-    """Whether another card than a GPU has what is wanted; what it has not the host computes, if it can."""
+    """Whether a card that is no GPU has the kernels; the host computes what is missing, if it can."""
     kind, asked = kind_of(case.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]
@@ -57,9 +57,9 @@ def card_row(case: Case, registry: Mapping[str, Iterable[str]]) -> Row:
         return kernels_row(kind, registry, there, (*backends(kind), *_CPU_BACKENDS))
     return warn(
         f"kernels of the {kind}",
-        f"{len(absent)} that ppfleetx may run are not there, and the host computes them, with copies: "
+        f"{len(absent)} that ppfleetx may run are missing, and the host computes them, with copies: "
         f"{_shown([f'{name} ({dtype})' for name, dtype in absent])}",
-        "a newer plugin may have them; docs/devices/ascend.md says what each is for",
+        "a newer plugin may have them; docs/devices/ascend.md explains what each is for",
         absent=len(absent),
     )
 
@@ -81,7 +81,7 @@ def _shown(pairs: Sequence[str]) -> str:
 
 
 def used_by(case: Case, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """Kernels and the element types a plan can use them with."""
+    """Kernels, and the element types in which the plan can use them."""
     wanted = case.float_types
     return {
         name: [dtype for dtype in kernel.used if dtype in wanted or dtype not in _FLOATS]
@@ -91,7 +91,7 @@ def used_by(case: Case, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
 
 
 def used_on_cpu(kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """Kernels and the types of the CPU, which stores 16-bit numbers and does not compute in them."""
+    """Kernels, and the types of the CPU, which stores 16-bit numbers but does not compute in them."""
     return {
         name: [dtype for dtype in kernel.used if dtype not in _HALF]
         for name, kernel in kernels.items()
@@ -105,13 +105,13 @@ def kernels_row(
     wanted: Mapping[str, Iterable[str]],
     backends: Collection[str],
 ) -> Row:
-    """Whether a registry has what is wanted.
+    """Whether a registry has the wanted kernels.
 
     Args:
-        place: what the row calls the device.
+        place: name of the device in the row.
         registry: ``paddle.base.core._get_registered_phi_kernels("function")``.
         wanted: element types by kernel.
-        backends: of the registry that count.
+        backends: backends of the registry that count.
     """
     absent = [f"{name} ({dtype})" for name, dtype in _absent(wanted, registry, backends)]
     pairs = sum(len(list(types)) for types in wanted.values())
@@ -120,7 +120,7 @@ def kernels_row(
         return fail(
             title,
             f"{len(absent)} of {pairs} that ppfleetx runs are not in this build of Paddle: {_shown(absent)}",
-            "install Paddle 3.3.x; with another version, run what you need first and tell us what fails",
+            "install Paddle 3.3.x; with another version, try what you need before a long run",
             absent=len(absent),
         )
-    return ok(title, f"all {pairs} that ppfleetx runs ({len(wanted)} kernels by type) are there", pairs=pairs)
+    return ok(title, f"all {pairs} that ppfleetx runs ({len(wanted)} kernels by type) exist", pairs=pairs)

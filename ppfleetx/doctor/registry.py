@@ -14,15 +14,14 @@ from importlib.util import find_spec
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.device import count, is_card, is_gpu, kind_of
-from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.case import Case, within
 from ppfleetx.doctor.rows import Row, fail, skipped
-from ppfleetx.doctor.within import within
 
 _LEAST_PATIENCE = 30.0  # machines are busy when jobs start
 
 
 class Need(Enum):
-    """What a check cannot do without."""
+    """What a check requires."""
 
     NOTHING = "nothing"
     CONFIG = "a configuration"
@@ -45,13 +44,12 @@ class Check:
 
     Attributes:
         group: heading in the report.
-        module: of this package.
-        function: of the module.
-        title: name of the row where the check itself cannot run.
-        need: what it cannot do without.
+        module, function: where it is, in this package.
+        title: name of the row if the check itself cannot run.
+        need: what it requires.
         each: who runs it.
-        seconds: it is given up after so long, or after the case's patience; None: it only computes and
-            cannot wait for anybody. What has a limit runs in a thread of its own.
+        seconds: limit of its time, or of the case's patience if that is shorter; it then runs in a thread of
+            its own. None: it only computes.
     """
 
     group: str
@@ -69,8 +67,8 @@ class Check:
 
     @property
     def imports_paddle(self) -> bool:
-        """Whether it cannot run where Paddle cannot be imported."""
-        return self.need in (Need.PADDLE, Need.CARD, Need.GPU) or self.module == "libraries"
+        """Whether it needs Paddle."""
+        return self.need in (Need.PADDLE, Need.CARD, Need.GPU)
 
     def load(self) -> Callable[[Case], Iterable[Row]]:
         """The function."""
@@ -80,44 +78,38 @@ class Check:
 CHECKS: tuple[Check, ...] = (
     Check("environment", "environment", "versions", "versions"),
     Check("environment", "environment", "machine", "machine"),
-    Check("environment", "limits", "limits", "limits"),
-    Check("environment", "values", "threads", "threads", each=Each.RANK),
+    Check("environment", "environment", "limits", "limits"),
     Check("environment", "environment", "variables", "variables", each=Each.RANK),
     Check("configuration", "configuration", "plan", "plan", Need.CONFIG),
     Check("configuration", "configuration", "beginning", "start", Need.CONFIG, seconds=30.0),
     Check("files", "files", "data", "data", Need.CONFIG, seconds=300.0),
-    Check("files", "files", "note_of_checksums", "checksums", Need.CONFIG, seconds=60.0),
     Check("files", "files", "tokenizer", "tokenizer", Need.CONFIG, seconds=120.0),
     Check("files", "files", "checkpoints", "checkpoints", Need.CONFIG, seconds=60.0),
     Check("storage", "storage", "output_directory", "output directory", Need.CONFIG, seconds=120.0),
     Check("storage", "storage", "room", "room", Need.CONFIG, seconds=30.0),
     Check("environment", "environment", "paddle_loads", "import paddle", Need.PADDLE, Each.RANK),
-    Check("environment", "values", "values", "values of variables", Need.PADDLE, Each.RANK),
     Check("environment", "libraries", "libraries", "libraries", each=Each.RANK),
     Check("configuration", "configuration", "memory", "memory", Need.CONFIG, Each.CARD),
     Check("network", "interfaces", "network", "interfaces"),
     Check("operators", "operators", "registered", "registered kernels", Need.PADDLE),
     Check("losses", "steps", "losses", "losses", Need.PADDLE, Each.CARD),
-    Check("card", "gpu", "driver", "driver", Need.GPU, seconds=30.0),
-    Check("card", "gpu", "card", "card", Need.CARD, Each.RANK),
-    Check("card", "gpu", "tf32", "TF32", Need.GPU, Each.RANK),
-    Check("card", "gpu_runs", "small_operators", "operators", Need.CARD, Each.RANK),
-    Check("card", "gpu_runs", "flash", "flash attention", Need.CARD, Each.RANK),
-    Check("card", "gpu_runs", "determinism", "determinism", Need.CARD, Each.RANK),
-    Check("card", "gpu_runs", "speeds", "speeds", Need.CARD, Each.RANK),
+    Check("card", "card", "driver", "driver", Need.GPU, seconds=30.0),
+    Check("card", "card", "card", "card", Need.CARD, Each.RANK),
+    Check("card", "card", "small_operators", "operators", Need.CARD, Each.RANK),
+    Check("card", "card", "flash", "flash attention", Need.CARD, Each.RANK),
 )
 """Every check that a process makes by itself."""
 
 
 def examine(check: Check, case: Case) -> list[Row]:
-    """The rows of a check, with their group; it ends in time, and with a row, whatever happens."""
+    """The rows of a check, with their group. It ends in time, and with a row, whatever happens."""
     reason = obstacle(check, case)
     rows = [skipped(check.title, reason)] if reason else _run(check, case)
     return [replace(row, group=row.group or check.group) for row in rows]
 
 
 def obstacle(check: Check, case: Case) -> str:
-    """Why a check cannot be made here; empty where it can."""
+    """Why a check cannot run here; empty if it can."""
     if check.need is Need.CONFIG and case.cfg is None:
         return "no configuration was given (-c FILE)"
     if check.need in (Need.PADDLE, Need.CARD, Need.GPU) and find_spec("paddle") is None:
@@ -143,18 +135,18 @@ def _run(check: Check, case: Case) -> list[Row]:
             fail(
                 check.title,
                 f"no answer within {limit:.0f} s",
-                "a file system, a name server or a driver does not answer: try the same by hand "
+                "a file system, a name server or a driver does not answer: try it by hand "
                 "(ls, getent hosts, nvidia-smi)",
             )
         ]
 
 
 def _rows(check: Check, case: Case) -> list[Row]:
-    """What the check gives; a failure of the check itself is a row too, so that the others still run."""
+    """The rows of the check. If the check itself fails that is a row too, so the others still run."""
     try:
         return list(check.load()(case))
     except UserError as error:
-        return [fail(check.title, str(error), "mend what the message names")]
+        return [fail(check.title, str(error), "correct what the message names")]
     except Exception as error:  # noqa: BLE001  (whatever Paddle, a driver or a file system raises is a finding)
         return [
             fail(
@@ -166,8 +158,8 @@ def _rows(check: Check, case: Case) -> list[Row]:
 
 
 def _first_lines(error: Exception) -> str:
-    """What an error says, without the C++ stack that Paddle puts before it."""
+    """The text of an error, without the C++ stack that Paddle puts before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     summary = next((i for i, line in enumerate(lines) if line.startswith("Error Message Summary")), -1)
-    told = [line for line in lines[summary + 1 :] if not set(line) <= {"-"}]
-    return " ".join(told[:3])[:400]
+    text = [line for line in lines[summary + 1 :] if not set(line) <= {"-"}]
+    return " ".join(text[:3])[:400]

@@ -1,4 +1,4 @@
-"""Rows as a table for people and as JSON for programs."""
+"""Prints rows: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ GROUPS = (
     "card",
     "collectives",
 )
-"""Headings, in the order of the report."""
+"""Headings in the order of the report."""
 _WIDEST, _NARROWEST = 160, 60
-_MARGIN = 8  # the status before a row, and a cure's indentation
+_MARGIN = 8  # the status before a row, and its indentation
 
 
 def exit_code(rows: Iterable[Row]) -> int:
@@ -38,10 +38,9 @@ def exit_code(rows: Iterable[Row]) -> int:
 
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
-    """The rows of all ranks, in the order of the groups; what several ranks found alike is one row.
+    """The rows of all ranks in the order of the groups; equal rows of several ranks become one.
 
-    Args:
-        rows_of_ranks: by rank. What all found, or is well and all found who looked, names no ranks.
+    A row names no ranks if all ranks have it, or if it is no failure and all that ran the check have it.
     """
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
@@ -62,7 +61,7 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def in_groups(rows: Sequence[Row]) -> list[Row]:
-    """The rows of a group behind each other, in the order of :data:`GROUPS`, and those of a name."""
+    """The rows sorted by group, in the order of :data:`GROUPS`, and rows of one name together."""
     groups = list(dict.fromkeys((*GROUPS, *(row.group for row in rows))))
     names = list(dict.fromkeys((row.group, row.name) for row in rows))
     return sorted(rows, key=lambda row: (groups.index(row.group), names.index((row.group, row.name))))
@@ -81,7 +80,7 @@ def as_json(rows: Sequence[Row], world_size: int) -> str:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """The table: a heading for each group, a line or more for each row, the cures below."""
+    """The table: a heading for each group, and for each row its finding and what to do."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns))
     names = max((len(row.name) for row in rows), default=0)
     lines: list[str] = []
@@ -95,10 +94,10 @@ def as_table(rows: Sequence[Row]) -> str:
 def verdict(rows: Sequence[Row]) -> str:
     """The last line: how many rows of which kind."""
     counts = {status: sum(row.status is status for row in rows) for status in Status}
-    told = [f"{counts[status]} {status}" for status in Status if counts[status]]
+    parts = [f"{counts[status]} {status}" for status in Status if counts[status]]
     failed = counts[Status.FAIL]
     head = f"{counted(failed, 'check')} failed" if failed else "ready"
-    return f"{head}: {', '.join(told)}"
+    return f"{head}: {', '.join(parts)}"
 
 
 def _lines(row: Row, names: int, width: int) -> list[str]:
@@ -106,7 +105,7 @@ def _lines(row: Row, names: int, width: int) -> list[str]:
     head = f"  {row.status:<{_MARGIN}}{row.name:<{names}}  "
     blank = " " * len(head)
     text = _wrapped(f"{row.found}{who}", head, blank, width)
-    return text + (_wrapped(f"cure: {row.cure}", blank, blank + "      ", width) if row.cure else [])
+    return text + (_wrapped(f"fix: {row.cure}", blank, blank + "      ", width) if row.cure else [])
 
 
 def _wrapped(text: str, head: str, blank: str, width: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a check says: rows of one shape, which the table, the JSON and tests read."""
+"""What a check reports: rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """How a check has ended."""
+    """How a check ended."""
 
     OK = "ok"
     WARN = "warn"
@@ -22,13 +22,13 @@ class Row:
     """One finding.
 
     Attributes:
-        name: what was looked at.
-        status: how that ended; one ``fail`` makes the exit code 1.
-        found: what was found; of a skipped check: the reason.
+        name: what was examined.
+        status: one ``fail`` makes the exit code 1.
+        found: what was found; for a skipped check the reason.
         cure: what to do about it; every ``fail`` has one.
-        group: of the check; filled in by :func:`ppfleetx.doctor.registry.examine`.
-        ranks: who has found this; empty: all who looked, or the job as a whole.
-        numbers: what was measured, by name with its unit.
+        group: heading; filled in by :func:`ppfleetx.doctor.registry.examine`.
+        ranks: who found this; empty: all that ran the check, or the job as a whole.
+        numbers: measurements by name, which includes the unit.
     """
 
     name: str
@@ -65,15 +65,15 @@ def ok(name: str, found: str, **numbers: float) -> Row:
 
 
 def warn(name: str, found: str, cure: str, **numbers: float) -> Row:
-    """A job will run, but not as well as it could."""
+    """A job will run, but not well."""
     return Row(name, Status.WARN, found, cure, numbers=numbers)
 
 
 def fail(name: str, found: str, cure: str, **numbers: float) -> Row:
-    """A job will not run, or will not compute what it should."""
+    """A job will not run, or will compute wrongly."""
     return Row(name, Status.FAIL, found, cure, numbers=numbers)
 
 
 def skipped(name: str, reason: str) -> Row:
-    """Not looked at."""
+    """Not examined."""
     return Row(name, Status.SKIPPED, reason)

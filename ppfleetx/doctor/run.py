@@ -1,7 +1,7 @@
 """The whole examination: what this process finds by itself, joined with what the others find.
 
-The processes of a job first meet over plain sockets, and only then join fleet's process groups: what could
-make that hang has been found before.
+The processes of a job meet over plain sockets first, and join fleet's process groups only if nothing was
+found that could make them hang.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,50 +20,47 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.run_directory import output_dir_of
-from ppfleetx.distributed.cpu.rendezvous import meeting_point
+from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
 from ppfleetx.doctor.agreement import agreement_rows, differing, digests, host_of, in_full
-from ppfleetx.doctor.arrival import receive_guests, visit
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.meeting import Answer, Meeting, MeetingError
-from ppfleetx.doctor.nodes import clock_rows
+from ppfleetx.doctor.case import Case, within
+from ppfleetx.doctor.meeting import Answer, Meeting, open_meeting
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 from ppfleetx.doctor.report import in_groups, joined, rank_words
 from ppfleetx.doctor.rows import Row, Status, fail, ok, skipped
 from ppfleetx.doctor.storage import nearest_directory
-from ppfleetx.doctor.within import within
 
 LOCAL_SECONDS = 1200.0
-"""That a process may take for the checks that it makes by itself; each has its own limit."""
+"""Limit of the checks that a process runs by itself; each also has its own."""
 _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 ALONE = "meeting"
-"""Row of a rank that has not met the others, and looked for itself."""
+"""The row of a rank that has not met the others."""
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
-# What fails in these groups would make the process groups fail or hang as well.
+# A failure in these groups would make the process groups fail or hang.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
 _LOST_CURE = (
-    "look at its log (workerlog.N of its machine), at its state (`ps -e -o pid,stat,args`: T is stopped, and "
-    "`kill -CONT PID` lets it go on) and at the machine"
+    "look at its log (workerlog.N of its machine), at its state (`ps -e -o pid,stat,args`: T is stopped, "
+    "`kill -CONT PID` resumes it) and at the machine"
 )
-_FIRST_FAILURES = "something failed above that communication needs"
+_FIRST_FAILURES = "a check failed that communication depends on"
 
 
 def examine_all(case: Case, checks: Sequence[Check] = CHECKS) -> list[Row]:
-    """The rows of every check that is this process's to make."""
+    """The rows of every check that this process runs."""
     rows = [row for check in checks if check.is_for(case) for row in examine(check, case)]
     return [*case.found, *rows]
 
 
 def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
-    """The rows of the whole job, equal on all its processes; every one of them calls this.
+    """The rows of the whole job, the same on all its processes; every one of them calls this.
 
     Args:
-        case: this process's place.
-        seconds: to wait for the others to come, and for each collective.
-        finish: is given the rows in a process whose communication does not end, which then ends.
+        case: the place of this process.
+        seconds: limit of the wait for the others, and of each collective.
+        finish: called with the rows in a process whose communication does not end, before it is ended.
     """
     try:
         meeting = meet(case, seconds)
-    except MeetingError as error:
+    except RendezvousError as error:
         row = fail(ALONE, f"rank {case.rank}: {error}", error.cure)
         return in_groups([*examine_all(case), _in(_PROCESSES, row)])
     with contextlib.closing(meeting):
@@ -73,22 +69,20 @@ def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], Non
             job.look_locally()
             job.compare()
             job.communicate(seconds, finish)
-        except MeetingError as error:
+        except RendezvousError as error:
             job.lose_host(error)
         return job.result()
 
 
 def meet(case: Case, seconds: float) -> Meeting:
-    """Meet the other processes where the job's own will meet.
+    """Meet the other processes where the job will meet.
 
     Raises:
-        MeetingError: somebody does not come, or the place cannot be used.
+        RendezvousError: a process does not come, or the place cannot be used.
     """
-    host, port = meeting_point()
     name = f"rank {case.rank} on {host_of(case)}"
-    if case.rank == 0:
-        return receive_guests(port, case.world_size, name, seconds)
-    return visit((host, port), case.world_size, name, seconds, number=case.rank)
+    place = case.world_size, name, seconds
+    return open_meeting(meeting_point(), *place, is_host=case.rank == 0, number=case.rank)
 
 
 def _in(group: str, row: Row) -> Row:
@@ -100,8 +94,8 @@ class Job:
     """One process's side of the examination of a job.
 
     Attributes:
-        rows: by rank, those that were told so far.
-        of_job: rows about all of them together.
+        rows: the rows so far, by rank.
+        of_job: rows about the job as a whole.
     """
 
     case: Case
@@ -118,7 +112,7 @@ class Job:
         return in_groups([*joined(self.rows), *self.of_job])
 
     def look_locally(self) -> None:
-        """Every check of the table, on every process that is to make it."""
+        """Run every check of the table that this process runs."""
         own = list(self.case.found)
         for check in CHECKS:
             if check.is_for(self.case):
@@ -127,20 +121,20 @@ class Job:
         self._share(own, LOCAL_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float, quiet: float | None = None) -> None:
-        """Give everybody this process's rows, and take theirs.
+        """Exchange rows with the other processes.
 
         Raises:
-            MeetingError: the first rank is gone; its own rows are left to this process.
+            RendezvousError: the first rank is gone; this process keeps its own rows.
         """
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds, quiet)
-        except MeetingError:
+        except RendezvousError:
             self.rows[self.case.rank] += own
             raise
         self._take(answers)
 
     def _take(self, answers: Sequence[Answer]) -> None:
-        """Add everybody's rows; those who did not answer are named once."""
+        """Add the rows of all processes; those that did not answer get one row."""
         for rank, answer in enumerate(answers):
             if not answer.problem:
                 self.rows[rank] += [Row.from_json(row) for row in answer.value]
@@ -150,31 +144,28 @@ class Job:
                 self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, _LOST_CURE)))
 
     def compare(self) -> None:
-        """What must be equal, clocks, and whether all machines see one output directory."""
+        """Compare what must be equal, and whether all machines see the same output directory."""
 
         def tell(what: str) -> None:
             self.meeting.tell(f"{_AGREEMENT}, {what}")
 
-        told = self._told(self.meeting.exchange(digests(self.case, tell), _SHORT_SECONDS))
-        names = differing(list(told.values()))
-        values = self._told(self.meeting.exchange(in_full(self.case, names, tell), _SHORT_SECONDS))
+        hashes = self._answered(self.meeting.exchange(digests(self.case, tell), _SHORT_SECONDS))
+        names = differing(list(hashes.values()))
+        values = self._answered(self.meeting.exchange(in_full(self.case, names, tell), _SHORT_SECONDS))
         self.of_job += [_in(_AGREEMENT, row) for row in agreement_rows(values, names)]
-        clocks = {str(n): (clock.ahead, clock.round_trip) for n, clock in self.meeting.clocks.items()}
-        (first, *_) = self.meeting.exchange(clocks, _SHORT_SECONDS)
-        self.of_job += [_in(_AGREEMENT, row) for row in clock_rows(self.meeting.names, first.value)]
         if self.case.cfg is not None:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
-    def lose_host(self, error: MeetingError) -> None:
-        """What this process knows is all that there is now."""
+    def lose_host(self, error: RendezvousError) -> None:
+        """Note that only the rows of this process are left."""
         self.rows[self.case.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.cure)))
 
-    def _told(self, answers: Sequence[Answer]) -> dict[int, dict]:
+    def _answered(self, answers: Sequence[Answer]) -> dict[int, dict]:
         self._take([Answer([], answer.problem) for answer in answers])
         return {rank: answer.value for rank, answer in enumerate(answers) if not answer.problem}
 
     def _shared_directory(self) -> Iterator[Row]:
-        """Rank 0 makes a file, the others look for it; it is gone afterwards."""
+        """Rank 0 creates a temporary file, and the others look for it."""
         try:
             directory = output_dir_of(self.case.cfg)
             place = within(_LOOK_SECONDS, lambda: nearest_directory(directory))
@@ -183,7 +174,7 @@ class Job:
         with contextlib.ExitStack() as stack:
             mark = ""
             if self.case.rank == 0:
-                with contextlib.suppress(OSError):  # the check of the directory says why
+                with contextlib.suppress(OSError):  # another check reports it
                     made = within(_LOOK_SECONDS, lambda: _temporary_file(place))
                     mark = Path(stack.enter_context(made).name).name
             names = self.meeting.exchange([mark, host_of(self.case)], _SHORT_SECONDS)
@@ -197,7 +188,7 @@ class Job:
             yield fail(
                 "shared directory",
                 f"{rank_words(blind)}: {place} is not the directory of that name that rank 0 has",
-                "give all machines one output directory on a shared file system: it has the checkpoints of "
+                "give all machines one output directory on a shared file system: it holds the checkpoints of "
                 "all ranks",
             )
         elif len(hosts) > 1:
@@ -213,16 +204,16 @@ class Job:
 
         def tell(what: str) -> None:
             guard.begin(what)
-            if not guard.has_given_up:  # its thread speaks and hears now
+            if not guard.has_given_up:  # its thread uses the connections now
                 self.meeting.tell(what)
 
         def give_up(what: str) -> None:
             text = f"{what} did not end within {seconds:g} s"
-            cure = "the rank that others wait for is named beside this; NCCL_DEBUG=INFO shows what NCCL does"
+            cure = "another row names the rank that the others wait for; NCCL_DEBUG=INFO shows what NCCL does"
             own.append(fail("communication", text, cure))
             try:
                 self._share_collectives(own, seconds)
-            except MeetingError as error:
+            except RendezvousError as error:
                 self.lose_host(error)
             finish(self.result())
             sys.stdout.flush()
@@ -235,13 +226,13 @@ class Job:
 
     def _share_collectives(self, own: Sequence[Row], seconds: float) -> None:
         rows = [_in(_COLLECTIVES, row) for row in own]
-        # By now nothing keeps the threads of a process from running.
+        # By now no import keeps the threads of a process from running.
         self._share(rows, seconds + _SHORT_SECONDS / 2, quiet=seconds)
         self.rows, measured = slowest(self.rows)
         self.of_job += measured
 
     def _collectives(self, tell: Callable[[str], None], rows: list[Row], guard: Guard) -> None:
-        """Add to ``rows`` as it goes."""
+        """Add to ``rows`` one by one."""
         from ppfleetx.distributed.init import init_distributed
         from ppfleetx.doctor.collectives import examine_groups
 
@@ -250,9 +241,9 @@ class Job:
             rows.append(ok("process groups", f"joined: {', '.join(('job', *ctx.groups))}"))
             for row in examine_groups(ctx, tell):
                 rows.append(row)
-        except Exception as error:  # noqa: BLE001  (whatever a library of communication raises is a finding)
+        except Exception as error:  # noqa: BLE001  (whatever a communication library raises is a finding)
             if guard.has_given_up:
-                return  # it says what did not end
+                return
             cure = "look at the first rank that failed, at its log and its machine"
             rows.append(fail("communication", f"{type(error).__name__}: {str(error)[:400]}", cure))
 
@@ -264,54 +255,59 @@ def _temporary_file(place: Path) -> IO[bytes]:
 def _is_there(file: Path) -> bool:
     try:
         return within(_LOOK_SECONDS, file.exists)
-    except (TimeoutError, OSError):  # the check of the directory says why
+    except (TimeoutError, OSError):  # another check reports it
         return False
 
 
 class Guard:
-    """Ends a process whose main thread does one thing for too long.
+    """Watches one thing after the other, and gives up when one takes too long.
 
     Args:
         seconds: that one thing may take.
-        give_up: is called with its name, in another thread; the main thread waits for it at the end.
+        give_up: called with its name, in another thread; leaving the block waits until it returns.
 
     Attributes:
         has_given_up: whether it was called.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
-        self._seconds, self._give_up = seconds, give_up
-        self._what, self._began = "", time.monotonic()
-        self._over, self._lock = threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
-        self.has_given_up = False
+        self._seconds, self._give_up, self.has_given_up = seconds, give_up, False
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
 
     def begin(self, what: str) -> None:
         """The next thing begins now."""
-        self._what, self._began = what, time.monotonic()
+        with self._lock:
+            self._cancel()
+            if not self.has_given_up:
+                self._timer = threading.Timer(self._seconds, self._expire, (what,))
+                self._timer.daemon = True
+                self._timer.start()
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._over.set()
+            self._cancel()
         if self.has_given_up:
-            self._thread.join()
+            self._timer.join()
 
-    def _watch(self) -> None:
-        while not self._over.wait(min(1.0, self._seconds / 4)):
-            if time.monotonic() - self._began > self._seconds:
-                with self._lock:
-                    self.has_given_up = not self._over.is_set()
-                if self.has_given_up:
-                    self._give_up(self._what)
-                return
+    def _cancel(self) -> None:
+        if self._timer is not None and not self.has_given_up:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self, what: str) -> None:
+        with self._lock:
+            if self._timer is not threading.current_thread():
+                return  # what it watched has just ended
+            self.has_given_up = True
+        self._give_up(what)
 
 
 def plan_config(case: Case) -> RunConfig:
-    """The configuration whose groups are tried: the given one, or a tiny model with data parallelism."""
+    """The configuration whose groups are tried: the given one, or a tiny data-parallel model."""
     if case.cfg is not None and case.cfg.plan.world_size == case.world_size:
         return case.cfg
     given = [f"Global.device={case.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]
@@ -319,7 +315,7 @@ def plan_config(case: Case) -> RunConfig:
 
 
 def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
-    """The rows without those of collectives that went well, and of these one each: where it was slowest."""
+    """The rows without those of collectives that succeeded, and for each of these the slowest rank's row."""
     found: dict[str, tuple[float, int, Row]] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in filter(_is_measured, rows):

@@ -1,7 +1,7 @@
-"""A few optimizer steps of a tiny GPT and a tiny Llama, against losses that are committed.
+"""A few optimizer steps of a tiny GPT and a tiny Llama, compared with committed losses.
 
-``losses.json`` holds the losses of float64 weights and activations on a CPU, which depend on no machine
-(``tests/goldens/make_doctor_losses.py`` wrote it). A run in float32 has to agree to nearly all of its digits.
+``losses.json`` has the losses with float64 weights and activations on a CPU, which depend on no machine
+(``tests/goldens/make_doctor_losses.py`` writes it). A run in float32 agrees to nearly all of its digits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def losses(case: Case) -> Iterator[Row]:
 
 
 def losses_row(name: str, found: Sequence[float], expected: Sequence[float], tolerance: float) -> Row:
-    """Whether losses are those that are expected; the largest relative difference decides."""
+    """Whether losses are as expected; the largest relative difference decides."""
     array = np.asarray(expected)
     worst = float(np.max(np.abs(np.asarray(found) - array) / np.abs(array)))
     text = f"losses of {len(found)} steps are {_shown(found)}"
@@ -64,7 +64,7 @@ def losses_row(name: str, found: Sequence[float], expected: Sequence[float], tol
         return fail(
             name,
             f"{text} and should be {_shown(expected)}: off by {worst:.1e}, more than {tolerance:g}",
-            "this machine computes something else: another version of Paddle, a changed kernel, FLAGS of the "
+            "this machine computes wrongly: another version of Paddle, a changed kernel, FLAGS of the "
             "environment, or a defect of memory or device; compare with another machine",
             relative_error=worst,
         )
@@ -76,7 +76,7 @@ def _shown(losses: Sequence[float]) -> str:
 
 
 def train(model: str, device: str, overrides: Sequence[str] = ()) -> list[float]:
-    """Losses of the steps of one of :data:`MODELS` in this process alone.
+    """Losses of the steps of one of :data:`MODELS`, trained in this process.
 
     Args:
         device: ``cpu`` or ``gpu``.
@@ -103,7 +103,7 @@ def _step(runner: Any, cfg: Any, step: int) -> float:
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """The sequences of a step, from a formula: no generator of random numbers that may change."""
+    """The sequences of a step, from a formula, because random number generators may change."""
     place = np.arange(SEQUENCES * (LENGTH + 1)).reshape(SEQUENCES, LENGTH + 1) + 1000 * step
     tokens = (place * place * 7 + place * 13 + 5) % (VOCABULARY - 3)
     return {

@@ -1,4 +1,4 @@
-"""The output directory: can be written, has the room for the checkpoints of the plan, and how fast it is."""
+"""The output directory: whether it can be written, how fast, and whether the checkpoints fit."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ from ppfleetx.planner.summary import run_prediction
 
 _PIECE_BYTES, _PIECES = 4 << 20, 8
 _SLOW_SECONDS = 120.0  # of one checkpoint
-_LEAST_FILES = 200  # that can be made: a checkpoint has several for each process
 _CURES = {
     errno.EACCES: "let this user write there, or",
     errno.EPERM: "let this user write there, or",
     errno.EROFS: "mount it for writing (mount -o remount,rw; dmesg says why it may be read-only), or",
-    errno.EFBIG: "ulimit -f unlimited before the job starts, or",
 }
 
 
 def output_directory(case: Case) -> Iterator[Row]:
-    """Write a file that nobody sees to the output directory, or where it will be made; nothing is left."""
+    """Write a temporary file to the output directory, or where it will be created."""
     directory = output_dir_of(case.cfg)
     place = nearest_directory(directory)
     title = "output directory"
     if not place.is_dir():
         yield fail(title, f"{place} is a file", "give another one: -o Engine.save_load.output_dir=DIR")
         return
-    where = str(directory) if place == directory else f"{directory} (to be made in {place})"
+    where = str(directory) if place == directory else f"{directory} (to be created in {place})"
     try:
         speed = write_speed(place)
     except OSError as error:
@@ -54,34 +52,17 @@ def output_directory(case: Case) -> Iterator[Row]:
 
 
 def room(case: Case) -> Iterator[Row]:
-    """Free bytes against the checkpoints that the run will keep, and files that can still be made."""
-    yield from files_rows(nearest_directory(output_dir_of(case.cfg)))
+    """Free bytes against the checkpoints that the run will keep."""
     needed = one_checkpoint(case.cfg)
     if needed is None:
-        yield skipped("room", "the size of a checkpoint is known of the training of our own GPT alone")
+        yield skipped("room", "the size of a checkpoint is only known for training our own GPT")
         return
     place = nearest_directory(output_dir_of(case.cfg))
     yield room_row(shutil.disk_usage(place).free, needed, checkpoints_at_once(case.cfg), place)
 
 
-def files_rows(place: Path) -> Iterator[Row]:
-    """A row where the file system of ``place`` has no room for more files, however small."""
-    there = os.statvfs(place)
-    if there.f_files and there.f_favail < _LEAST_FILES:  # some file systems have no number of files
-        text = f"{counted(there.f_favail, 'file')} can still be made in {place}, of {there.f_files:,}"
-        cure = "remove small files (df -i; du --inodes), or give another -o Engine.save_load.output_dir=DIR"
-        yield fail("files that can be made", text, cure)
-
-
 def room_row(free: float, each: float, count: int, place: Path) -> Row:
-    """Whether so many checkpoints fit.
-
-    Args:
-        free: bytes.
-        each: bytes of a checkpoint.
-        count: that are there at the same time.
-        place: which directory that is about.
-    """
+    """Whether ``count`` checkpoints of ``each`` bytes fit into the ``free`` bytes of ``place``."""
     numbers = {"free_bytes": free, "needed_bytes": each * count}
     text = f"{words(free)} free in {place}; {counted(count, 'checkpoint')} of {words(each)}"
     if free < each:
@@ -94,7 +75,7 @@ def room_row(free: float, each: float, count: int, place: Path) -> Row:
 
 
 def nearest_directory(directory: Path) -> Path:
-    """The directory itself, or the nearest above it that is there."""
+    """The directory itself, or its nearest parent that exists."""
     place = directory.absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -102,7 +83,7 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def write_speed(directory: Path) -> float:
-    """Bytes a second that one process writes to a file in ``directory`` and flushes to disk.
+    """Bytes a second at which one process writes to a file in ``directory`` and flushes it.
 
     Raises:
         OSError: it cannot.
@@ -111,15 +92,11 @@ def write_speed(directory: Path) -> float:
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         begin = time.perf_counter()
         for _ in range(_PIECES):
-            _write(file.fileno(), piece)
+            view = memoryview(piece)
+            while view:
+                view = view[os.write(file.fileno(), view) :]
         os.fsync(file.fileno())
         return _PIECES * _PIECE_BYTES / (time.perf_counter() - begin)
-
-
-def _write(descriptor: int, piece: bytes) -> None:
-    view = memoryview(piece)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _refused(where: str, error: OSError) -> Row:
@@ -132,14 +109,14 @@ def _refused(where: str, error: OSError) -> Row:
 
 
 def one_checkpoint(cfg: RunConfig) -> float | None:
-    """Bytes of a checkpoint of this run; None where the planner does not know."""
+    """Bytes of a checkpoint of this run; None if the planner does not know."""
     prediction = run_prediction(cfg, cfg.Global.device)
     return None if prediction is None else checkpoint_bytes(prediction.case)
 
 
 def checkpoints_at_once(cfg: RunConfig) -> int:
-    """How many checkpoints lie in the output directory when most do: with ``keep_max`` the new one is
-    written before the oldest goes."""
+    """The largest number of checkpoints at a time: with ``keep_max`` the new one is written before the oldest
+    is deleted."""
     options = cfg.Engine.save_load
     every = options.save_steps or cfg.Engine.max_steps
     written = -(-cfg.Engine.max_steps // every)

@@ -53,7 +53,7 @@ class GrowingCache:
         self._penalties, self._places = {}, None
 
     def begin(self, num_layers: int, rows: int, groups: int, head_dim: int) -> None:
-        """Make the :meth:`memory` of a first pass, for whoever computes all layers at once."""
+        """Make the :meth:`memory` of a first pass, for code that computes all layers at once."""
         shape = [rows, groups, self._length + ROOM, head_dim]
         self._layers = {layer: (paddle.zeros(shape), paddle.zeros(shape)) for layer in range(num_layers)}
 

@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 
 from ppfleetx.generation.cache import GrowingCache, Layers
-from ppfleetx.generation.prefixes import PrefixStore, SeededPrompts, without_prefixes
+from ppfleetx.generation.prefix_cache import PrefixStore, SeededPrompts, without_prefixes
 from ppfleetx.generation.session import NextTokenModel, pad_left
 
 # Of a prompt's columns so many are run at a time: attention's scores, and the masks kept for them, would
@@ -93,7 +93,7 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
 class ContinuousBatch:
     """A :class:`~ppfleetx.generation.session.DecodingSession` that rows may join at any step.
 
-    A row's logits are those it has alone, up to float rounding, whoever is beside it.
+    A row's logits are those it has alone, up to float rounding.
 
     Args:
         model: gives the logits.

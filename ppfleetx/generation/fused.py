@@ -144,7 +144,7 @@ def _is_plain_block(layer: nn.Layer) -> bool:
         and type(layer.attention.rotary) in (type(None), RotaryEmbedding)
         # Ranks that share a layer, or a sequence, have something to say to each other within it.
         and layer.attention.factory.group is None
-        and getattr(layer.attention.factory, "sequence_split", None) is None
+        and layer.attention.strategy.group is None
     )
 
 

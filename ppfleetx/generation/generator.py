@@ -77,7 +77,7 @@ class TextGenerator(ABC):
                 added. Where there are none, the row starts from BOS or the end-of-text token.
             cfg: the ``Generation`` section.
             seed: used when ``cfg.seed`` is None.
-            on_text: told of text as it is made, see :data:`OnText`.
+            on_text: called with text as it is generated, see :data:`OnText`.
             batch_rows: sequences under way at the same time (at least those of one prompt); no effect on
                 the result beyond float rounding.
             first_prompt: number of the first prompt in a larger list, which decides its random numbers.

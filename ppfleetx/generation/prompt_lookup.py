@@ -45,8 +45,8 @@ def decode_with_lookup(
     Args:
         model: gives the logits.
         prompts: token ids, none of them empty.
-        rules, max_new_tokens, on_token: as of ``decode``.
-        most_guesses: at most so many tokens are guessed for a row in one pass.
+        rules, max_new_tokens, on_token: as in ``decode``.
+        most_guesses: the most tokens that are guessed for a row in one pass.
     """
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
@@ -87,7 +87,7 @@ class _GuessedRow:
             logits: ``[1 + s, b, V]`` after the last token of each row of the batch, and after each guess.
             likeliest: ``[1 + s, b]`` ids of their largest.
             i: place of this row in the batch.
-            rules, on_token: as of :func:`decode_with_lookup`.
+            rules, on_token: as in :func:`decode_with_lookup`.
         """
         new: list[int] = []
         while True:

@@ -1,4 +1,4 @@
-"""What is continued: texts or token ids, and what stands for a tokenizer where there is none."""
+"""Prompts: texts or token ids, and a substitute for the tokenizer where there is none."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
+from ppfleetx.generation.cache import GrowingCache
 from ppfleetx.generation.gumbel_sampling import draw
 from ppfleetx.generation.processors import (
     candidates,
@@ -19,7 +20,9 @@ from ppfleetx.generation.processors import (
     log_probabilities,
     penalize_repetition,
 )
-from ppfleetx.generation.session import pad_left
+from ppfleetx.generation.session import NextTokenModel, pad_left
+
+_COLUMNS = 128  # positions of a prompt whose logits are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class RowChoice:
         history: tokens of the row so far.
         exponentials: ``[n]`` numbers of the row's `RandomStream`; not needed at temperature 0.
         forbidden: ids that cannot come now (the end tokens, before the minimum length).
-        num_new: so many tokens at the end of the history were generated.
+        num_new: how many tokens at the end of the history were generated.
     """
 
     options: RowOptions
@@ -129,3 +132,24 @@ def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> 
         pairs = zip(ids.numpy().tolist(), values.numpy().tolist(), strict=True)
         top = [tuple(zip(*pair, strict=True)) for pair in pairs]
     return [TokenScore(*each) for each in zip(tokens, own, top, strict=True)]
+
+
+def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
+    """The score of each of ``tokens``, one or more, given those before it; the first has none.
+
+    Args:
+        model: gives the logits.
+        tokens: a text.
+        num_top: how many of the likeliest tokens to list at each place.
+    """
+    cache, scores = GrowingCache(), [TokenScore(tokens[0], None)]
+    given = np.array(tokens, np.int64)[None, :-1]
+    for start in range(0, given.shape[1], _COLUMNS):
+        part = given[:, start : start + _COLUMNS]
+        end = start + part.shape[1]
+        positions = np.arange(start, end, dtype=np.int64)[None]
+        logits = model.with_cache(
+            paddle.to_tensor(part), paddle.to_tensor(positions), np.ones((1, end), bool), cache, part.shape[1]
+        )
+        scores += score_tokens(logits, list(tokens[start + 1 : end + 1]), num_top)
+    return scores

@@ -31,7 +31,7 @@ class Rules:
 
     Attributes:
         end_ids: any of them ends a row; none: nothing ends a row but its length.
-        min_new_tokens: no end token can come before so many others.
+        min_new_tokens: tokens before the first possible end token.
         repetition_penalty: see :func:`~ppfleetx.generation.processors.penalize_repetition`.
         forced_bos_id: the first new token; None: it is chosen like the others.
         forced_eos_id: the token that takes a row's last place when the row gets that far; None: chosen.
@@ -89,7 +89,7 @@ def decode(
         max_new_tokens: of each prompt, at least 1.
         copies: continuations of each prompt; those of prompt ``i`` are the rows from ``i * copies`` on.
             The prompt itself is run once.
-        on_token: told of every token.
+        on_token: called with every token.
     """
     logits = session.next_logits()
     if copies > 1:

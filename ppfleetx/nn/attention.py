@@ -6,17 +6,15 @@ head, d head size. MHA is r = 1, MQA is one key/value head in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 import paddle
 from paddle import nn
 
+from ppfleetx.nn.attention_spec import AttentionSpec
 from ppfleetx.nn.flash import packed_flash_attention
-from ppfleetx.nn.init import Init
 from ppfleetx.nn.kernels import KernelOptions, attend, packed_attention_serves
-from ppfleetx.nn.layer_params import qkv_parts
 from ppfleetx.nn.masks import window_start
 from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.recompute import may_recompute, recompute
@@ -37,8 +35,8 @@ class KeyValueCache(Protocol):
             window: how many positions before its own each may attend to; None: all.
 
         Returns:
-            All keys and all values ``[b, g, k, d]``, and what to add to the scores ``[b, n, s, k]`` for who
-            may attend to whom; None: keys end where queries end, and the usual masks hold.
+            All keys and all values ``[b, g, k, d]``, and what is added to the scores ``[b, n, s, k]`` to hide
+            positions; None: keys end where queries end, and the usual masks apply.
         """
 
 
@@ -50,57 +48,35 @@ class Attention(nn.Layer):
 
     Args:
         factory: makes the projections and says how many key/value heads are held here.
-        hidden_size: h.
-        num_heads: query heads of the whole model.
-        num_kv_heads: key/value heads of the whole model; divides ``num_heads``.
-        head_dim: d.
+        spec: sizes; its norms of queries and keys come before the rotary positions.
         layer_index: place of this layer's keys in the cache.
         rotary: rotary positions, or None.
-        qkv_bias, output_bias: whether the projections have biases.
-        dropout: probability of dropping an attention weight.
-        window: how many positions before its own each position may attend to; None: all.
-        head_norm: makes the norm of queries, and that of keys, ``[..., d]``, which come before the rotary
-            positions; None: there are none.
-        init, output_init: initial values of the projections.
         options: which kernel, and how.
-        recompute_core: forget scores and weights in the forward pass, recompute them in the backward.
+        recompute_core: recompute scores and weights in the backward pass instead of keeping them.
     """
 
     def __init__(
         self,
         factory: LayerFactory,
+        spec: AttentionSpec,
         *,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
         layer_index: int,
         rotary: Rotary | None,
-        qkv_bias: bool,
-        output_bias: bool,
-        dropout: float,
-        init: Init,
-        output_init: Init,
         options: KernelOptions,
-        window: int | None = None,
-        head_norm: Callable[[], nn.Layer] | None = None,
         recompute_core: bool = False,
     ) -> None:
         super().__init__()
-        assert num_heads % num_kv_heads == 0
-        self.factory = factory
-        self.layer_index, self.head_dim, self.rotary, self.options = layer_index, head_dim, rotary, options
-        self.window, self.recompute_core = window, recompute_core
-        self.queries_per_group = num_heads // num_kv_heads
-        self.num_groups = factory.local_count(num_kv_heads, "key/value heads")
-        width = num_kv_heads * (self.queries_per_group + 2) * head_dim
-        parts = qkv_parts(self.queries_per_group, head_dim)
-        self.qkv = factory.column_linear(hidden_size, width, init=init, bias=qkv_bias, parts=parts)
-        self.q_norm, self.k_norm = (None, None) if head_norm is None else (head_norm(), head_norm())
-        self.out_proj = factory.row_linear(
-            num_heads * head_dim, hidden_size, init=output_init, bias=output_bias
+        self.factory, self.strategy = factory, factory.attention
+        self.layer_index, self.rotary, self.options = layer_index, rotary, options
+        self.window, self.recompute_core = spec.window, recompute_core
+        self.head_dim, self.queries_per_group = spec.head_dim, spec.queries_per_group
+        self.num_groups = factory.local_count(spec.num_kv_heads, "key/value heads")
+        self.qkv = factory.linear(spec.qkv)
+        self.q_norm, self.k_norm = (
+            factory.norm(spec.head_norm) if spec.head_norm is not None else None for _ in range(2)
         )
-        self.dropout = factory.dropout(dropout, inside_heads=True)
+        self.out_proj = factory.linear(spec.out_proj)
+        self.dropout = factory.dropout(spec.dropout, inside_heads=True)
 
     def forward(
         self,
@@ -118,26 +94,31 @@ class Attention(nn.Layer):
             cache: keys and values of earlier positions; those of ``hidden`` are appended.
         """
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, self.queries_per_group + 2, self.head_dim])
-        qkv = self.factory.enter_attention(qkv)
+        qkv = self.strategy.enter(qkv)
+        if position_ids is not None:
+            position_ids = self.strategy.positions_inside(position_ids)
+        if document_start is not None:
+            document_start = self.strategy.positions_inside(document_start)
         recomputes = cache is None and self.recompute_core and may_recompute(self)
         if cache is None and document_start is None and self._takes_packed(qkv):
             core = partial(packed_flash_attention, dropout=self.dropout)
             context = recompute(core, qkv) if recomputes else core(qkv)
-            return self.out_proj(self.factory.leave_attention(context))
+            return self.out_proj(self.strategy.leave(context))
         query, key, value = self.divide(qkv, position_ids)
         if cache is not None:
             key, value, penalty = cache.update(self.layer_index, key, value, self.window)
-            context = self.core(query, key, value, document_start, penalty)
+            context = _joined(self.attend_heads(query, key, value, document_start, penalty))
         elif recomputes:
             context = recompute(self.core, query, key, value, document_start)
         else:
             context = self.core(query, key, value, document_start)
-        return self.out_proj(self.factory.leave_attention(context))
+        return self.out_proj(self.strategy.leave(context))
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
-        """Whether nothing is done to queries or keys alone, and the fused operator is taken."""
+        """Whether nothing is done to queries or keys alone, and the fused operator is used."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and self.q_norm is None
-        return is_plain and self.window is None and packed_attention_serves(qkv, self.dropout, self.options)
+        is_plain = is_plain and self.window is None and not self.strategy.has_own_core
+        return is_plain and packed_attention_serves(qkv, self.dropout, self.options)
 
     def divide(
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
@@ -166,15 +147,30 @@ class Attention(nn.Layer):
         key: paddle.Tensor,
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
+    ) -> paddle.Tensor:
+        """Attention itself, ``[s, b, g * r * d]``: what recomputation repeats."""
+        return _joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
+
+    def attend_heads(
+        self,
+        query: paddle.Tensor,
+        key: paddle.Tensor,
+        value: paddle.Tensor,
+        document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """Attention proper; gives ``[s, b, g * r * d]``."""
+        """An :data:`~ppfleetx.nn.attention_strategy.Attend`; a ``penalty`` on the scores takes the place of
+        the masks."""
         if self.window is not None and penalty is None:
             document_start = window_start(
                 self.window, query.shape[0], query.shape[3], document_start, key.shape[2]
             )
-        context = attend(query, key, value, document_start, self.dropout, self.options, penalty)
-        _, groups, per_group, num_queries, head_dim = context.shape
-        if num_queries == 1:  # nothing has to be moved
-            return context.reshape([1, -1, groups * per_group * head_dim])
-        return context.transpose([3, 0, 1, 2, 4]).flatten(2)
+        return attend(query, key, value, document_start, self.dropout, self.options, penalty)
+
+
+def _joined(context: paddle.Tensor) -> paddle.Tensor:
+    """``[b, g, r, s, d]`` to ``[s, b, g * r * d]``."""
+    _, groups, per_group, num_queries, head_dim = context.shape
+    if num_queries == 1:  # nothing has to be moved
+        return context.reshape([1, -1, groups * per_group * head_dim])
+    return context.transpose([3, 0, 1, 2, 4]).flatten(2)

@@ -29,7 +29,7 @@ import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
 
-from ppfleetx.distributed.context import DATA_AXES, ParallelContext
+from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.transfer import upload
 from ppfleetx.nn.chunked_loss import PieceHead
 from ppfleetx.nn.loss_output import Sum
@@ -99,12 +99,6 @@ class StepScope:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_post_hook(lambda *_: _PLACE.set(None) and None)
 
-    def divisors(self, micro_batches: Sequence[Arrays]) -> Mapping[str, float]:
-        """Of a training step; all ranks of a job call this together."""
-        counts = [sum(float(_weights(batch, of).sum()) for batch in micro_batches) for of in _COUNTED]
-        over_job = self._ctx.sum_over(DATA_AXES, *counts)
-        return {"step": 1.0, **{of: max(n, 1.0) for of, n in zip(_COUNTED, over_job, strict=True)}}
-
     @contextmanager
     def step(
         self,
@@ -170,6 +164,16 @@ class StepScope:
 
 
 _COUNTED: tuple[Divisor, ...] = ("tokens", "sequences")
+
+
+def counts_of(micro_batches: Sequence[Arrays]) -> list[float]:
+    """How many tokens and sequences count in these micro batches."""
+    return [sum(float(_weights(batch, of).sum()) for batch in micro_batches) for of in _COUNTED]
+
+
+def divisors_of(counts: Sequence[float]) -> Mapping[str, float]:
+    """The divisors of a step from the sums over the job of :func:`counts_of`."""
+    return {"step": 1.0, **{of: max(count, 1.0) for of, count in zip(_COUNTED, counts, strict=True)}}
 
 
 @dataclass(frozen=True)

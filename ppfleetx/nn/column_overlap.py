@@ -1,22 +1,20 @@
 """Column-parallel layers whose sums over the ranks travel while the gradient of the weight is computed.
 
 Each rank multiplies the whole input by its columns of the weight, so the gradient of the input is a sum over
-the ranks. The layers before wait for it, nobody waits for the gradient of the weight: the sum is started
+the ranks. The layers before need it, and nothing needs the gradient of the weight yet: so the sum is started
 first and waited for last (Narayanan et al. 2021, and Korthikanti et al. 2022, section 4.2.2, for sequences).
-One sum is under way at a time, at a fixed place of the program: the ranks of a group start theirs in the same
-order.
+One sum is under way at a time, at a fixed place of the program, so the ranks of a group start theirs in the
+same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import paddle
-from paddle import distributed, nn
+from paddle import distributed
 
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn.factory import SequenceSplit, TensorParallelFactory
 from ppfleetx.nn.matmul import Exchange, Finish
 
 
@@ -74,37 +72,9 @@ def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
     return finish
 
 
-class OverlappingFactory(TensorParallelFactory):
-    """A :class:`TensorParallelFactory` whose column-parallel layers overlap their sums."""
-
-    def __init__(
-        self, group: Any, sequence_parallel: bool, split: SequenceSplit | None, *, gathers_again: bool
-    ) -> None:
-        super().__init__(group, sequence_parallel, split)
-        self._exchange: Exchange = (
-            ScatteredInput(group, gathers_again=gathers_again) if sequence_parallel else WholeInput(group)
-        )
-
-    def column_linear(self, in_features: int, out_features: int, **options: Any) -> nn.Layer:
-        layer = super().column_linear(in_features, out_features, **options)
-        layer.forward = self._forward_of(layer)
-        return layer
-
-    def _forward_of(self, layer: nn.Layer) -> Callable[[paddle.Tensor], paddle.Tensor]:
-        def forward(x: paddle.Tensor) -> paddle.Tensor:
-            return self.matmul.column(x, layer.weight, layer.bias, self._exchange)
-
-        return forward
-
-    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        return self.matmul.column(hidden, weight, None, self._exchange, is_transposed=True)
-
-
-def overlapping_factory(ctx: ParallelContext, *, gathers_again: bool) -> OverlappingFactory:
-    """The factory of a plan with tensor parallelism, for training."""
-    split = SequenceSplit(ctx.group_of("sep")) if ctx.size_of("sep") > 1 else None
-    plan = ctx.plan
+def column_exchange(ctx: ParallelContext, *, gathers_again: bool) -> Exchange:
+    """What overlaps under a plan with tensor parallelism; for ``TensorParallelFactory.exchange``."""
     group = ctx.group_of("mp")
-    factory = OverlappingFactory(group, plan.sequence_parallel, split, gathers_again=gathers_again)
-    factory.mesh, factory.rank = ctx.mesh, ctx.rank
-    return factory
+    if ctx.plan.sequence_parallel:
+        return ScatteredInput(group, gathers_again=gathers_again)
+    return WholeInput(group)

@@ -18,29 +18,38 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.distributed.collectives import exchange, sum_gradient, sum_of_ranks
+from ppfleetx.distributed.collectives import sum_gradient, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.nn import layer_params
+from ppfleetx.nn.attention_strategy import AttentionStrategy, Ulysses
 from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
 from ppfleetx.nn.embedding import VocabParallelEmbedding
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.init import Init
-from ppfleetx.nn.layer_params import Specs
+from ppfleetx.nn.layer_spec import (
+    LayerSpec,
+    LinearSpec,
+    NormSpec,
+    Specs,
+    TableSpec,
+)
 from ppfleetx.nn.linear import Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
-from ppfleetx.nn.matmul import Matmul
+from ppfleetx.nn.matmul import Exchange, Matmul
 from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
-from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Part, Shard, placed
+from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import declare
+from ppfleetx.nn.transforms import adapter, quantizer, quantizer_numbers
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.
 _ZEROS = nn.initializer.Constant(0.0)
+# What `Compress.Quantization.quantizable_layer_type` calls a linear.
+_KINDS = {"columns": "ColumnParallelLinear", "rows": "RowParallelLinear"}
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
@@ -48,46 +57,24 @@ def _matrix_of(linear: nn.Layer) -> ParamSpec:
     return linear.spec if isinstance(linear, QuantizedLinear) else linear.weight.spec
 
 
-def _of_kind(kind: str, linear: nn.Layer) -> nn.Layer:
-    """``linear``, which knows what `Compress.Quantization.quantizable_layer_type` calls it."""
-    linear.kind = kind
-    return linear
-
-
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
     """The factory of a plan; without ``train`` for a model whose weights do not change once it is used."""
-    split = SequenceSplit(ctx.group_of("sep")) if ctx.size_of("sep") > 1 else None
     if ctx.size_of("mp") > 1:
-        factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel, split)
+        factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel)
     else:
-        factory = LocalFactory(split) if train else InferenceFactory(split)
+        factory = LocalFactory() if train else InferenceFactory()
+    if ctx.size_of("sep") > 1:
+        factory.attention = Ulysses(ctx.group_of("sep"))
     factory.mesh, factory.rank = ctx.mesh, ctx.rank
     factory.keeps_weights = not train and ctx.plan.sharding_stage < 3
     return factory
 
 
-class SequenceSplit:
-    """Each rank of ``group`` holds consecutive positions of every sequence (context parallelism).
-
-    Attention needs whole sequences: there, and only there, ranks exchange their positions of all heads
-    for all positions of their heads (Jacobs et al., DeepSpeed Ulysses, 2023).
-    """
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def take(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """This rank's positions of ``[b, s]``."""
-        return ids.split(self.group.nranks, axis=1)[self.group.rank]
-
-
 class LocalFactory:
     """The :class:`~ppfleetx.nn.stage.LayerFactory` of a model whose parameters are not sliced.
 
-    Args:
-        sequence_split: how positions are shared between ranks; None: each rank holds whole sequences.
-
     Attributes:
+        attention: how attention sees whole sequences.
         keeps_weights: whether weights stay what and where they are once they have been used.
         group: tensor-parallel ranks, which share the columns of logits; None: this rank has all of them.
         matmul: multiplies by the weights of the layers that are made here.
@@ -104,8 +91,8 @@ class LocalFactory:
     linear_cls: type[Linear] = Linear
     hidden_same_on: tuple[str, ...] = SAME_ON_MP
 
-    def __init__(self, sequence_split: SequenceSplit | None = None) -> None:
-        self.sequence_split, self.matmul = sequence_split, Matmul()
+    def __init__(self) -> None:
+        self.attention, self.matmul = AttentionStrategy(), Matmul()
 
     def local_count(self, count: int, what: str) -> int:
         return count
@@ -118,35 +105,24 @@ class LocalFactory:
             self.declare(getattr(layer, name), spec)
         return layer
 
-    def column_linear(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        init: Init,
-        bias: bool,
-        kind: str = "matrix",
-        parts: tuple[Part, ...] = (),
-    ) -> nn.Layer:
-        specs = layer_params.column_linear(
-            in_features, out_features, bias=bias, init=init, kind=kind, parts=parts
-        )
-        return _of_kind("ColumnParallelLinear", self._linear(specs))
+    def linear(self, spec: LinearSpec) -> nn.Layer:
+        layer = self.linear_cls(spec.in_features, spec.out_features, bias=spec.bias)
+        return self._finished(layer, spec)
 
-    def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        specs = layer_params.row_linear(
-            in_features, out_features, bias=bias, init=init, sequence_parallel=self.sequence_parallel
-        )
-        return _of_kind("RowParallelLinear", self._linear(specs))
+    def _finished(self, layer: nn.Layer, spec: LinearSpec) -> nn.Layer:
+        layer.linear, layer.kind = self.matmul.linear, _KINDS.get(spec.cut)
+        return self._declared(layer, self._parameters(spec))
+
+    def _parameters(self, spec: LayerSpec) -> Specs:
+        return spec.parameters(sequence_parallel=self.sequence_parallel)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
         keeps = self.keeps_weights or linear.weight.stop_gradient
         return self._declared_quantizer(FakeQuantizer(cfg, follows=follows, keeps=keeps), linear)
 
-    def _declared_quantizer(self, quantizer: FakeQuantizer, linear: nn.Layer) -> FakeQuantizer:
-        names = [name for name, _ in quantizer.named_parameters()]
+    def _declared_quantizer(self, fake: FakeQuantizer, linear: nn.Layer) -> FakeQuantizer:
         matrix, split = linear.weight.spec, self.sequence_parallel
-        return self._declared(quantizer, layer_params.quantizer(matrix, names, sequence_parallel=split))
+        return self._declared(fake, quantizer(matrix, quantizer_numbers(fake.cfg), sequence_parallel=split))
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         return self._adapter(linear, cfg, self.dropout(cfg.dropout))
@@ -168,7 +144,7 @@ class LocalFactory:
             matmul=self.matmul,
         )
         split = self.sequence_parallel
-        return self._declared(branch, layer_params.adapter(matrix, cfg.rank, sequence_parallel=split))
+        return self._declared(branch, adapter(matrix, cfg.rank, sequence_parallel=split))
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         return QuantizedLinear(linear, form, declare=self.declare)
@@ -179,48 +155,30 @@ class LocalFactory:
     def whole_linear(
         self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
     ) -> nn.Layer:
-        partial = of_trunk and self.sequence_parallel
-        return self._linear(
-            layer_params.whole_linear(in_features, out_features, bias=bias, init=init, partial=partial)
-        )
+        return self.linear(LinearSpec(in_features, out_features, "whole", bias, init, of_trunk=of_trunk))
 
-    def _linear(self, specs: Specs) -> nn.Layer:
-        layer = self.linear_cls(*specs["weight"].shape, bias="bias" in specs)
-        layer.linear = self.matmul.linear
-        return self._declared(layer, specs)
+    def embedding(self, spec: TableSpec) -> nn.Layer:
+        layer = nn.Embedding(spec.rows, spec.width, weight_attr=paddle.ParamAttr(initializer=_ZEROS))
+        return self._declared(layer, spec.parameters())
 
-    def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        return self._embedding(layer_params.word_table(padded_vocab_size, hidden_size, init=init))
-
-    def embedding(self, num_embeddings: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        return self._embedding(layer_params.position_table(num_embeddings, hidden_size, init=init))
-
-    def _embedding(self, specs: Specs) -> nn.Layer:
-        layer = nn.Embedding(*specs["weight"].shape, weight_attr=paddle.ParamAttr(initializer=_ZEROS))
-        return self._declared(layer, specs)
-
-    def norm(
-        self, kind: str, size: int, *, epsilon: float, gain: float = 1.0, inside_heads: bool = False
-    ) -> nn.Layer:
-        """A norm of the last dimension, of ``size`` elements, whose gain starts at ``gain``.
+    def norm(self, spec: NormSpec) -> nn.Layer:
+        """A norm of the last dimension.
 
         Raises:
-            ConfigError: ``kind`` is no norm, or has other parameters than it was registered with.
+            ConfigError: there is no such norm, or it has other parameters than it was registered with.
         """
-        layer = NORMS.make(kind, size, epsilon, gives=nn.Layer)
+        layer = NORMS.make(spec.kind, spec.size, spec.epsilon, gives=nn.Layer)
         if isinstance(layer, RMSNorm):
             layer.fused = self.fused
-        parameters = dict(layer.named_parameters())
-        declared = NORMS.traits(kind).parameters
+        parameters, declared = dict(layer.named_parameters()), NORMS.traits(spec.kind).parameters
         if {*parameters} != {*declared} or not {*declared} <= {"weight", "bias"}:
             raise ConfigError(
                 f"has the parameters {', '.join(parameters) or 'none'}, and was registered with "
                 f"{', '.join(declared) or 'none'}; a norm has weight, bias, both or neither",
                 key="Model.normalization",
-                value=kind,
+                value=spec.kind,
             )
-        partial = self.sequence_parallel or inside_heads
-        return self._declared(layer, layer_params.norm(parameters, size, gain=gain, partial=partial))
+        return self._declared(layer, self._parameters(spec))
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         return Dropout(probability)
@@ -238,7 +196,7 @@ class LocalFactory:
         return self.matmul.transposed(self.enter_head(hidden), weight)
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        return ids if self.sequence_split is None else self.sequence_split.take(ids)
+        return self.attention.positions(ids)
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         for group in self._position_groups():
@@ -247,17 +205,7 @@ class LocalFactory:
 
     def _position_groups(self) -> list[Any]:
         """Groups whose ranks hold different positions of the hidden states."""
-        return [] if self.sequence_split is None else [self.sequence_split.group]
-
-    def enter_attention(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        if self.sequence_split is None:
-            return qkv
-        return exchange(qkv, self.sequence_split.group, split_dim=2, concat_dim=0)
-
-    def leave_attention(self, context: paddle.Tensor) -> paddle.Tensor:
-        if self.sequence_split is None:
-            return context
-        return exchange(context, self.sequence_split.group, split_dim=0, concat_dim=2)
+        return [] if self.attention.group is None else [self.attention.group]
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
@@ -287,13 +235,16 @@ class TensorParallelFactory(LocalFactory):
     Args:
         group: the tensor-parallel ranks.
         sequence_parallel: outside attention and feed-forward each rank holds its part of the positions.
-        sequence_split: see :class:`LocalFactory`.
+
+    Attributes:
+        exchange: lets column-parallel layers overlap the sum of their input's gradient with computation;
+            None: they wait for it.
     """
 
-    def __init__(
-        self, group: Any, sequence_parallel: bool = False, sequence_split: SequenceSplit | None = None
-    ) -> None:
-        super().__init__(sequence_split)
+    exchange: Exchange | None = None
+
+    def __init__(self, group: Any, sequence_parallel: bool = False) -> None:
+        super().__init__()
         self.group, self.sequence_parallel = group, sequence_parallel
         self.hidden_same_on = () if sequence_parallel else SAME_ON_MP
         self.mesh, self.rank = Mesh(ParallelPlan(mp=group.nranks)), group.rank
@@ -312,69 +263,50 @@ class TensorParallelFactory(LocalFactory):
             )
         return count // self.group.nranks
 
-    def column_linear(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        init: Init,
-        bias: bool,
-        kind: str = "matrix",
-        parts: tuple[Part, ...] = (),
-    ) -> nn.Layer:
-        from paddle.distributed.fleet.meta_parallel import ColumnParallelLinear
-        from paddle.distributed.fleet.utils.sequence_parallel_utils import ColumnSequenceParallelLinear
+    def linear(self, spec: LinearSpec) -> nn.Layer:
+        from paddle.distributed.fleet import meta_parallel
+        from paddle.distributed.fleet.utils import sequence_parallel_utils
 
-        cls = ColumnSequenceParallelLinear if self.sequence_parallel else ColumnParallelLinear
-        layer = cls(
-            in_features,
-            out_features,
-            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
-            has_bias=bias,
-            gather_output=False,
-            mp_group=self.group,
+        if spec.cut == "whole":
+            return super().linear(spec)
+        prefix, options = {
+            "columns": ("Column", {"gather_output": False}),
+            "rows": ("Row", {"input_is_parallel": True}),
+        }[spec.cut]
+        cls = (
+            getattr(sequence_parallel_utils, f"{prefix}SequenceParallelLinear")
+            if self.sequence_parallel
+            else getattr(meta_parallel, f"{prefix}ParallelLinear")
         )
-        layer.linear = self.matmul.linear
-        if not self.sequence_parallel:  # fleet's needs c_identity, which plugins lack in bfloat16
+        layer = cls(
+            spec.in_features,
+            spec.out_features,
+            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
+            has_bias=spec.bias,
+            mp_group=self.group,
+            **options,
+        )
+        if spec.cut == "rows":
+            layer.mp_skip_c_identity = True  # a copy of the gradient
+        elif self.exchange is not None:
+            layer.forward = lambda x: self.matmul.column(x, layer.weight, layer.bias, self.exchange)
+        elif not self.sequence_parallel:  # fleet's needs c_identity, which plugins lack in bfloat16
             layer.forward = lambda x: layer.linear(self._for_sliced_output(x), layer.weight, layer.bias)
-        specs = layer_params.column_linear(
-            in_features, out_features, bias=bias, init=init, kind=kind, parts=parts
-        )
-        return _of_kind("ColumnParallelLinear", self._declared(layer, specs))
-
-    def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        from paddle.distributed.fleet.meta_parallel import RowParallelLinear
-        from paddle.distributed.fleet.utils.sequence_parallel_utils import RowSequenceParallelLinear
-
-        cls = RowSequenceParallelLinear if self.sequence_parallel else RowParallelLinear
-        layer = cls(
-            in_features,
-            out_features,
-            weight_attr=paddle.ParamAttr(initializer=_ZEROS),
-            has_bias=bias,
-            input_is_parallel=True,
-            mp_group=self.group,
-        )
-        layer.linear = self.matmul.linear
-        layer.mp_skip_c_identity = True  # a copy of the gradient
-        specs = layer_params.row_linear(
-            in_features, out_features, bias=bias, init=init, sequence_parallel=self.sequence_parallel
-        )
-        return _of_kind("RowParallelLinear", self._declared(layer, specs))
+        return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
         """Maxima over what is sliced are those of all ranks; so are the gradients of learned bounds."""
         has_sliced_input = linear.weight.spec.lies("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input
-        quantizer = FakeQuantizer(
+        fake = FakeQuantizer(
             cfg,
             over_weight=unreduced if own_channels else self._largest,
             over_input=self._largest if has_sliced_input else unreduced,
             follows=follows,
             keeps=self.keeps_weights or linear.weight.stop_gradient,
         )
-        return self._declared_quantizer(quantizer, linear)
+        return self._declared_quantizer(fake, linear)
 
     def _largest(self, maxima: paddle.Tensor) -> paddle.Tensor:
         from paddle import distributed
@@ -383,11 +315,10 @@ class TensorParallelFactory(LocalFactory):
         return maxima
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        """Input features sliced: A is too, and what it gives are parts of a sum. Output features: B is."""
-        has_sliced_input = _matrix_of(linear).lies("mp") == Shard(0)
-        dropout = self.dropout(cfg.dropout, inside_heads=has_sliced_input)
-        join = self._sum_parts if has_sliced_input else self._for_sliced_output
-        return self._adapter(linear, cfg, dropout, join)
+        """Where input features are sliced, A gives terms of a sum; where output features are, B is sliced."""
+        cut = _matrix_of(linear).lies("mp")
+        join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
+        return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         """Input features sliced: products are parts of a sum. Output features: its input must be whole, and
@@ -419,8 +350,10 @@ class TensorParallelFactory(LocalFactory):
         # Either way the gradient is summed over the ranks' columns.
         return AllGatherOp.apply(low) if self.sequence_parallel else sum_gradient(low, self.group)
 
-    def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        specs = layer_params.word_table(padded_vocab_size, hidden_size, init=init)
+    def embedding(self, spec: TableSpec) -> nn.Layer:
+        if not spec.of_words:
+            return super().embedding(spec)
+        specs = spec.parameters()
         shape = placed(specs["weight"], self.mesh, self.rank).local_shape
         return self._declared(VocabParallelEmbedding(shape, rank=self.group.rank, join=self._sum), specs)
 
@@ -444,6 +377,11 @@ class TensorParallelFactory(LocalFactory):
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return self._for_sliced_output(hidden)
+
+    def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+        if self.exchange is None:
+            return super().tied_logits(hidden, weight)
+        return self.matmul.column(hidden, weight, None, self.exchange, is_transposed=True)
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int

@@ -22,6 +22,7 @@ from paddle.autograd import PyLayer
 from ppfleetx.config.sections.compress import QUANTIZER
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, ask_for_gradient
+from ppfleetx.nn.transforms import quantizer_numbers
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import QuantizationConfig
@@ -144,11 +145,9 @@ class FakeQuantizer(nn.Layer):
         super().__init__()
         self.cfg, self.follows, self.keeps = cfg, follows, keeps
         self._over_weight, self._over_input = over_weight, over_input
-        moving = cfg.activation_quantize_type == "moving_average_abs_max"
-        self.input_scale = self._number(0.0) if moving else None
-        self.weight_clip = self._number(1.0) if cfg.weight_preprocess_type else None
-        self.input_clip = self._number(1.0) if cfg.activation_preprocess_type else None
-        if moving:
+        self.input_scale = self._number("input_scale", 0.0)
+        self.weight_clip, self.input_clip = (self._number(f"{of}_clip", 1.0) for of in ("weight", "input"))
+        if self.input_scale is not None:
             self.input_scale.stop_gradient = True
             if self.input_clip is not None:
                 self.input_clip.is_idle = True
@@ -157,7 +156,9 @@ class FakeQuantizer(nn.Layer):
         self._bound: paddle.Tensor | None = None
         self._kept: paddle.Tensor | None = None
 
-    def _number(self, value: float) -> paddle.Tensor:
+    def _number(self, name: str, value: float) -> paddle.Tensor | None:
+        if name not in quantizer_numbers(self.cfg):
+            return None
         return self.create_parameter([1], dtype="float32", default_initializer=nn.initializer.Constant(value))
 
     # -- what the linear computes with

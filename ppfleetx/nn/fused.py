@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import paddle
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fused import FusedName
+from ppfleetx.config.sections.model import FusedName
 from ppfleetx.distributed.device import is_card, kernel_types, on_card, plugin_operator
 from ppfleetx.distributed.init import flags_of_run
 from ppfleetx.distributed.together import gather

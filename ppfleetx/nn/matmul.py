@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import paddle
@@ -73,8 +74,8 @@ class Matmul:
         self._dtype = None if cast_to is None else getattr(paddle, cast_to)
         self._fused, self.defers = fused, defers
         self._copies: dict[int, paddle.Tensor] | None = None
-        self._open: list[_WeightGradient] = []
-        self._waiting: deque[list[_WeightGradient]] = deque()
+        self._open: list[Callable[[], None]] = []
+        self._waiting: deque[list[Callable[[], None]]] = deque()
         self.uses: Counter[str] = Counter()
 
     # -- products
@@ -205,11 +206,18 @@ class Matmul:
         work = self._waiting.popleft()
         with paddle.amp.auto_cast(enable=False):
             while work:
-                _give_gradient(work.pop(0))
+                work.pop(0)()
 
-    def _defer(self, work: _WeightGradient) -> None:
+    def when_complete(self, call: Callable[[], None]) -> None:
+        """Within a backward pass: call when the gradients of the weights passed so far are there."""
+        if self.defers:
+            self._open.append(call)
+        else:
+            call()
+
+    def _defer(self, rest: _WeightGradient) -> None:
         self.uses["deferred"] += 1
-        self._open.append(work)
+        self._open.append(partial(_give_gradient, rest))
 
 
 def _product(

@@ -11,8 +11,7 @@ from paddle import _C_ops, nn
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import ACTIVATIONS
 from ppfleetx.distributed.device import lacks_kernel
-from ppfleetx.nn.init import Init
-from ppfleetx.nn.layer_params import GATE_AND_UP
+from ppfleetx.nn.mlp_spec import MLPSpec
 from ppfleetx.nn.stage import LayerFactory
 
 _PROBE_WIDTH = 8  # of the tensor that an activation is tried on
@@ -58,39 +57,16 @@ def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
 class MLP(nn.Layer):
     """``fc2(activation(fc1(x)))`` on ``[s, b, h]``.
 
-    Args:
-        factory: makes the two linears.
-        hidden_size: h.
-        ffn_hidden_size: inner size; with a gate fc1 has twice as many outputs, gate and up in pairs, so
-            that any slice of its columns that holds whole pairs is a smaller block of the same kind.
-        activation: name in :data:`ppfleetx.config.registries.ACTIVATIONS`.
-        bias: whether both linears have biases.
-        init: initial values of fc1.
-        output_init: initial values of fc2.
-
     Raises:
         ConfigError: the activation's output does not have the width that it was registered for.
     """
 
-    def __init__(
-        self,
-        factory: LayerFactory,
-        *,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        activation: str,
-        bias: bool,
-        init: Init,
-        output_init: Init,
-    ) -> None:
+    def __init__(self, factory: LayerFactory, spec: MLPSpec) -> None:
         super().__init__()
-        factory.local_count(ffn_hidden_size, "feed-forward units")
-        parts = GATE_AND_UP if ACTIVATIONS.traits(activation).gated else ()
-        width = ffn_hidden_size * (len(parts) or 1)
-        self.activation = _checked_activation(activation)
+        factory.local_count(spec.ffn_hidden_size, "feed-forward units")
+        self.activation = _checked_activation(spec.activation)
         self.fused = factory.fused
-        self.fc1 = factory.column_linear(hidden_size, width, init=init, bias=bias, parts=parts)
-        self.fc2 = factory.row_linear(ffn_hidden_size, hidden_size, init=output_init, bias=bias)
+        self.fc1, self.fc2 = factory.linear(spec.fc1), factory.linear(spec.fc2)
 
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """``hidden [s, b, h]`` to the same shape."""

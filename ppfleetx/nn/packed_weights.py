@@ -20,7 +20,7 @@ import paddle
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops.ops import WIDTH
 from ppfleetx.nn.linear import Linear, add_smaller
-from ppfleetx.utils.memory import available_fraction, back_by_huge_pages
+from ppfleetx.utils.machine import available_fraction, back_by_huge_pages
 
 MOST_ROWS = 512 if WIDTH == 48 else 64
 _MEMORY_LEFT = 0.25  # of the machine; with less, the copy is not made
@@ -62,7 +62,7 @@ class Panels:
 
 
 def use_huge_pages(tensor: paddle.Tensor) -> None:
-    """Let the CPU read ``tensor`` faster, see :func:`~ppfleetx.utils.memory.back_by_huge_pages`."""
+    """Let the CPU read ``tensor`` faster, see :func:`~ppfleetx.utils.machine.back_by_huge_pages`."""
     if tensor.place.is_cpu_place():
         back_by_huge_pages(tensor.data_ptr(), tensor.size * tensor.element_size())
 

@@ -71,6 +71,7 @@ class ParamSpec:
         parts: the matrices that it is made of.
         tie: the key of the tie by which several stages of the model hold it.
         trains: whether it has a gradient.
+        dtype: the type that it is stored in, where that is not the model's.
         name: canonical name, e.g. ``decoder.layers.3.attention.qkv.weight``; empty until the layer is part of
             a stage.
     """
@@ -83,6 +84,7 @@ class ParamSpec:
     parts: tuple[Part, ...] = ()
     tie: str | None = None
     trains: bool = True
+    dtype: str | None = None
     name: str = ""
 
     @property
@@ -166,6 +168,21 @@ def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
     """The axis among whose ranks the parameter has one owner; () where each rank owns what it has."""
     axis = spec.view.owners
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
+
+
+def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
+    """An owner for each parameter, by name: the largest first, each to the rank that has least so far.
+
+    Those named in ``first`` go to rank 0.
+    """
+    owners, load = dict.fromkeys((name for name in first if name in sizes), 0), [0] * num_ranks
+    load[0] = sum(sizes[name] for name in owners)
+    for name, size in sorted(sizes.items(), key=lambda item: item[1], reverse=True):
+        if name not in owners:
+            rank = load.index(min(load))
+            owners[name] = rank
+            load[rank] += size
+    return owners
 
 
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:

@@ -28,11 +28,11 @@ from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.embedding import local_rows
-from ppfleetx.nn.layer_params import codes, scales
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, declare
+from ppfleetx.nn.transforms import codes, row_scales, scales
 
 _LEVELS, _SMALLEST_SCALE = 127.0, 1.17549435e-38
 _GPU_ARCHS = (70, 75, 80, 86, 89, 90, 92, 100)
@@ -245,9 +245,10 @@ class QuantizedLinear(nn.Layer):
         rows, columns = linear.weight.shape
         _check_groups(rows, self.spec.shape[0], form.group_size)
         per_row, num_groups = 2 if form.bits == 4 else 1, rows // form.group_size if form.group_size else 1
-        self.weight = _parameter(self, [rows // per_row, columns], "uint8" if form.bits == 4 else "int8")
+        whole = codes(self.spec, per_row)
+        self.weight = _parameter(self, [rows // per_row, columns], whole.dtype)
         self.scale = _parameter(self, [num_groups, columns], "float32")
-        declare(self.weight, codes(self.spec, per_row))
+        declare(self.weight, whole)
         declare(self.scale, scales(self.spec, form.group_size))
         self.matrix = QuantizedMatrix(self.weight, self.scale, form)
 
@@ -281,8 +282,8 @@ class QuantizedEmbedding(nn.Layer):
         self.rank = info.offset[0] // self.num_rows
         self.weight = _parameter(self, info.local_shape, "int8")
         self.scale = _parameter(self, [self.num_rows, 1], "float32")
-        declare(self.weight, spec)
-        declare(self.scale, replace(spec, shape=(spec.shape[0], 1)))
+        declare(self.weight, codes(spec))
+        declare(self.scale, row_scales(spec))
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
         """Token ids ``[...]`` to ``[..., h]``."""

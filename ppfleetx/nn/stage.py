@@ -19,11 +19,13 @@ from ppfleetx.config.mesh import Mesh
 from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.init import Init, draw
 from ppfleetx.nn.loss_output import LossOutput
-from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamInfo, ParamSpec, Part, placed
+from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamInfo, ParamSpec, placed
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import Form, QuantizationConfig
     from ppfleetx.config.sections.lora import LoraConfig
+    from ppfleetx.nn.attention_strategy import AttentionStrategy
+    from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
 
 NameOf = Callable[[str], str]
@@ -78,6 +80,7 @@ class LayerFactory(Protocol):
     they ask :meth:`local_count` how many of a number of equal parts live here.
 
     Attributes:
+        attention: how attention sees whole sequences.
         group: ranks that share the columns of logits; None: this rank has all of them.
         sequence_parallel: whether tensor-parallel ranks see other positions of the hidden states.
         fused: the fused operators that its layers take.
@@ -85,6 +88,7 @@ class LayerFactory(Protocol):
         hidden_same_on: of the axes that share a micro batch, those whose ranks hold the same hidden states.
     """
 
+    attention: AttentionStrategy
     sequence_parallel: bool
     fused: FusedOps
     matmul: Matmul
@@ -97,21 +101,8 @@ class LayerFactory(Protocol):
     def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
         """Say what a parameter is that a layer has made by itself, with the shape that this rank holds."""
 
-    def column_linear(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        init: Init,
-        bias: bool,
-        kind: str = "matrix",
-        parts: tuple[Part, ...] = (),
-    ) -> nn.Layer:
-        """Linear ``[in, out]`` whose output features may be sliced; the output stays sliced. ``parts``: the
-        matrices that it is made of."""
-
-    def row_linear(self, in_features: int, out_features: int, *, init: Init, bias: bool) -> nn.Layer:
-        """Linear ``[in, out]`` whose input features may be sliced (and arrive sliced); output is whole."""
+    def linear(self, spec: LinearSpec) -> nn.Layer:
+        """The declared linear; see :class:`LinearSpec` for what is sliced."""
 
     def whole_linear(
         self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
@@ -132,17 +123,11 @@ class LayerFactory(Protocol):
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
         """What takes the place of a word embedding made here, its rows stored in 8 bits."""
 
-    def vocab_embedding(self, padded_vocab_size: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        """Embedding ``[V, h]`` whose rows may be sliced; output is whole."""
+    def embedding(self, spec: TableSpec) -> nn.Layer:
+        """The declared table; the output is whole."""
 
-    def embedding(self, num_embeddings: int, hidden_size: int, *, init: Init) -> nn.Layer:
-        """Embedding held whole by every rank."""
-
-    def norm(
-        self, kind: str, size: int, *, epsilon: float, gain: float = 1.0, inside_heads: bool = False
-    ) -> nn.Layer:
-        """The norm named ``kind`` over the last dimension, its gain starting at ``gain``; ``inside_heads``
-        when it is of a tensor that is sliced over heads."""
+    def norm(self, spec: NormSpec) -> nn.Layer:
+        """The declared norm."""
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         """Dropout; ``inside_heads`` when the tensor is sliced over heads and masks must differ by rank."""
@@ -166,12 +151,6 @@ class LayerFactory(Protocol):
         """Sums over this rank's positions to sums over whole sequences, float32.
 
         A loss made of them is the same on the axes ``mp`` and ``sep``."""
-
-    def enter_attention(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """``[s, b, groups, heads, d]`` of this rank's positions to all positions (of fewer groups)."""
-
-    def leave_attention(self, context: paddle.Tensor) -> paddle.Tensor:
-        """``[s, b, width]`` of all positions back to this rank's positions (of all its heads)."""
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int

@@ -1,212 +1,147 @@
-"""Optimizers that are addressed by canonical parameter names.
+"""AdamW: one kernel for each parameter, or one for all float32 parameters of a group.
 
-`Optimizer` holds one of Paddle's optimizers (`inner`) and speaks of its parameters and of its
-state by canonical name only. Paddle's own names (`linear_3.w_0`) depend on creation order and hence
-on the plan; they appear here in one look-up table because `apply_decay_param_fun` is called with them.
+On a GPU the kernel of one parameter is launched a dozen times a block, most times for vectors that are done
+before the next launch arrives. ``fused_adam_`` takes lists of tensors, and on a GPU packs up to 60 of them,
+or 320 chunks, into one launch. Either way states are one tensor for each parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from ppfleetx.optims.gradients import drop_gradient, gradient_of
+import paddle
+from paddle import _C_ops
 
-if TYPE_CHECKING:
-    from paddle import Tensor
-    from paddle.optimizer import Optimizer as PaddleOptimizer
+from ppfleetx.config.sections.optimizer import OptimizerConfig
+from ppfleetx.distributed.device import moves_powers
+from ppfleetx.optims.rule import ParamView, Rule, StateSpec, as_tensor
 
-    from ppfleetx.config.sections.optimizer import OptimizerConfig
-
-# State name in our checkpoints -> accumulator name in Paddle's AdamW.
-ADAMW_ACCUMULATORS = {
-    "moment1": "moment1",
-    "moment2": "moment2",
-    "beta1_pow": "beta1_pow_acc",
-    "beta2_pow": "beta2_pow_acc",
-}
-MASTER_WEIGHT = "master_weight"
-
-NamedParams = Sequence[tuple[str, "Tensor"]]
-StateKey = tuple[str, str]
+_CHUNK = 1 << 16
+"""Elements that one block of threads works through."""
+_LARGEST = (1 << 31) - 1
+"""The fused kernel counts a tensor's elements in 32 bits."""
+_STATES = ("moment1", "moment2", "beta1_pow", "beta2_pow")
 
 
-@dataclass(frozen=True)
-class UpdatePlace:
-    """What an optimizer has to know beside its section.
+class AdamW(Rule):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019): p -= lr * decay * p, then Adam's step.
 
-    Attributes:
-        decayed: whether weight decay applies to a parameter, by canonical name.
-        multi_precision: keep float32 master weights of 16-bit parameters.
-        on_host: keep all state in host memory and update there.
-        fused: update many parameters in one kernel, where the optimizer has one.
+    16-bit parameters go one by one: the kernel rounds them too, and the fused kernel cannot.
     """
 
-    decayed: Callable[[str], bool]
-    multi_precision: bool = False
-    on_host: bool = False
-    fused: bool = False
+    rounds = True
 
+    def __init__(self, cfg: OptimizerConfig) -> None:
+        super().__init__(cfg)
+        powers = zip(_STATES[2:], (cfg.beta1, cfg.beta2), strict=True)
+        self.states = (
+            StateSpec("moment1"),
+            StateSpec("moment2"),
+            *(StateSpec(name, beta, is_number=True) for name, beta in powers),
+        )
 
-class Optimizer:
-    """One of Paddle's optimizers behind canonical names.
-
-    Gradients are those of `optims/gradients.py`. Learning rate and weight decay come with each step; no
-    scheduler lives inside.
-    """
-
-    def __init__(
-        self, inner: PaddleOptimizer, named_params: NamedParams, accumulators: Mapping[str, str]
-    ) -> None:
-        self.inner = inner
-        self.named_params = list(named_params)
-        self._parameters = [param for _, param in self.named_params]
-        self._accumulators = dict(accumulators)
-        self._updated: Callable[[], None] = lambda: None
-
-    def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
-        """Update, and keep states of, the `owned` parameters only; call `updated` after each update."""
-        self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
-        self._updated = updated
-
-    def step(self, lr: float, weight_decay: float | None = None) -> None:
-        """Update all parameters that have a gradient; `weight_decay` None keeps the last one."""
-        if self.named_params:  # a pipeline rank may have none, which Paddle's optimizers do not expect
-            self.inner.set_lr(lr)
-            if weight_decay is not None and hasattr(self.inner, "_apply_decay_param_fun"):
-                # AdamW reads _weight_decay at each parameter's update and has no setter for it.
-                self.inner._weight_decay = float(weight_decay)
-            self._step()
-        self._updated()
-
-    def clear_grad(self) -> None:
-        """Drop all gradients, of parameters that another rank updates too."""
-        for param in self._parameters:
-            drop_gradient(param)
-
-    def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Take these float32 tensors, by canonical name, as the master weights of 16-bit parameters; they
-        are where the states are.
-
-        Without it Paddle makes them from the rounded parameters at the first step.
-        """
-        for name, param in self.named_params:
-            if name in masters:
-                masters[name].name = self.inner._gen_master_weight_var_name(param)
-                self.inner._master_weights[param.name] = masters[name]
-
-    def _step(self) -> None:
-        """What `inner.step()` does, with gradients from wherever they are: AdamW's looks at `grad` only."""
-        import paddle
-
-        pairs = [(param, gradient_of(param)) for _, param in self.named_params]
-        with paddle.no_grad():
-            self.inner._apply_optimize(
-                loss=None,
-                startup_program=None,
-                params_grads=[(param, grad) for param, grad in pairs if grad is not None],
-            )
-
-    def state(self) -> dict[StateKey, Tensor]:
-        """State tensors, (canonical name, state name) -> tensor; created first if no step was taken."""
-        self._create_state()
-        state = {}
-        for name, param in self.named_params:
-            for ours, theirs in self._accumulators.items():
-                state[name, ours] = self.inner._get_accumulator_master(theirs, param)
-            master = self.inner._master_weights.get(param.name)
-            if master is not None:
-                state[name, MASTER_WEIGHT] = master
-        return state
-
-    def _create_state(self) -> None:
-        import paddle
-
-        if not self._accumulators:
-            return
-        block = paddle.base.framework.default_main_program().global_block()
-        self.inner._create_accumulators(block, [param for _, param in self.named_params])
+    def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
+        rate, betas = as_tensor(lr, group[0].value), (self.cfg.beta1, self.cfg.beta2)
+        options = {"betas": betas, "epsilon": self.cfg.epsilon, "weight_decay": weight_decay}
+        fused = [view for view in group if self.fused and _fits(view)]
+        together: dict[float, list[ParamView]] = {}
+        for view, power in zip(fused, _powers(fused), strict=True):
+            together.setdefault(power, []).append(view)
+        for views in together.values():
+            values, gradients = [view.value for view in views], [view.gradient for view in views]
+            states = tuple([view.states[name] for view in views] for name in _STATES)
+            fused_adamw(values, gradients, rate, states, **options)
+        for view in group:
+            if not (self.fused and _fits(view)):
+                adamw(view, rate, **options)
 
 
 def adamw(
-    named_params: NamedParams,
+    view: ParamView, lr: paddle.Tensor, *, betas: tuple[float, float], epsilon: float, weight_decay: float
+) -> None:
+    """One step of AdamW, in place."""
+    has_master = view.rounded is not None
+    moment1, moment2, power1, power2 = (view.states[name] for name in _STATES)
+    _C_ops.adamw_(
+        view.rounded if has_master else view.value,
+        view.gradient,
+        lr,
+        moment1,
+        moment2,
+        None,  # largest second moment, of AMSGrad
+        power1,
+        power2,
+        view.value if has_master else None,
+        None,  # whether to skip the update
+        *betas,
+        epsilon,
+        1.0,  # ratio of the learning rate
+        weight_decay,
+        weight_decay != 0.0,
+        False,  # lazy mode
+        1000,  # rows of a sparse gradient from which it takes threads
+        has_master,
+        False,  # powers shared by all parameters
+        False,  # AMSGrad
+    )
+
+
+def fused_adamw(
+    parameters: Sequence[paddle.Tensor],
+    gradients: Sequence[paddle.Tensor],
+    lr: paddle.Tensor,
+    states: tuple[Sequence[paddle.Tensor], ...],
     *,
-    decayed: Callable[[str], bool],
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    epsilon: float = 1e-8,
-    weight_decay: float = 0.01,
-    multi_precision: bool = False,
-    on_host: bool = False,
-    fused: bool = False,
-) -> Optimizer:
-    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019): p -= lr * wd * p, then Adam's step.
+    betas: tuple[float, float],
+    epsilon: float,
+    weight_decay: float,
+) -> None:
+    """One step of AdamW on float32 tensors, in place.
 
-    `decayed(canonical name)` says where decay applies. `multi_precision` keeps float32 master weights
-    of 16-bit parameters (Paddle has that kernel on GPUs only). `on_host` keeps all state in host memory and
-    updates on the CPU. `fused` updates float32 parameters in one kernel for many.
+    Args:
+        parameters, gradients: as many of each, pairwise of one shape.
+        lr: learning rate, one element.
+        states: first and second moments, and both betas to the power of the steps begun, one element each.
+        betas, epsilon, weight_decay: of AdamW.
     """
-    import paddle
-
-    from ppfleetx.optims.fused_adamw import FusedAdamW
-    from ppfleetx.optims.on_host import HostAdamW
-
-    named_params = trainable(named_params)
-    decay_by_paddle_name = {param.name: decayed(name) for name, param in named_params}
-    kind = HostAdamW if on_host else FusedAdamW if fused else paddle.optimizer.AdamW
-    inner = kind(
-        learning_rate=0.0,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=epsilon,
-        parameters=[param for _, param in named_params],
-        weight_decay=weight_decay,
-        apply_decay_param_fun=decay_by_paddle_name.__getitem__,
-        multi_precision=multi_precision and not on_host,
-    )
-    return Optimizer(inner, named_params, ADAMW_ACCUMULATORS)
-
-
-def sgd(named_params: NamedParams, *, multi_precision: bool = False, on_host: bool = False) -> Optimizer:
-    """Plain stochastic gradient descent, p -= lr * g, without decay or momentum: it has no state but the
-    master weights of 16-bit parameters (`multi_precision`; `on_host` keeps those in host memory)."""
-    import paddle
-
-    from ppfleetx.optims.master_sgd import MasterSGD
-    from ppfleetx.optims.on_host import HostSGD
-
-    named_params = trainable(named_params)
-    kind = HostSGD if on_host else MasterSGD if multi_precision else paddle.optimizer.SGD
-    inner = kind(
-        learning_rate=0.0,
-        parameters=[param for _, param in named_params],
-        multi_precision=multi_precision and not on_host,
-    )
-    return Optimizer(inner, named_params, {})
-
-
-def build_adamw(named_params: NamedParams, cfg: OptimizerConfig, place: UpdatePlace) -> Optimizer:
-    """AdamW of section ``Optimizer``."""
-    return adamw(
-        named_params,
-        decayed=place.decayed,
-        beta1=cfg.beta1,
-        beta2=cfg.beta2,
-        epsilon=cfg.epsilon,
-        weight_decay=cfg.weight_decay,
-        multi_precision=place.multi_precision,
-        on_host=place.on_host,
-        fused=place.fused,
+    moments1, moments2, powers1, powers2 = states
+    _C_ops.fused_adam_(
+        list(parameters),
+        list(gradients),
+        lr,
+        list(moments1),
+        list(moments2),
+        None,  # largest second moments, of AMSGrad
+        list(powers1),
+        list(powers2),
+        None,  # master weights
+        None,  # whether to skip the update
+        *betas,
+        epsilon,
+        _CHUNK,
+        weight_decay,
+        True,  # decay as AdamW
+        False,  # master weights
+        False,  # powers shared by all parameters
+        False,  # AMSGrad
     )
 
 
-def build_sgd(named_params: NamedParams, cfg: OptimizerConfig, place: UpdatePlace) -> Optimizer:
-    """Plain gradient descent of section ``Optimizer``."""
-    return sgd(named_params, multi_precision=place.multi_precision, on_host=place.on_host)
+def _powers(views: Sequence[ParamView]) -> list[float]:
+    """What the parameters of one fused call must share: beta1 to the power of the steps taken. A CPU's kernel
+    reads each parameter's own, a GPU's the first one's for all."""
+    if not views or views[0].value.place.is_cpu_place():
+        return [0.0] * len(views)
+    powers = [view.states["beta1_pow"] for view in views]
+    if moves_powers(paddle.get_device()):
+        return paddle.concat(powers).tolist()
+    return list(map(_power_on_host, powers))
 
 
-def trainable(named_params: NamedParams) -> list[tuple[str, Tensor]]:
-    """Parameters that train, each once (a tied one may be listed under one name from two places)."""
-    unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
-    return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]
+def _power_on_host(power: paddle.Tensor) -> float:
+    return float(power.item())
+
+
+def _fits(view: ParamView) -> bool:
+    same = view.value.dtype == view.gradient.dtype == paddle.float32
+    return same and view.rounded is None and view.value.size <= _LARGEST

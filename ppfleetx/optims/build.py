@@ -1,52 +1,83 @@
-"""From the `Optimizer` section of the configuration to an optimizer."""
+"""From section `Optimizer` of the configuration to an optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.optimizer import OptimizerConfig
-from ppfleetx.optims.adamw import NamedParams, Optimizer, UpdatePlace
 from ppfleetx.optims.groups import decays
-from ppfleetx.optims.rule import UpdateRule, optimizer_of_rule
+from ppfleetx.optims.optimizer import NamedParams, Optimizer, UpdatePlace
+from ppfleetx.optims.rule import Group, OneByOne, Rule, UpdateRule
+from ppfleetx.utils.log import get_logger
 
 
 def build_optimizer(
-    cfg_optimizer: OptimizerConfig,
-    named_params: NamedParams,
-    *,
-    multi_precision: bool = False,
-    on_host: bool = False,
-    fused: bool = False,
+    cfg_optimizer: OptimizerConfig, named_params: NamedParams, place: UpdatePlace | None = None
 ) -> Optimizer:
     """Optimizer of section `Optimizer` over (canonical name, parameter) pairs.
 
     Args:
         cfg_optimizer: the section.
         named_params: parameters; frozen ones (`stop_gradient`) are left out.
-        multi_precision: keep float32 master weights of 16-bit parameters (GPU).
-        on_host: keep all state in host memory and update there.
-        fused: update many parameters in one kernel, where the optimizer has one.
+        place: where and how it works.
 
     Raises:
         ConfigError: the optimizer is not known, or is not what it was registered as.
     """
-    name = cfg_optimizer.name
+    place = place or UpdatePlace()
+    groups = _groups(cfg_optimizer)
+    _check(groups, cfg_optimizer.name, place)
     shapes = {name: _global_shape(param) for name, param in named_params}
-    place = UpdatePlace(lambda name: decays(name, shapes[name]), multi_precision, on_host, fused)
-    if not isinstance(OPTIMIZERS.load(name), type):
-        return OPTIMIZERS.make(name, named_params, cfg_optimizer, place, gives=Optimizer)
-    rule = OPTIMIZERS.make(name, cfg_optimizer, gives=UpdateRule)
-    if len(rule.states) != OPTIMIZERS.traits(name).states:
+    return Optimizer(
+        groups, named_params, lambda name: decays(name, shapes[name]), cfg_optimizer.weight_decay, place
+    )
+
+
+def _groups(cfg: OptimizerConfig) -> Sequence[Group]:
+    """What was registered: a rule for everything, or a function that gives groups."""
+    part = OPTIMIZERS.load(cfg.name)
+    if not isinstance(part, type):
+        return OPTIMIZERS.make(cfg.name, cfg, gives=list)
+    if issubclass(part, UpdateRule):
+        _warn_of_update_rule(cfg.name)
+        return [Group("all", OneByOne(OPTIMIZERS.make(cfg.name, cfg)))]
+    return [Group("all", OPTIMIZERS.make(cfg.name, cfg, gives=Rule))]
+
+
+@cache
+def _warn_of_update_rule(name: str) -> None:
+    get_logger().warning(
+        f"Optimizer.name = {name!r} is an UpdateRule, which the next version does not know: make it a Rule "
+        "(docs/extending.md, An optimizer)"
+    )
+
+
+def _check(groups: Sequence[Group], name: str, place: UpdatePlace) -> None:
+    most = max(sum(not state.is_number for state in group.rule.states) for group in groups)
+    if most != OPTIMIZERS.traits(name).states:
         raise ConfigError(
-            f"keeps {counted(len(rule.states), 'state')} for each parameter, and was registered with "
+            f"keeps {counted(most, 'state')} for each parameter, and was registered with "
             f"OptimizerTraits(states={OPTIMIZERS.traits(name).states}), which is what memory is counted by",
             key="Optimizer.name",
             value=name,
         )
-    return optimizer_of_rule(rule, named_params, cfg_optimizer, place)
+    for group in groups:
+        if group.rule.needs_whole and any(state.is_number for state in group.rule.states):
+            raise TypeError(
+                f"{type(group.rule).__name__} needs whole matrices; its states must have their shape"
+            )
+        if group.rule.needs_whole and place.on_host and place.group_of("mp") is not None:
+            raise ConfigError(
+                "needs whole matrices, which tensor parallelism divides; they are not put together in host "
+                "memory. Set Distributed.sharding.sharding_offload to False",
+                key="Optimizer.name",
+                value=name,
+            )
 
 
 def _global_shape(param: Any) -> list[int]:

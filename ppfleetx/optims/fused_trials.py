@@ -8,7 +8,7 @@ from paddle import _C_ops
 
 from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.trials_apart import Pairs
-from ppfleetx.optims.fused_adamw import fused_adamw
+from ppfleetx.optims.adamw import fused_adamw
 from ppfleetx.optims.grad_clip import scale_all, squares_of
 
 _SHAPES = ([3, 5], [7], [64, 33], [1], [4096])

@@ -1,17 +1,20 @@
-"""Optimizers whose states are in host memory: the update of parameters on a device runs on the CPU.
+"""Updates on the CPU of parameters on a device, with states in host memory.
 
-The optimizer itself is Paddle's. It is handed copies on the host in the place of parameters and gradients,
-one parameter at a time, and so makes its states there; what it wrote is copied back. A 16-bit parameter's
-copy is its float32 master weight, which stays; a float32 parameter's is made for each update.
+A rule is given copies on the host in the place of parameters and gradients, one parameter at a time. A 16-bit
+parameter's copy is its float32 master weight, which stays; a float32 parameter's is made for each update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import paddle
+
+if TYPE_CHECKING:
+    from ppfleetx.optims.rule import ParamView, Rule
 
 
 def copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
@@ -20,8 +23,8 @@ def copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
 
 
 @contextmanager
-def _made_on_host() -> Iterator[None]:
-    """Within, Paddle makes new tensors (states, the learning rate) in host memory."""
+def made_on_host() -> Iterator[None]:
+    """Within, Paddle makes new tensors in host memory."""
     device = paddle.get_device()
     paddle.set_device("cpu")
     try:
@@ -30,54 +33,12 @@ def _made_on_host() -> Iterator[None]:
         paddle.set_device(device)
 
 
-class OnHost:
-    """Goes before one of Paddle's optimizers, which then never sees a tensor on a device.
-
-    Copies bear the parameter's name: by it the optimizer finds states and the choice of weight decay.
-    The optimizer is made without ``multi_precision``, as all it sees is float32.
-    """
-
-    def set_lr(self, value: float) -> None:
-        with _made_on_host():
-            super().set_lr(value)
-
-    def _gen_master_weight_var_name(self, param: paddle.Tensor) -> str:
-        return param.name
-
-    def _create_accumulators(self, block: Any, parameters: Sequence[paddle.Tensor]) -> None:
-        new = [p for p in parameters if p.name not in self._already_create_accumulator]
-        with _made_on_host():
-            for parameter in new:
-                super()._create_accumulators(block, [self._value_of(parameter)])
-
-    def _apply_optimize(
-        self,
-        loss: Any,
-        startup_program: Any,
-        params_grads: Sequence[tuple[paddle.Tensor, paddle.Tensor]],
-        param_group_idx: int = 0,
-    ) -> None:
-        with _made_on_host():
-            for parameter, gradient in params_grads:
-                value = self._value_of(parameter)
-                pair = (value, copy_to_host(gradient))
-                super()._apply_optimize(loss, startup_program, [pair], param_group_idx)
-                # Rounded here, so that 16 bits travel; copy_ keeps the place and memory of the parameter.
-                parameter.copy_(value.detach().astype(parameter.dtype), True)
-
-    def _value_of(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """What is updated in the parameter's place: its master weight, or a copy of now."""
-        value = self._master_weights.get(parameter.name)
-        if value is None:
-            value = copy_to_host(parameter)
-            value.name = parameter.name
-        value.stop_gradient = False  # others are passed over
-        return value
-
-
-class HostAdamW(OnHost, paddle.optimizer.AdamW):
-    """Paddle's AdamW, on the CPU."""
-
-
-class HostSGD(OnHost, paddle.optimizer.SGD):
-    """Paddle's SGD, on the CPU; its only state are the master weights of 16-bit parameters."""
+def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: float) -> None:
+    """Update one parameter, whose master weight and states are in host memory."""
+    with made_on_host():
+        value = copy_to_host(view.value) if view.rounded is None else view.value
+        here = replace(view, value=value, gradient=copy_to_host(view.gradient), rounded=None)
+        rule.update([here], lr=lr, weight_decay=weight_decay)
+    parameter = view.value if view.rounded is None else view.rounded
+    # Rounded here, so that 16 bits travel; copy_ keeps the place and memory of the parameter.
+    parameter.copy_(value.astype(parameter.dtype), True)

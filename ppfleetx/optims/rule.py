@@ -1,29 +1,134 @@
-"""Optimizers made of a rule for one tensor, and all that a plan needs beside the rule."""
+"""What an optimizer is made of: rules that move parameters, and the states that they keep."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import paddle
+from paddle import Tensor, _C_ops
 
-from ppfleetx.config.sections.optimizer import OptimizerConfig
-from ppfleetx.optims.adamw import NamedParams, Optimizer, UpdatePlace, trainable
-from ppfleetx.optims.on_host import OnHost
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.optimizer import OptimizerConfig
+    from ppfleetx.nn.param_spec import ParamSpec
 
 
-class UpdateRule(ABC):
-    """How one parameter moves. A subclass that is registered as an optimizer runs under every plan: states
-    are sharded with their parameters, saved and loaded by canonical name, kept in host memory if asked for;
-    16-bit parameters move by their float32 master weights.
+@dataclass(frozen=True)
+class StateSpec:
+    """A tensor that a rule keeps for each parameter. Checkpoints store it under the parameter's name.
 
     Attributes:
-        states: names of the float32 tensors, of the parameter's shape, that it keeps for each parameter;
-            they start at 0.
+        name: of the state.
+        start: what it is filled with before the first step.
+        is_number: it is one number, ``[1]``, in host memory; False: it has the parameter's shape.
+    """
+
+    name: str
+    start: float = 0.0
+    is_number: bool = False
+
+
+@dataclass
+class ParamView:
+    """A parameter as a rule sees it. All tensors are float32 and of one shape, but for states of one number.
+
+    Attributes:
+        name: canonical name.
+        spec: its declaration; None where an optimizer is tried without a model.
+        value: the parameter, or its master weight.
+        gradient: summed over the job and clipped. It may be overwritten.
+        states: by name.
+        rounded: the 16-bit parameter of which ``value`` is the master weight; None: there is none, or it is
+            not in the same memory.
+    """
+
+    name: str
+    spec: ParamSpec | None
+    value: Tensor
+    gradient: Tensor
+    states: dict[str, Tensor]
+    rounded: Tensor | None = None
+
+
+class Rule(ABC):
+    """How parameters move. An optimizer made of rules runs under every plan: states are sharded with their
+    parameters, saved and loaded by name, and kept in host memory if asked for; 16-bit parameters move through
+    their float32 master weights.
+
+    Attributes:
+        states: what it keeps for each parameter.
+        needs_whole: a rule that is not elementwise (a norm over a matrix) gets whole matrices, where tensor
+            parallelism would give it slices. One rank of those that share a matrix updates it.
+        rounds: :meth:`update` also writes :attr:`ParamView.rounded`.
+        fused: whether the run takes fused kernels.
 
     Args:
         cfg: section ``Optimizer``; ``cfg.options`` holds the options it was registered with.
+    """
+
+    states: tuple[StateSpec, ...] = ()
+    needs_whole: ClassVar[bool] = False
+    rounds: ClassVar[bool] = False
+    fused: bool = False
+
+    def __init__(self, cfg: OptimizerConfig) -> None:
+        self.cfg = cfg
+
+    @abstractmethod
+    def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
+        """Change values and states in place (``add_``, ``subtract_``, ``scale_``, ...).
+
+        Args:
+            group: parameters with gradients, or some of them; the others come in other calls of this step.
+            lr: this step's learning rate.
+            weight_decay: this step's; 0 for a group of biases and gains, which are not decayed.
+        """
+
+
+def as_tensor(lr: float, value: Tensor) -> Tensor:
+    """The learning rate as kernels that update ``value`` take it."""
+    return paddle.full([1], lr, "float64" if value.dtype == paddle.float64 else "float32")
+
+
+def takes_all(spec: ParamSpec) -> bool:
+    """Whether a group takes a parameter: yes."""
+    return True
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that move by one rule.
+
+    Attributes:
+        name: of the group.
+        rule: how they move.
+        takes: whether a parameter belongs to it; the first group of an optimizer that takes one has it.
+    """
+
+    name: str
+    rule: Rule
+    takes: Callable[[ParamSpec], bool] = takes_all
+
+
+class SGD(Rule):
+    """Plain stochastic gradient descent, p -= lr * g, without decay or momentum."""
+
+    def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
+        rate = as_tensor(lr, group[0].value)
+        for view in group:
+            if view.rounded is None:
+                _C_ops.sgd_(view.value, rate, view.gradient, None, False)
+            else:
+                view.value.subtract_(view.gradient * rate)
+
+
+class UpdateRule(ABC):
+    """The form of :class:`Rule` before, for one more version: it sees one tensor at a time.
+
+    Attributes:
+        states: names of the tensors of the parameter's shape that it keeps; they start at 0.
     """
 
     states: ClassVar[tuple[str, ...]] = ()
@@ -34,96 +139,23 @@ class UpdateRule(ABC):
     @abstractmethod
     def update(
         self,
-        parameter: paddle.Tensor,
-        gradient: paddle.Tensor,
-        states: Mapping[str, paddle.Tensor],
+        parameter: Tensor,
+        gradient: Tensor,
+        states: Mapping[str, Tensor],
         *,
         lr: float,
         weight_decay: float,
     ) -> None:
-        """Change ``parameter`` and ``states`` in place (``add_``, ``subtract_``, ``scale_``, ...).
-
-        Only this one tensor is seen, which may be a slice of a parameter: norms over it depend on the plan,
-        elementwise rules do not.
-
-        Args:
-            parameter: float32; the parameter or its master weight.
-            gradient: float32 of the same shape, summed over the job and clipped. It may be overwritten.
-            states: by name.
-            lr: this step's learning rate.
-            weight_decay: this step's; 0 for biases and gains, which are not decayed.
-        """
+        """Change ``parameter`` and ``states`` in place."""
 
 
-def optimizer_of_rule(
-    rule: UpdateRule,
-    named_params: NamedParams,
-    cfg: OptimizerConfig,
-    place: UpdatePlace,
-) -> Optimizer:
-    """An optimizer that moves each parameter by a rule.
+class OneByOne(Rule):
+    """A :class:`Rule` that asks an :class:`UpdateRule`."""
 
-    Args:
-        rule: how each parameter moves.
-        named_params: (canonical name, parameter) pairs; frozen ones are left out.
-        cfg: section ``Optimizer``.
-        place: what decays, and where the states are.
-    """
-    named_params = trainable(named_params)
-    decay_by_paddle_name = {param.name: place.decayed(name) for name, param in named_params}
-    inner = (_HostRuleOptimizer if place.on_host else _RuleOptimizer)(
-        rule,
-        [param for _, param in named_params],
-        decay_by_paddle_name,
-        cfg.weight_decay,
-        place.multi_precision and not place.on_host,
-    )
-    return Optimizer(inner, named_params, {name: name for name in rule.states})
+    def __init__(self, rule: UpdateRule) -> None:
+        super().__init__(rule.cfg)
+        self._rule, self.states = rule, tuple(StateSpec(name) for name in rule.states)
 
-
-class _RuleOptimizer(paddle.optimizer.Optimizer):
-    """Paddle's optimizer around a rule, so that fleet's wrappers take it like any other."""
-
-    def __init__(
-        self,
-        rule: UpdateRule,
-        parameters: Sequence[paddle.Tensor],
-        decays: Mapping[str, bool],
-        weight_decay: float,
-        multi_precision: bool,
-    ) -> None:
-        super().__init__(learning_rate=0.0, parameters=list(parameters))
-        self.type = "rule"
-        self._rule, self._multi_precision = rule, multi_precision
-        # Optimizer.step sets the decay of each step here, as it does for AdamW.
-        self._apply_decay_param_fun, self._weight_decay = decays.__getitem__, weight_decay
-
-    def _create_accumulators(self, block: Any, parameters: Sequence[paddle.Tensor]) -> None:
-        for parameter in parameters:
-            if parameter.name in self._already_create_accumulator:
-                continue
-            value = parameter
-            if self._multi_precision and self._is_dtype_fp16_or_bf16(parameter.dtype):
-                value = self._create_master_weight(parameter)
-            for name in self._rule.states:
-                self._add_accumulator(name, value, dtype=paddle.float32)
-            self._already_create_accumulator.add(parameter.name)
-
-    @paddle.no_grad()
-    def _append_optimize_op(self, block: Any, param_and_grad: tuple[paddle.Tensor, paddle.Tensor]) -> None:
-        parameter, gradient = param_and_grad
-        master = self._master_weights.get(parameter.name)
-        value = parameter if master is None else master
-        self._rule.update(
-            value,
-            gradient.astype("float32"),
-            {name: self._get_accumulator_master(name, parameter) for name in self._rule.states},
-            lr=self.get_lr(),
-            weight_decay=self._weight_decay if self._apply_decay_param_fun(parameter.name) else 0.0,
-        )
-        if master is not None:
-            paddle.assign(master.astype(parameter.dtype), parameter)
-
-
-class _HostRuleOptimizer(OnHost, _RuleOptimizer):
-    """The same, on the CPU."""
+    def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
+        for view in group:
+            self._rule.update(view.value, view.gradient, view.states, lr=lr, weight_decay=weight_decay)

@@ -105,13 +105,13 @@ class GradientSync:
         ]
 
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
-        """The sums that need not wait for the end: into the owners, or over the replicas.
+        """The sums over the replicas that need not wait for the end of the backward pass.
 
-        What is to be summed over the tensor-parallel ranks before that is small, and waits; so does what may
-        have no gradient.
+        What is summed over the tensor-parallel ranks before that is small, and waits; so does what may have
+        no gradient. With sharding there is nothing to do: it sends gradients into their owners itself.
         """
         if self._sharding is not None:
-            return self._sharding.bucket_sums(nbytes)
+            return None
         replicas = tuple(axis for axis in DENSE.replicas if self._ctx.size_of(axis) > 1)
         if not replicas:
             return None
@@ -123,8 +123,9 @@ class GradientSync:
 
     def begin(self, num_micro_batches: int) -> None:
         """Before the passes of a step: how many backward passes its gradients come from."""
-        if self._sums is not None:
-            self._sums.begin(num_micro_batches)
+        for sums in (self._sums, self._sharding):
+            if sums is not None:
+                sums.begin(num_micro_batches)
 
     def reduce(self) -> None:
         """Complete the gradients: into the owners, over parts of the sequence, replicas, tied copies."""

@@ -18,7 +18,7 @@ from ppfleetx.parallel.step import StepOptions, StepRunner, to_tensors
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
     from ppfleetx.nn.stage import LayerFactory
-    from ppfleetx.optims.adamw import Optimizer
+    from ppfleetx.optims.optimizer import Optimizer
 
 
 class LocalRunner(StepRunner):

@@ -1,10 +1,9 @@
-"""Sums of gradients that travel while the backward pass still runs.
+"""Sums of gradients that travel while the backward pass is still running.
 
-Parameters are put into buckets in the reverse of the model's order, in which the backward pass reaches them.
-A bucket is sent when all its gradients are complete: in the last micro batch, or in a pipeline when the
-stage's last backward pass has come by. Buckets are sent in their order and no other, whatever is
-ready first, at points of the program that do not depend on time: so the ranks of a group issue the same
-operations in the same order, those of the model between them included.
+Parameters are put into buckets in the reverse of the model's order, which is the order in which the backward
+pass reaches them. A bucket is sent when all its gradients are complete. Buckets are sent in one fixed order,
+whichever is complete first, so the ranks of a group issue the same operations in the same order, even where
+the data of one rank leave a parameter out: its gradient is then sent as zeros.
 
 The pass never waits: a bucket is started and left to the link, however many are before it. That takes no
 memory, because the gradients of a bucket move into one piece and live there from then on; only while they
@@ -13,8 +12,9 @@ move is their memory needed twice. :meth:`BucketSums.finish` sends what is left.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import paddle
@@ -27,9 +27,98 @@ Start = Callable[[paddle.Tensor], Any]
 
 
 BUCKETS_IN_SIZE = 2
-"""``Distributed.bucket_size`` is what so many buckets hold: one is on its way while the next one fills up."""
+"""``Distributed.bucket_size`` holds this many buckets: one is on its way while the next one fills up."""
 
 _NEARLY_FULL = 0.75
+
+
+class SendOrder:
+    """Decides when each bucket of gradients is sent.
+
+    Args:
+        buckets: parameters, in the order in which they are sent; no parameter is in two buckets.
+        send: sends the bucket of this index.
+        each_pass: every backward pass sends all buckets. False: only the last one of a step does.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[paddle.Tensor]],
+        send: Callable[[int], None],
+        *,
+        each_pass: bool = False,
+    ) -> None:
+        self._buckets, self._send, self._each_pass = buckets, send, each_pass
+        # How often a pass adds to a gradient (recomputation may do so in parts), by the parameter's id.
+        self._per_pass: dict[int, int] = {}
+        self._is_first_step = True
+        self.begin(0)
+        for parameter in (p for bucket in buckets for p in bucket):
+            parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
+
+    def begin(self, num_passes: int) -> None:
+        """A step of ``num_passes`` micro batches begins."""
+        self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
+
+    def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
+        """The gradients of ``passes`` passes are complete. What the data left out is zero."""
+        for parameter in parameters:
+            key = id(parameter)
+            self._counts[key] = max(self._counts[key], self._per_pass.get(key, 1) * passes)
+        self._send_complete()
+
+    def finish(self) -> None:
+        """Send the rest."""
+        while self._num_sent < self._num_sends:
+            self._send_next()
+        if not self._num_passes:
+            return
+        if self._is_first_step and self._each_pass:
+            # A gradient that comes in several parts may have left too early: send what is here now.
+            for index in range(len(self._buckets)):
+                self._send(index)
+        self._is_first_step = False
+        for key, count in self._counts.items():
+            if count % self._num_passes == 0:
+                self._per_pass.setdefault(key, count // self._num_passes)
+
+    @property
+    def _num_sends(self) -> int:
+        """Of this step."""
+        return len(self._buckets) * (self._num_passes if self._each_pass else 1)
+
+    def _on_gradient(self, parameter: paddle.Tensor) -> None:
+        """A backward pass has added to the gradient."""
+        key = id(parameter)
+        self._counts[key] += 1
+        assumed = 1 if self._each_pass and not self._is_first_step else None
+        parts = self._per_pass.get(key, assumed)
+        if parts is not None and self._counts[key] > parts * self._num_passes > 0:
+            raise RuntimeError(
+                f"{parameter.info.name}: more was added to its gradient than in the steps before; set "
+                "Distributed.sharding.reduce_overlap to False and sharding_stage to 1"
+            )
+        self._send_complete()
+
+    def _send_complete(self) -> None:
+        while self._num_sent < self._num_sends and self._is_complete():
+            self._send_next()
+
+    def _is_complete(self) -> bool:
+        """Whether the bucket that is to be sent next has all gradients of the pass that sends it."""
+        earlier, index = divmod(self._num_sent, len(self._buckets))
+        passes = earlier + 1 if self._each_pass else self._num_passes
+        return all(not expects_gradient(p) or self._has(p, passes) for p in self._buckets[index])
+
+    def _has(self, parameter: paddle.Tensor, passes: int) -> bool:
+        """Whether the gradient of so many passes is complete. In the first step nobody knows how many parts
+        it comes in: where each pass sends, one is assumed; otherwise it is sent at the end."""
+        parts = self._per_pass.get(id(parameter), 1 if self._each_pass else math.inf)
+        return self._counts[id(parameter)] >= parts * passes
+
+    def _send_next(self) -> None:
+        self._num_sent += 1
+        self._send((self._num_sent - 1) % len(self._buckets))
 
 
 class Bucket:
@@ -48,10 +137,7 @@ class Bucket:
 
 
 class BucketSums:
-    """Sends buckets of gradients as they become complete.
-
-    How often a backward pass adds to a parameter's gradient (recomputation may do so in parts) is counted in
-    the first step, whose sums are all sent at its end.
+    """Sends each bucket once a step, as soon as its gradients are complete.
 
     Args:
         buckets: in the order in which they are sent; no parameter is in two.
@@ -59,59 +145,23 @@ class BucketSums:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = list(buckets)
-        self._of = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        self._per_pass: dict[int, int] | None = None
-        self._num_passes, self._counts = 0, Counter[int]()
-        self._missing: list[int] = []
-        self._next = 0
+        self._order = SendOrder([bucket.parameters for bucket in buckets], self._send)
         self._under_way: deque[tuple[Any, Bucket]] = deque()
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
 
     def begin(self, num_passes: int) -> None:
-        """A step begins, with so many micro batches."""
-        self._num_passes, self._counts, self._next = num_passes, Counter(), 0
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        """A step of ``num_passes`` micro batches begins."""
+        self._order.begin(num_passes)
 
     def finish(self) -> None:
         """Send what has not been sent, and wait until all sums are there."""
-        while self._next < len(self._buckets):
-            self._send()
+        self._order.finish()
         while self._under_way:
             self._complete()
-        if self._per_pass is None and self._num_passes:
-            self._per_pass = {
-                key: count // self._num_passes
-                for key, count in self._counts.items()
-                if count % self._num_passes == 0
-            }
 
-    def _on_gradient(self, parameter: paddle.Tensor) -> None:
-        """A backward pass has added to the gradient."""
-        key = id(parameter)
-        self._counts[key] += 1
-        expected = (self._per_pass or {}).get(key, 0) * self._num_passes
-        if not expected:
-            return
-        if self._counts[key] > expected:
-            raise RuntimeError(
-                f"{parameter.info.name}: more was added to its gradient in this step than in the first one; "
-                "set Distributed.sharding.reduce_overlap to False"
-            )
-        if self._counts[key] == expected:
-            self._missing[self._of[key]] -= 1
-            self._send_complete()
-
-    def _send_complete(self) -> None:
-        while self._next < len(self._buckets) and self._missing[self._next] == 0:
-            self._send()
-
-    def _send(self) -> None:
-        bucket = self._buckets[self._next]
+    def _send(self, index: int) -> None:
+        bucket = self._buckets[index]
         gradients = [complete_gradient(p) for p in bucket.parameters if expects_gradient(p)]
-        self._next += 1
-        # Asked for the sake of memory alone, which `done` may free: what is sent when does not depend on it.
+        # Only for the sake of memory, which `done` may free: what is sent when does not depend on it.
         while self._under_way and self._under_way[0][0].is_completed():
             self._complete()
         if gradients:

@@ -15,15 +15,15 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.column_overlap import overlapping_factory
+from ppfleetx.nn.column_overlap import column_exchange
 from ppfleetx.nn.factory import layer_factory
 from ppfleetx.nn.fake_quant import with_quantizers
 from ppfleetx.nn.fused import FusedOps, choose, say
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage
-from ppfleetx.optims.adamw import Optimizer
 from ppfleetx.optims.build import build_optimizer
+from ppfleetx.optims.optimizer import Optimizer, UpdatePlace
 from ppfleetx.parallel.first_values import give_values
 from ppfleetx.parallel.grad_sync import GradientSync, whole_model
 from ppfleetx.parallel.local import LocalRunner
@@ -55,7 +55,7 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
         )
     factory = layer_factory(ctx, train=train)
     if train and (cfg.Distributed.mp_async_allreduce or cfg.Distributed.sp_async_reduce_scatter):
-        factory = overlapping_factory(ctx, gathers_again=cfg.Distributed.recompute_allgather)
+        factory.exchange = column_exchange(ctx, gathers_again=cfg.Distributed.recompute_allgather)
     factory.fused = _fused_ops(cfg, ctx, train)
     if train:
         factory.matmul = _matmul(cfg, ctx, factory.fused)
@@ -88,7 +88,7 @@ def _local_runner(
     options = _step_options(cfg, factory)
     model = StagedModel(_stages(module, factory, cfg), None, empty=True)
     optimizer, sync = _optimizer_and_sync(
-        model, list(enumerate(model.stages)), cfg, ctx, options.precision, train, factory.fused
+        model, list(enumerate(model.stages)), cfg, ctx, options.precision, train, factory
     )
     return LocalRunner(model, module, factory, optimizer, ctx, sync, options)
 
@@ -119,9 +119,7 @@ def _pipeline_runner(
     if not groups_messages(ctx.device):
         take_turns()
     held = model.held_stages()
-    optimizer, sync = _optimizer_and_sync(
-        model, held, cfg, ctx, options.precision, train, factory.fused, tied
-    )
+    optimizer, sync = _optimizer_and_sync(model, held, cfg, ctx, options.precision, train, factory, tied)
     return PipelineRunner(pipeline, loss, optimizer, ctx, sync, options)
 
 
@@ -149,7 +147,7 @@ def _optimizer_and_sync(
     ctx: ParallelContext,
     precision: Precision,
     train: bool,
-    ops: FusedOps,
+    factory: LayerFactory,
     tied_group: Any = None,
 ) -> tuple[Optimizer | None, GradientSync]:
     """Give the parameters their types and values; return the optimizer of those that this rank updates, and
@@ -160,18 +158,21 @@ def _optimizer_and_sync(
     named = [(parameter.info.name, parameter) for parameter in parameters]
     low, on_host = precision.lowers_parameters, ctx.plan.sharding_offload
     with_masters = precision.lower(parameters, train=train)
+    bucket_bytes = cfg.Distributed.bucket_bytes if train else None
     optimizer = sharding = values = None
     if ctx.size_of("sharding") > 1:
         from ppfleetx.parallel.sharding import Sharding
 
         frozen = [parameter for parameter in parameters if not parameter.spec.trains]
-        sharding = Sharding(trainable, ctx, ctx.plan.sharding_stage, frozen)
+        sharding = Sharding(trainable, ctx, ctx.plan.sharding_stage, frozen, bucket_bytes)
+        if train:
+            sharding.follow(stages, factory.matmul.when_complete)
     seed = cfg.Global.seed if train else None
     masters = give_values(parameters, seed, with_masters, sharding, masters_on_host=on_host)
     if train:
-        optimizer = build_optimizer(
-            cfg.Optimizer, named, multi_precision=low, on_host=on_host, fused="adamw" in ops.taken
-        )
+        fused = "adamw" in factory.fused.taken
+        place = UpdatePlace(low, on_host, fused, lambda axis: ctx.group_over((axis,)))
+        optimizer = build_optimizer(cfg.Optimizer, named, place)
     if sharding is not None:
         values = _values(sharding, trainable, stages, cfg, ctx)
         if optimizer is not None:
@@ -185,8 +186,8 @@ def _optimizer_and_sync(
         has_experts=has_experts,
         sharding=sharding,
         values=values,
-        bucket_bytes=cfg.Distributed.bucket_bytes if train else None,
-        ops=ops,
+        bucket_bytes=bucket_bytes,
+        ops=factory.fused,
     )
     return optimizer, sync
 

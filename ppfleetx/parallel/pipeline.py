@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ppfleetx.config.plan import ParallelPlan
     from ppfleetx.models.module import BasicModule
     from ppfleetx.nn.stage import LayerFactory
-    from ppfleetx.optims.adamw import Optimizer
+    from ppfleetx.optims.optimizer import Optimizer
 
 
 _INPUTS = ("tokens", "position_ids", "document_start")  # of the first stage

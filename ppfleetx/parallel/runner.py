@@ -67,8 +67,9 @@ class Runner(Protocol):
     before_update: Callable[[], None]
     judge: Judge | None
 
-    def count(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """How much counts in the loss of these micro batches of this rank (``BasicModule.count``)."""
+    def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
+        """What counts in these micro batches of this rank: first in the loss (``BasicModule.count``). With
+        declared metrics also tokens and sequences."""
         ...
 
     def train_step(
@@ -78,12 +79,12 @@ class Runner(Protocol):
         step: int,
         lr: float,
         weight_decay: float,
-        num_valid: float | None = None,
+        counts: Sequence[float] | None = None,
     ) -> StepOutput:
         """Forward, backward and update over one global batch.
 
         Args:
-            num_valid: tokens of it that count, where that is known; None: the ranks ask each other.
+            counts: the sums over the job of :meth:`count`; None: the ranks ask each other.
 
         Raises:
             NonFiniteError: on every rank and before the update, when the loss or the gradient norm is not

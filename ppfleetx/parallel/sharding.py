@@ -1,15 +1,15 @@
 """States, gradients and parameters divided over the sharding ranks (ZeRO, Rajbhandari et al., 2020).
 
 Whole parameters are dealt out: each has one owner among the ranks that share it. Stage 1: only the owner
-keeps optimizer states and updates, then sends the result (``new_values.py``). Stage 2: gradients leave for
-their owners during the backward pass. Stage 3: the owner alone keeps the values between uses; a stage of the
-model gets what it needs just before its forward and its backward pass (``sharded_values.py``).
+keeps optimizer states and updates, then sends the result (``param_broadcast.py``). Stage 2: gradients leave
+for their owners during the backward pass. Stage 3: only the owner keeps the values between uses; a stage of
+the model gets what it needs just before its forward and its backward pass (``zero3.py``).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +17,8 @@ import paddle
 from paddle import distributed
 
 from ppfleetx.distributed.collectives import BUCKET_BYTES, move_together, reduce_packed
-from ppfleetx.nn.param_spec import Axes, may_miss, owner_axes
+from ppfleetx.nn.chunked_loss import PieceHead
+from ppfleetx.nn.param_spec import Axes, deal_out, may_miss, owner_axes
 from ppfleetx.optims.gradients import (
     add_gradient,
     complete_gradient,
@@ -25,29 +26,14 @@ from ppfleetx.optims.gradients import (
     expects_gradient,
     take_gradient,
 )
-from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
+from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, SendOrder, cut
 
 if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
 
 UNWAITED_MESSAGES = 2
-"""Of stages 2 and 3, that have left and have not been waited for: those to two owners go in both directions
-of a link. More would keep gradients whose memory these stages are to save."""
-
-
-def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
-    """An owner for each parameter, by name: the largest first, each to the rank that has least so far.
-
-    Those named in ``first`` go to rank 0.
-    """
-    owners, load = dict.fromkeys((name for name in first if name in sizes), 0), [0] * num_ranks
-    load[0] = sum(sizes[name] for name in owners)
-    for name, size in sorted(sizes.items(), key=lambda item: item[1], reverse=True):
-        if name not in owners:
-            rank = load.index(min(load))
-            owners[name] = rank
-            load[rank] += size
-    return owners
+"""How many messages of stages 2 and 3 may be under way: those to two owners use both directions of a link.
+More would keep gradients whose memory these stages are meant to save."""
 
 
 class Values(Protocol):
@@ -64,10 +50,13 @@ class Sharding:
     """What sharding does to a model's parameters and their gradients.
 
     Args:
-        parameters: trainable parameters of this rank, each once.
+        parameters: trainable parameters of this rank, each once, in model order.
         ctx: this process's place, with the groups of owners.
         stage: 1, 2 or 3.
-        frozen: the others, which have no gradients and states, but values to hold (stage 3) and to save.
+        frozen: the other parameters. They have no gradients and no states, but values to hold (stage 3) and
+            to save.
+        bucket_bytes: let gradients travel while the backward pass goes on, in messages of about this size;
+            None: the pass waits for each message (stages 2 and 3), or all are sent at its end (stage 1).
     """
 
     def __init__(
@@ -76,27 +65,31 @@ class Sharding:
         ctx: ParallelContext,
         stage: int,
         frozen: Sequence[paddle.Tensor] = (),
+        bucket_bytes: int | None = None,
     ) -> None:
         self._parameters, self._ctx, self._stage = list(parameters), ctx, stage
         both = [*frozen, *parameters]
         self._axes_of = {p.info.name: owner_axes(p.spec, ctx.mesh) for p in both}
         self._group_of = {name: ctx.group_over(axes) for name, axes in self._axes_of.items()}
-        # Apart, so that both states and values are shared evenly.
+        # Trainable and frozen parameters separately, so that both states and values are shared evenly.
         self.owners = {**self._deal_out(frozen), **self._deal_out(parameters)}
-        # By owner and type, since what travels together is of one type; the same keys in the same order on
-        # every rank.
-        self._pending: dict[tuple[Axes, int, Any], dict[str, paddle.Tensor]] = {}
-        types = dict.fromkeys(parameter.dtype for parameter in self._parameters)
-        for axes in dict.fromkeys(axes for p in self._parameters if (axes := self._axes(p))):
-            for rank in range(ctx.group_over(axes).nranks):
-                self._pending |= {(axes, rank, dtype): {} for dtype in types}
-        self._bucket_bytes = BUCKET_BYTES
-        self._overlaps = False
+        self._overlaps = bucket_bytes is not None
         self._under_way: deque[tuple[Any, list[paddle.Tensor], list[paddle.Tensor]]] = deque()
-        # During the passes leaves what every pass gives; the rest at the end of a step.
-        self._at_once = [p for p in self._parameters if stage > 1 and not may_miss(p.spec)]
-        for parameter in self._at_once:
-            parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
+        shared = [p for p in self._parameters if self._axes(p)]
+        late = [p for p in shared if may_miss(p.spec)]
+        early = [p for p in reversed(shared) if not may_miss(p.spec)]
+        self._sums: BucketSums | None = None
+        self._order: SendOrder | None = None
+        self._passes_of: Counter[int] = Counter()  # by the id of a layer
+        if stage > 1:
+            self._full, rest = self._full_buckets(early, bucket_bytes or BUCKET_BYTES)
+            self._order = SendOrder(self._full, self._send_full, each_pass=True)
+            late += rest
+        elif bucket_bytes is not None:
+            self._sums = self._stage_1_sums(early, bucket_bytes // BUCKETS_IN_SIZE)
+        else:
+            late += early
+        self._late = self._by_place(late)  # at the end of a step
 
     def _axes(self, parameter: paddle.Tensor) -> Axes:
         return self._axes_of[parameter.info.name]
@@ -131,18 +124,32 @@ class Sharding:
         """Whether this rank has the parameter's value between its uses."""
         return self._stage < 3 or self.owns(parameter)
 
-    def bucket_sums(self, nbytes: int) -> BucketSums | None:
-        """Let gradients travel while the backward pass goes on, in messages of about ``nbytes``.
+    def _place(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
+        """What travels together has the same owner and type."""
+        return self._axes(parameter), self.owner_of(parameter), parameter.dtype
 
-        Returns:
-            Of stage 1, whose gradients leave once a step, the sums to begin and to finish in each step.
-        """
-        self._bucket_bytes, self._overlaps = nbytes, True
-        if self._stage > 1:
-            return None
-        self._at_once = [p for p in self._parameters if self._axes(p) and not may_miss(p.spec)]
-        place = lambda p: (self._axes(p), self.owner_of(p))  # noqa: E731
-        buckets = cut(list(reversed(self._at_once)), nbytes // BUCKETS_IN_SIZE, place)
+    def _by_place(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
+        """One bucket for each owner and type."""
+        found: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
+        for parameter in parameters:
+            found.setdefault(self._place(parameter), []).append(parameter)
+        return list(found.values())
+
+    def _full_buckets(
+        self, parameters: Iterable[paddle.Tensor], nbytes: int
+    ) -> tuple[list[list[paddle.Tensor]], list[paddle.Tensor]]:
+        """Buckets of at least ``nbytes``, and the parameters that fill none."""
+        full: list[list[paddle.Tensor]] = []
+        filling: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
+        for parameter in parameters:
+            bucket = filling.setdefault(self._place(parameter), [])
+            bucket.append(parameter)
+            if sum(p.size * p.element_size() for p in bucket) >= nbytes:
+                full.append(filling.pop(self._place(parameter)))
+        return full, [parameter for bucket in filling.values() for parameter in bucket]
+
+    def _stage_1_sums(self, parameters: Sequence[paddle.Tensor], nbytes: int) -> BucketSums:
+        buckets = cut(parameters, nbytes, lambda p: (self._axes(p), self.owner_of(p)))
         return BucketSums(
             [Bucket(bucket, self._start(*to), partial(self._drop, bucket)) for to, bucket in buckets]
         )
@@ -157,14 +164,61 @@ class Sharding:
             if not self.owns(parameter):
                 drop_gradient(parameter)
 
+    def begin(self, num_passes: int) -> None:
+        """A step of ``num_passes`` micro batches begins."""
+        self._passes_of = Counter()
+        for sums in (self._sums, self._order):
+            if sums is not None:
+                sums.begin(num_passes)
+
+    def follow(
+        self,
+        stages: Sequence[tuple[int, paddle.nn.Layer]],
+        when_complete: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """Stages 2 and 3: know when the backward pass of a layer is over, so that the ranks go on together
+        where the data of some leave a part of the layer out.
+
+        Args:
+            stages: (index in the model, layer) of what this rank holds.
+            when_complete: called in a layer's backward pass; calls its argument when the gradients of the
+                layer's weights are there.
+        """
+        if self._order is None:
+            return
+        followed: set[int] = set()
+        for _, layer in sorted(stages, key=lambda stage: stage[0]):
+            # The backward pass comes to the first layer that holds a parameter last.
+            new = [p for p in layer.parameters() if id(p) not in followed and not p.stop_gradient]
+            followed |= {id(parameter) for parameter in new}
+            layer.register_forward_pre_hook(partial(self._follow, new, when_complete))
+
+    def _follow(
+        self,
+        parameters: Sequence[paddle.Tensor],
+        when_complete: Callable[[Callable[[], None]], None],
+        layer: paddle.nn.Layer,
+        inputs: tuple[Any, ...],
+    ) -> None:
+        hidden = inputs[0][0]
+        if not layer.training or not paddle.is_grad_enabled() or hidden.stop_gradient:
+            return
+        if isinstance(layer, PieceHead) and layer.defers(inputs):
+            return
+        hidden.register_hook(lambda _: when_complete(lambda: self._passed(layer, parameters)))
+
+    def _passed(self, layer: paddle.nn.Layer, parameters: Sequence[paddle.Tensor]) -> None:
+        """A backward pass has gone through ``layer``."""
+        self._passes_of[id(layer)] += 1
+        self._order.complete(parameters, self._passes_of[id(layer)])
+
     def finish_gradients(self) -> None:
         """Complete the owners' sums; only parameters that are owned here have gradients then."""
-        sent = {id(parameter) for parameter in self._at_once}
-        for parameter in self._parameters:
-            if id(parameter) not in sent and self._axes(parameter):
-                self._pending_with(parameter)[parameter.info.name] = parameter
-        for place in self._pending:
-            self._send(place)
+        for sums in (self._sums, self._order):
+            if sums is not None:
+                sums.finish()
+        for bucket in self._late:
+            self._send(bucket)
         while self._under_way:
             self._complete()
         if self._stage == 3:
@@ -173,27 +227,16 @@ class Sharding:
                 if not self.owns(parameter) and parameter._is_initialized():
                     parameter._clear_data()
 
-    def _on_gradient(self, parameter: paddle.Tensor) -> None:
-        """A backward pass has added to the gradient: send it when enough has come together."""
-        pending = self._pending_with(parameter)
-        pending[parameter.info.name] = parameter
-        if sum(p.size * p.element_size() for p in pending.values()) >= self._bucket_bytes:
-            self._send(self._place(parameter))
+    def _send_full(self, index: int) -> None:
+        """Stages 2 and 3: a full bucket leaves in every pass."""
+        self._send(self._full[index])
 
-    def _place(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
-        return self._axes(parameter), self.owner_of(parameter), parameter.dtype
-
-    def _pending_with(self, parameter: paddle.Tensor) -> dict[str, paddle.Tensor]:
-        """What travels together with the parameter's gradient."""
-        return self._pending[self._place(parameter)]
-
-    def _send(self, place: tuple[Axes, int, Any]) -> None:
-        """Sum pending gradients into the owner, who keeps the sum and adds to it in the next pass."""
-        axes, owner, _ = place
-        parameters = [p for p in self._pending[place].values() if expects_gradient(p)]
-        self._pending[place] = {}
+    def _send(self, bucket: Iterable[paddle.Tensor]) -> None:
+        """Sum gradients into their owner, who keeps the sum and adds to it in the next pass."""
+        parameters = [p for p in bucket if expects_gradient(p)]
         if not parameters:
             return
+        axes, owner, _ = self._place(parameters[0])
         if not self._overlaps:
             group = self._ctx.group_over(axes)
             reduce_packed([complete_gradient(p) for p in parameters], group, owner)

@@ -14,12 +14,12 @@ from paddle import distributed
 
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.checks import NonFinitePlace, NonFiniteSearch
-from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.context import DATA_AXES, ParallelContext
 from ppfleetx.distributed.random import DropoutStreams
 from ppfleetx.distributed.together import gather
 from ppfleetx.distributed.transfer import note_micro_batch, read, upload_all
 from ppfleetx.models.evaluator import EvalOutput, Metric
-from ppfleetx.nn.aux_loss import StepScope
+from ppfleetx.nn.aux_loss import StepScope, counts_of, divisors_of
 from ppfleetx.nn.chunked_loss import PieceHead
 from ppfleetx.parallel.activation_scales import ActivationScales
 from ppfleetx.parallel.grad_sync import GradientSync
@@ -30,7 +30,7 @@ from ppfleetx.parallel.step_sums import StepSums
 if TYPE_CHECKING:
     from ppfleetx.models.module import BasicModule
     from ppfleetx.nn.stage import LayerFactory
-    from ppfleetx.optims.adamw import Optimizer
+    from ppfleetx.optims.optimizer import Optimizer
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,10 @@ class StepRunner(ABC):
         """See :meth:`Runner.finish_update`."""
         self._sync.finish_values()
 
-    def count(self, micro_batches: Sequence[MicroBatch]) -> float:
+    def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
         """See :meth:`Runner.count`."""
-        return sum(self._module.count(batch) for batch in micro_batches)
+        in_loss = sum(self._module.count(batch) for batch in micro_batches)
+        return (in_loss, *(counts_of(micro_batches) if self._sums.names else ()))
 
     def train_step(
         self,
@@ -120,24 +121,26 @@ class StepRunner(ABC):
         step: int,
         lr: float,
         weight_decay: float,
-        num_valid: float | None = None,
+        counts: Sequence[float] | None = None,
     ) -> StepOutput:
         assert self._optimizer is not None, "this runner was made without an optimizer"
         self._model.train()
         self._streams.begin_step(step)
         self._scales.begin()
-        # The divisor is known before the first backward, so every token weighs the same in any plan.
-        num_valid = self._count_valid(micro_batches) if num_valid is None else num_valid
-        num_valid = max(num_valid, 1.0)
-        loss, grad_norm, overflow, metrics = self._gradients(micro_batches, num_valid)
+        # The divisors are known before the first backward pass, so every token weighs the same in any plan.
+        counts = self._count_over_job(micro_batches) if counts is None else counts
+        num_valid = max(counts[0], 1.0)
+        loss, grad_norm, overflow, metrics = self._gradients(micro_batches, counts)
         told: dict[str, Any] = {"metrics": metrics}
         if self._precision.scaler is not None:
             told["loss_scale"] = self._precision.loss_scale
         accepted = self._accepts(loss, grad_norm, overflow, micro_batches)
         if accepted and self.judge is not None:
             loss, grad_norm, accepted = self.judge(
-                loss, grad_norm, lambda: self._repeat(micro_batches, num_valid, step)
+                loss, grad_norm, lambda: self._repeat(micro_batches, counts, step)
             )
+        if self._precision.scaler is not None:  # not before the step has been repeated with the same scale
+            self._precision.scaler.update(overflow)
         if not accepted:
             self._optimizer.clear_grad()
             return StepOutput(loss, num_valid, grad_norm, skipped=True, **told)
@@ -148,7 +151,7 @@ class StepRunner(ABC):
         return StepOutput(loss, num_valid, grad_norm, **told)
 
     def _gradients(
-        self, micro_batches: Sequence[MicroBatch], num_valid: float
+        self, micro_batches: Sequence[MicroBatch], counts: Sequence[float]
     ) -> tuple[float, float, bool, Mapping[str, Metric]]:
         """The step's gradients, summed over the ranks and clipped; the loss, and their norm before that; with
         loss scaling, whether either is not finite on any rank; the metrics.
@@ -158,7 +161,7 @@ class StepRunner(ABC):
         spike, prevents.
         """
         with self._search if self.checks == "full" else nullcontext():
-            self._passes(micro_batches, num_valid)
+            self._passes(micro_batches, counts)
         sums = self._sums.over_job()
         self._sync.reduce()
         self._precision.unscale(self._sync.parameters, self._sync.ops)
@@ -169,7 +172,7 @@ class StepRunner(ABC):
         found, (grad_norm, *overflow) = told[: len(sums)], told[len(sums) :]
         self._sync.clip(grad_norm, self._clip_norm)
         loss, metrics = self._sums.read(found)
-        return loss / num_valid, grad_norm, any(overflow), metrics
+        return loss / max(counts[0], 1.0), grad_norm, any(overflow), metrics
 
     def _overflows(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
         """On how many ranks one of the numbers is not finite. All must know: a step that was skipped on some
@@ -180,12 +183,12 @@ class StepRunner(ABC):
         return here.astype("float64")
 
     def _repeat(
-        self, micro_batches: Sequence[MicroBatch], num_valid: float, step: int
+        self, micro_batches: Sequence[MicroBatch], counts: Sequence[float], step: int
     ) -> tuple[float, float]:
         """:meth:`_gradients` once more: the weights are those of before the step, dropout belongs to it."""
         self._optimizer.clear_grad()
         self._streams.begin_step(step)
-        return self._gradients(micro_batches, num_valid)[:2]
+        return self._gradients(micro_batches, counts)[:2]
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
         if self.checks != "full":
@@ -193,7 +196,7 @@ class StepRunner(ABC):
             self._optimizer.clear_grad()
             self._streams.begin_step(step)
             with self._search:
-                self._passes(micro_batches, max(self._count_valid(micro_batches), 1.0))
+                self._passes(micro_batches, self._count_over_job(micro_batches))
             self._sync.reduce()  # nothing is left under way between the ranks
         self._optimizer.clear_grad()
         return self._search.place
@@ -209,7 +212,7 @@ class StepRunner(ABC):
             self._loss_follows(),
         ):
             self._forward(micro_batches)
-        count = self._count_valid(micro_batches)
+        count = self._count_over_job(micro_batches)[0]
         loss, metrics = self._sums.read(read(self._sums.over_job()).tolist())
         return EvalOutput(loss, count, metrics)
 
@@ -235,18 +238,19 @@ class StepRunner(ABC):
         if self._precision.scaler is not None and state is not None:
             self._precision.scaler.load_state(state)
 
-    def _passes(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
+    def _passes(self, micro_batches: Sequence[MicroBatch], counts: Sequence[float]) -> None:
         """Forward and backward in the types of the precision, of the loss times its scale."""
         self._sync.begin(len(micro_batches))
         self._sums.begin()
         scale = self._precision.loss_scale
-        divisors = self._scope.divisors(micro_batches) if self._sums.names else None
+        num_valid, *of_metrics = counts
+        divisors = divisors_of(of_metrics) if of_metrics else None
         with (
             self._scope.step(micro_batches, divisors, scale),
             self._precision.autocast(),
             self._loss_follows(),
         ):
-            self._forward_backward(micro_batches, num_valid / scale)
+            self._forward_backward(micro_batches, max(num_valid, 1.0) / scale)
 
     def _loss_follows(self) -> AbstractContextManager[None]:
         """Within, the head may leave the logits to the loss (``Model.loss_chunks``)."""
@@ -255,8 +259,8 @@ class StepRunner(ABC):
     def _accepts(
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
-        """Whether the step is taken: float16 skips a step that overflowed, on all ranks, and tries the next
-        with a smaller loss scale. Where that cannot help, what is not finite ends the run."""
+        """Whether the step is taken. With float16 all ranks skip a step that overflowed, and the next one has
+        a smaller loss scale. Where that cannot help, a number that is not finite ends the run."""
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:
@@ -267,7 +271,6 @@ class StepRunner(ABC):
             where = f" (at the {kind} loss scale, {scaler.scale:g})"
             self._refuse_non_finite(loss, grad_norm, micro_batches, where)
             raise NonFiniteError(f"a number on another rank{where}", math.inf, [])
-        scaler.update(overflow)
         return not overflow
 
     @abstractmethod
@@ -279,8 +282,8 @@ class StepRunner(ABC):
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add what the loss gives to the sums."""
 
-    def _count_valid(self, micro_batches: Sequence[MicroBatch]) -> float:
-        return self._ctx.sum_over_data(self.count(micro_batches))
+    def _count_over_job(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
+        return self._ctx.sum_over(DATA_AXES, *self.count(micro_batches))
 
     def _refuse_non_finite(
         self, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch], where: str = ""

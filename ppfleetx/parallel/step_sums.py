@@ -25,7 +25,7 @@ class StepSums:
 
     def __init__(self, names: Sequence[str], ctx: ParallelContext) -> None:
         self.names, self._ctx = tuple(dict.fromkeys(names)), ctx
-        # The loss is the same on all tensor-parallel ranks; a metric need not be.
+        # The loss is the same on all tensor-parallel ranks; a metric may differ.
         self._axes = (*_AXES, "mp") if names else _AXES
         self.begin()
 
@@ -50,28 +50,20 @@ class StepSums:
             self._metrics[name].append(Sum(_detached(metric.value), _detached(metric.count)))
 
     def over_job(self) -> paddle.Tensor:
-        """All sums over the job, for :meth:`read`: a float64 vector that nobody has waited for.
-
-        Raises:
-            ConfigError: a metric is not declared, nor is any other.
-        """
-        numbers = [sum_of(self._losses)]
-        if self.names:
-            numbers.append(paddle.full([], len(self._undeclared), "float64"))
-        elif self._undeclared:
-            raise _refused(self._undeclared)
+        """All sums over the job, for :meth:`read`: a float64 vector that nobody has waited for."""
+        numbers = [sum_of(self._losses), paddle.full([], len(self._undeclared), "float64")]
         for metrics in self._metrics.values():
             numbers += [sum_of([m.value for m in metrics]), sum_of([m.count for m in metrics])]
         return self._ctx.sum_tensor_over(self._axes, paddle.stack(numbers))
 
     def read(self, numbers: Sequence[float]) -> tuple[float, Mapping[str, Metric]]:
-        """(loss sum, metrics of which something counted), from the numbers of :meth:`over_job`.
+        """(loss sum, metrics that counted something), from the numbers of :meth:`over_job`.
 
         Raises:
-            ConfigError: on all ranks, when one has got a metric that is not declared.
+            ConfigError: on all ranks, when one of them was given a metric that is not declared.
         """
-        loss, *numbers = numbers
-        if self.names and numbers.pop(0):
+        loss, num_undeclared, *numbers = numbers
+        if num_undeclared:
             raise _refused({name for found in gather(self._ctx, sorted(self._undeclared)) for name in found})
         found = zip(self.names, numbers[::2], numbers[1::2], strict=True)
         return loss, {name: Metric(total, count) for name, total, count in found if count}

@@ -1,9 +1,9 @@
-"""Plans that people would think of first, and why each loses against the best."""
+"""Alternatives to a plan: why well-known plans lose against the best, and settings that need less memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ppfleetx.config.plan import ParallelPlan, violations
 from ppfleetx.planner.cards import GIB
@@ -11,6 +11,8 @@ from ppfleetx.planner.case import Case
 from ppfleetx.planner.network import rival_groups
 from ppfleetx.planner.prediction import Prediction
 
+_LEAST_SAVING = 0.02  # share of the memory; smaller savings are not listed
+_CHUNKS = 8
 _PARTS = {
     "matmul": "smaller matrix products",
     "memory": "element-wise operations",
@@ -110,3 +112,59 @@ def _slower(best: Prediction, other: Prediction) -> str:
         f"{slower:.0%} slower ({other.time.seconds:.3f} s{with_what}), most of all through {_PARTS[name]} "
         f"(+{more[name]:.3f} s)."
     )
+
+
+@dataclass(frozen=True)
+class Relief:
+    """A setting that saves memory.
+
+    Attributes:
+        options: for the command line.
+        saves: bytes on the fullest rank.
+        costs: how much longer a step takes, as a share; at least 0.
+    """
+
+    options: str
+    saves: float
+    costs: float
+
+
+def reliefs(prediction: Prediction) -> list[Relief]:
+    """Settings that save memory, the cheapest first; among equally cheap ones, the largest saving."""
+    least, seconds = _LEAST_SAVING * prediction.fullest, prediction.time.seconds
+    found = []
+    for options, case in _candidates(prediction.case):
+        if violations(case.plan, case.workload):
+            continue
+        other = Prediction(case, prediction.cluster)
+        saves = prediction.fullest - other.fullest
+        if saves > least:
+            found.append(Relief(options, saves, max(other.time.seconds / seconds - 1, 0.0)))
+    return sorted(found, key=lambda relief: (round(relief.costs, 2), -relief.saves))
+
+
+def _candidates(case: Case) -> Iterator[tuple[str, Case]]:
+    plan, micro, layers = case.plan, case.micro_batch, case.model.num_layers
+    if micro % 2 == 0:
+        options = f"-o Global.micro_batch_size={micro // 2}"
+        yield options, replace(case, micro_batch=micro // 2, accumulate=case.accumulate * 2)
+    if case.model.loss_chunks < _CHUNKS:
+        model = case.model.model_copy(update={"loss_chunks": _CHUNKS})
+        yield f"-o Model.loss_chunks={_CHUNKS}", replace(case, model=model)
+    for kind in ("core_attn", "full_attn", "full"):
+        if case.recomputed != (kind,) * layers:
+            options = f"-o Model.use_recompute=True -o Model.recompute_granularity={kind}"
+            yield options, replace(case, recomputed=(kind,) * layers)
+    for stage in (1, 2, 3):
+        if plan.data_size > 1 and (plan.sharding < plan.data_size or plan.sharding_stage < stage):
+            options = (
+                f"-o Distributed.dp_degree=1 -o Distributed.sharding.sharding_degree={plan.data_size} "
+                f"-o Distributed.sharding.sharding_stage={stage}"
+            )
+            yield (
+                options,
+                replace(case, plan=replace(plan, dp=1, sharding=plan.data_size, sharding_stage=stage)),
+            )
+    if plan.sharding > 1 and not plan.sharding_offload and case.kernels != "cpu":
+        options = "-o Distributed.sharding.sharding_offload=True"
+        yield options, replace(case, plan=replace(plan, sharding_offload=True))

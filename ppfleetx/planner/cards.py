@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Text, UnitFloat
-from ppfleetx.config.reading.parse import Budget, read_yaml
+from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.validate import section_of
 
@@ -122,7 +122,7 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
         near = difflib.get_close_matches(name, shipped, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(shipped)}, or give a YAML file"
         raise ConfigError("there is no such card;", key=key, value=name, place=asked_in, hint=hint)
-    own = _plain(read_yaml(Path(name), Budget(), key=key, value=name, place=asked_in))
+    own = _plain(read_yaml(Path(name), key=key, value=name, place=asked_in))
     if len(own) != 1:
         raise ConfigError(
             f"the file describes {len(own)} cards; give one", key=key, value=name, place=asked_in

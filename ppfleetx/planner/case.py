@@ -6,17 +6,20 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from operator import itemgetter
 
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.plan import ParallelPlan, Workload
 from ppfleetx.config.registries import OPTIMIZERS
+from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.models.gpt.spec import BlockSpec, ModelSpec, model_spec
+from ppfleetx.nn.cost import Kernels, Recompute, Work
 from ppfleetx.planner.cards import Card
 
-Recompute = Literal["none", "core_attn", "full_attn", "full"]
-Kernels = Literal["cpu", "gpu", "plugin", "fused"]
+Layer = tuple[BlockSpec, Recompute]
+"""A block, and what of it is recomputed in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Case:
         fragments: what the allocator loses, as a share of what it hands out; None: as on ``kernels``' device.
         overlap: what travels while the passes compute; nothing, for published runs, since the cards were
             fitted so.
+        compress: what else changes the model's parameters: fake quantisation, small weights.
     """
 
     model: ModelConfig
@@ -108,6 +112,7 @@ class Case:
     flat_states: bool = False
     fragments: float | None = None
     overlap: Overlap = Overlap()
+    compress: CompressConfig | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -187,13 +192,48 @@ class Case:
     def _ends_of_chunks(self) -> list[int]:
         return list(itertools.accumulate(self.plan.layers_of_chunks(self.model.num_layers)))
 
-    def layer_kinds(self, stage: int) -> dict[Recompute, int]:
-        """How many of the layers on pipeline stage ``stage`` recompute what."""
-        uniform = len(set(self.recomputed)) == 1
-        if uniform and self.plan.pp_layers is None:
-            return {self.recomputed[0]: self.model.num_layers // self.plan.pp}
-        kinds = Counter(self.recomputed[n] for chunk in self.layers_of_stage(stage) for n in chunk)
-        return dict(kinds)
+    @property
+    def same_model(self) -> SameModel:
+        """What the parameters depend on, by its identity."""
+        return SameModel(self.model, self.compress)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's declaration."""
+        return _spec_of(SameModel(self.model))
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Every layer of the model: its block, and what it recomputes."""
+        return tuple(zip(self.spec.blocks, self.recomputed, strict=True))
+
+    @cached_property
+    def work(self) -> Work:
+        """What a rank computes of a micro batch."""
+        plan, precision = self.plan, self.precision
+        return Work(
+            self.micro_batch,
+            self.seq_len,
+            plan.mp,
+            plan.sep,
+            plan.sequence_parallel,
+            precision.activation_bytes,
+            precision.parameter_bytes,
+            precision.gradient_bytes,
+            self.kernels,
+            self.flash,
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The different ones among :attr:`layers`."""
+        return tuple(sorted(dict.fromkeys(self.layers), key=itemgetter(1)))
+
+    def layer_kinds(self, stage: int) -> dict[Layer, int]:
+        """How many equal layers of each kind are on pipeline stage ``stage``."""
+        if len(self.kinds) == 1 and self.plan.pp_layers is None:
+            return {self.kinds[0]: self.model.num_layers // self.plan.pp}
+        return dict(Counter(self.layers[n] for chunk in self.layers_of_stage(stage) for n in chunk))
 
     def with_plan(self, plan: ParallelPlan, micro_batch: int) -> Case:
         """The same step of the same job under another plan.
@@ -213,16 +253,22 @@ class Case:
 class SameModel:
     """A model by its identity: to hash all its fields takes longer than what is looked up with them."""
 
-    __slots__ = ("model",)
+    __slots__ = ("compress", "model")
 
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
+    def __init__(self, model: ModelConfig, compress: CompressConfig | None = None) -> None:
+        self.model, self.compress = model, compress
 
     def __hash__(self) -> int:
         return id(self.model)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameModel) and self.model is other.model
+        is_same = isinstance(other, SameModel) and self.model is other.model
+        return is_same and self.compress is other.compress
+
+
+@lru_cache(maxsize=256)
+def _spec_of(same: SameModel) -> ModelSpec:
+    return model_spec(same.model)
 
 
 def alike(case: Case) -> Case:
@@ -232,7 +278,7 @@ def alike(case: Case) -> Case:
     fetched = plan.sharding if plan.sharding_stage == 3 else 1
     sizes = (plan.mp, plan.sep, plan.sequence_parallel, fetched, case.micro_batch, case.seq_len)
     ahead = case.overlap.values and fetched > 1
-    return _alike(SameModel(case.model), sizes, case.precision, case.flash, case.kernels, ahead)
+    return _alike(case.same_model, sizes, case.precision, case.flash, case.kernels, ahead)
 
 
 @lru_cache(maxsize=8192)
@@ -256,6 +302,7 @@ def _alike(
         flash=flash,
         kernels=kernels,
         overlap=overlap,
+        compress=same.compress,
     )
 
 
@@ -282,6 +329,7 @@ def case_of(cfg: RunConfig, card: Card) -> Case:
             values=cfg.Distributed.sharding.broadcast_overlap,
             messages=cfg.Distributed.overlap_p2p_comm,
         ),
+        compress=cfg.Compress,
     )
 
 

@@ -1,4 +1,4 @@
-"""Configurations under other plans than their own: read, planned, written."""
+"""A configuration under another plan than its own: read, replanned, written."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan
 from ppfleetx.config.record import dump_config
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig, plan_of
-from ppfleetx.planner.case import Case, Recompute
+from ppfleetx.nn.cost import Recompute
+from ppfleetx.planner.case import Case
 from ppfleetx.utils.files import atomic_write
 
 
 @dataclass(frozen=True)
 class Written:
-    """A configuration as it is written, before its plan is checked against its sizes.
+    """A configuration as written, whose plan is not checked against its sizes yet.
 
     Attributes:
         cfg: the values.
@@ -39,7 +40,7 @@ class Written:
         """Sequences of a step under its own plan.
 
         Raises:
-            ConfigError: the sizes leave it open, or cannot be.
+            ConfigError: the sizes leave it open, or contradict each other.
         """
         sizes, plan = self.cfg.Global, self.plan
         if sizes.global_batch_size is not None:
@@ -56,10 +57,10 @@ class Written:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
-        """The same run under ``plan``; ``recompute`` None leaves what layers recompute.
+        """The same run under ``plan``; with ``recompute`` None layers recompute as before.
 
         Raises:
-            ConfigError: what a run of it would be refused for.
+            ConfigError: the configuration is not valid under this plan.
         """
         cfg = self.cfg
         sharding = {
@@ -112,16 +113,16 @@ def read_written(path: str | Path, overrides: Sequence[str]) -> Written:
     """Read a configuration without checking its plan.
 
     Raises:
-        ConfigError: anything else that is wrong with it.
+        ConfigError: the configuration is wrong otherwise.
     """
     return Written(*read_config(path, overrides))
 
 
 def write_config(cfg: RunConfig, case: Case, path: Path) -> None:
-    """Write ``cfg``, which is ``case``, as a file to train from.
+    """Write ``cfg``, the configuration of ``case``, as a file to train from.
 
     Raises:
-        ConfigError: there is something at ``path``.
+        ConfigError: ``path`` exists already.
     """
     if path.exists():
         raise ConfigError(
@@ -130,9 +131,8 @@ def write_config(cfg: RunConfig, case: Case, path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError("its directory does not exist", key="--write", value=path)
     head = (
-        f"# Written by ppfleetx plan: {case.plan} on {case.plan.world_size} devices. Every key is here; "
-        f"derived\n"
-        f"# ones are comments.\n"
+        f"# Written by ppfleetx plan: {case.plan} on {case.plan.world_size} devices. Every key is here;\n"
+        f"# derived ones are comments.\n"
     )
     with atomic_write(path, "w") as file:
         file.write(head + dump_config(cfg))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ppfleetx.models.gpt.shape import flops_per_step
+from ppfleetx.models.gpt.spec import flops_per_step, matrix_size
 from ppfleetx.planner.cards import Card
 from ppfleetx.planner.case import Case
 
@@ -27,23 +27,20 @@ class StepFlops:
 
 def step_flops(case: Case) -> StepFlops:
     """Count the operations of a step of ``case``."""
-    model, batch, length = case.model, case.global_batch, case.seq_len
-    causal = flops_per_step(model, batch, length)
-    width = model.num_attention_heads * model.head_size
-    half_scores = 6 * batch * length**2 * width  # of one layer, forward and backward
-    full = causal + half_scores * model.num_layers
-    head = 6 * batch * length * model.hidden_size * model.padded_vocab_size
-    layer_forward = (full - head) // (3 * model.num_layers)
-    core_forward = 2 * half_scores // 3
-    kv_width = model.kv_heads * model.head_size
-    projections = 2 * batch * length * model.hidden_size * (2 * width + 2 * kv_width)
-    again = {
-        "none": 0,
-        "core_attn": core_forward,
-        "full_attn": core_forward + projections,
-        "full": layer_forward,
-    }
-    return StepFlops(causal, full, full + sum(again[kind] for kind in case.recomputed))
+    batch, tokens = case.global_batch, case.global_batch * case.seq_len
+    causal = flops_per_step(case.model, batch, case.seq_len)
+    full = hardware = causal
+    for block, recompute in case.layers:
+        core = 4 * tokens * case.seq_len * block.attention.q_width  # of a forward pass, all pairs
+        again = {
+            "none": 0,
+            "core_attn": core,
+            "full_attn": core + 2 * tokens * matrix_size(block.attention),
+            "full": core + 2 * tokens * matrix_size(block),
+        }
+        full += core * 3 // 2
+        hardware += core * 3 // 2 + again[recompute]
+    return StepFlops(causal, full, hardware)
 
 
 def tflops_per_device(flops: float, seconds: float, case: Case) -> float:

@@ -1,17 +1,20 @@
-"""A whole run: days, card-hours, cost, what failures take, a batch that grows."""
+"""A whole run: days, card-hours, cost, losses to failures, other numbers of cards, a batch that grows."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.step_time import step_time
 
 _DAY, _HOUR = 86_400.0, 3_600.0
+_NODE_WRITES = 2e9  # bytes/s from a node to a shared file system, unless --save-seconds is given
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,14 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
 
 @dataclass(frozen=True)
 class Failures:
-    """What failures and checkpoints take of a run.
+    """What failures and checkpoints cost a run.
 
     Attributes:
         mtbf: seconds between two failures of the job.
-        save: seconds that a checkpoint holds the job up.
-        interval: the best seconds of work between two checkpoints.
+        save: seconds that the job waits for a checkpoint.
+        interval: the best interval between two checkpoints, in seconds of work.
         steps: the same in steps.
-        lost: share of the time that checkpoints, repeated work and restarts take.
+        lost: share of the time spent on checkpoints, repeated work and restarts.
     """
 
     mtbf: float
@@ -62,7 +65,7 @@ def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: 
     Args:
         prediction: the step.
         node_mtbf: seconds between two failures of one node; a job stops with its first node.
-        save: seconds that a checkpoint holds the job up.
+        save: seconds that the job waits for a checkpoint.
         restart: seconds from a failure to the first step after it.
     """
     nodes = max(1.0, prediction.case.plan.world_size / prediction.cluster.per_node)
@@ -115,3 +118,103 @@ def ramp_seconds(case: Case, cluster: Cluster, ramp: Ramp) -> tuple[float, float
     for size in sizes:
         seconds += each / size * step_time(replace(case, accumulate=size // per_pass), cluster).seconds
     return seconds, ramp.samples / case.global_batch * step_time(case, cluster).seconds
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions of the command line about the whole run; None: not asked."""
+
+    price: float | None
+    node_mtbf_hours: float | None
+    save_seconds: float | None
+    restart_seconds: float
+    scale: tuple[int, ...]
+    ramp: Ramp | None
+
+    def as_json(self, prediction: Prediction) -> dict[str, Any]:
+        """What failures cost, if that was asked."""
+        if self.node_mtbf_hours is None:
+            return {}
+        found = self.failures(prediction)
+        return {
+            "job_mtbf_hours": round(found.mtbf / _HOUR, 4),
+            "checkpoint_seconds": round(found.save, 3),
+            "checkpoint_every_steps": found.steps,
+            "lost_share": round(found.lost, 6),
+        }
+
+    def failures(self, prediction: Prediction) -> Failures:
+        """What failures cost a run of ``prediction``."""
+        save = self.save_seconds
+        if save is None:
+            nodes = max(1.0, prediction.case.plan.world_size / prediction.cluster.per_node)
+            save = checkpoint_bytes(prediction.case) / (nodes * _NODE_WRITES)
+        node_mtbf = self.node_mtbf_hours * _HOUR
+        return failures(prediction, node_mtbf=node_mtbf, save=save, restart=self.restart_seconds)
+
+
+def answers(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
+    """Lines of text: the length of the run, and the answers to what was asked."""
+    run = run_length(prediction, tokens)
+    lines = [
+        "",
+        f"The run of {tokens:.4g} tokens takes {run.steps:,.0f} steps, {run.days:,.2f} days and "
+        f"{run.card_hours:,.0f} card-hours.",
+    ]
+    if asked.price is not None:
+        whole, million = run.cost(asked.price)
+        lines.append(
+            f"At {asked.price:g} a card-hour that is {whole:,.0f}, or {million:.4g} a million tokens."
+        )
+    if asked.node_mtbf_hours is not None:
+        lines.append(_failure_line(asked.failures(prediction)))
+    if asked.ramp is not None:
+        lines.append(_ramp_line(prediction, asked.ramp))
+    if asked.scale:
+        lines += _scale_lines(prediction, tokens, asked)
+    return lines
+
+
+def _failure_line(found: Failures) -> str:
+    return (
+        f"The job fails every {found.mtbf / _HOUR:,.1f} h. A checkpoint takes {found.save:.1f} s; best is "
+        f"every {found.steps:,} steps ({found.interval / 60:.1f} min). Checkpoints, repeated work and "
+        f"restarts then take {found.lost:.1%} of the time."
+    )
+
+
+def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
+    try:
+        slow, fast = ramp_seconds(prediction.case, prediction.cluster, ramp)
+    except ValueError as error:
+        raise ConfigError(
+            str(error), key="--ramp", value=f"{ramp.start},{ramp.increment},{ramp.samples}"
+        ) from None
+    return (
+        f"The ramp's {ramp.samples:,} sequences take {slow / _HOUR:,.2f} h; with the whole batch from the "
+        f"start {fast / _HOUR:,.2f} h."
+    )
+
+
+def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
+    """The same model-parallel plan on other numbers of cards, at the same batch."""
+    case, lines = (
+        prediction.case,
+        ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],
+    )
+    model_parallel = case.plan.world_size // case.plan.dp
+    for cards in asked.scale:
+        per_pass = cards // model_parallel * case.plan.sharding * case.micro_batch
+        if cards % model_parallel or not per_pass or case.global_batch % per_pass:
+            reason = f"not a multiple of {model_parallel} cards, or more replicas than the batch can serve"
+            lines.append(f"{cards:8,} {reason}")
+            continue
+        plan = replace(case.plan, dp=cards // model_parallel)
+        other = Prediction(
+            replace(case, plan=plan, accumulate=case.global_batch // per_pass), prediction.cluster
+        )
+        run = run_length(other, tokens)
+        lines.append(
+            f"{cards:8,} {other.time.seconds:9.3f} {run.days:9.2f} {run.card_hours:12,.0f} {other.mfu:6.1%}"
+        )
+    return lines

@@ -1,22 +1,23 @@
 """Bytes on each rank of each pipeline stage, part by part, and in host memory.
 
-Of a step the worst moment counts: within the passes (``activations.py`` says what each layer
-keeps and needs for a moment; here is which layers and micro batches are alive then, and which gradients), or
+Of a step the worst moment counts: within the passes (a layer's declaration says what it keeps and needs
+for a moment; here is which layers and micro batches are alive then, and which gradients), or
 when packed gradients are on their way. Beside it stands what the start takes, before the first step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.planner.activations import embedding_tape, head_tape, layer_tape
+from ppfleetx.models.gpt.spec import BlockSpec, model_spec
+from ppfleetx.nn.cost import Recompute, Work
+from ppfleetx.nn.tape import Tape
 from ppfleetx.planner.cards import GIB
-from ppfleetx.planner.case import Case
+from ppfleetx.planner.case import Case, SameModel
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.operations import head_operations, layer_operations
-from ppfleetx.planner.parameters import Held, held_parameters, layer_parameters
-from ppfleetx.planner.tape import Tape
+from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
 _BUCKET_BYTES = 64 << 20  # parallel sums are packed into pieces of this size (distributed/collectives.py)
 _GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # a rank's random generators, and those of mp, as text
@@ -103,7 +104,7 @@ def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
     if plan.sharding_offload:
         masters = moments = 0.0
     parts = {
-        "parameters": held.resident * precision.parameter_bytes,
+        "parameters": held.resident * precision.parameter_bytes + held.stored,
         "masters": masters,
         "optimizer": moments,
         **_worst_moment(case, stage, held),
@@ -158,6 +159,7 @@ def least_memory(case: Case, cluster: Cluster) -> float:
         most = max(
             most,
             held.resident * precision.parameter_bytes
+            + held.stored
             + _kept_gradients(case, held) * precision.gradient_bytes
             + held.owned * states,
         )
@@ -197,15 +199,31 @@ class _Run:
 
 def _chunk(case: Case, stage: int) -> list[_Run]:
     """The layers of a stage (with virtual stages, of the chunk that is largest), in order."""
-    plan, v = case.plan, case.plan.virtual_pp_degree
+    v, work = case.plan.virtual_pp_degree, case.work
     runs = []
     if stage == 0:
-        runs.append(_Run(embedding_tape(case), 1))
-    kinds = case.layer_kinds(stage)
-    runs += [_Run(layer_tape(case, kind), -(-count // v), True) for kind, count in kinds.items() if count]
-    if stage == plan.pp - 1:
-        runs.append(_Run(head_tape(case), 1))
+        runs.append(_Run(_embedding_tape(SameModel(case.model), work), 1))
+    kinds = case.layer_kinds(stage).items()
+    runs += [_Run(block_tape(*layer, work), -(-count // v), True) for layer, count in kinds if count]
+    if stage == case.plan.pp - 1:
+        runs.append(_Run(_end_tape(SameModel(case.model), work), 1))
     return runs
+
+
+@lru_cache(maxsize=2048)
+def block_tape(block: BlockSpec, recompute: Recompute, work: Work) -> Tape:
+    """What a block writes and keeps, worked out once."""
+    return block.tape(work, recompute)
+
+
+@lru_cache(maxsize=1024)
+def _embedding_tape(same: SameModel, work: Work) -> Tape:
+    return model_spec(same.model).embedding.tape(work)
+
+
+@lru_cache(maxsize=1024)
+def _end_tape(same: SameModel, work: Work) -> Tape:
+    return model_spec(same.model).end_tape(work)
 
 
 def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
@@ -256,10 +274,11 @@ def _waiting_for_weights(case: Case, stage: int) -> float:
     whose weights have no gradients yet."""
     if case.plan.pp_schedule != "zb_h1":
         return 0.0
-    layers = sum(case.layer_kinds(stage).values())
-    elements = layers * sum(operation.operands for operation in layer_operations(case))
+    elements = 0.0
+    for (block, _), count in case.layer_kinds(stage).items():
+        elements += count * sum(operation.operands for operation in block.operations(case.work))
     if stage == case.plan.pp - 1:
-        elements += sum(operation.operands for operation in head_operations(case))
+        elements += sum(operation.operands for operation in case.spec.end_operations(case.work))
     micro_batches = min(stage, max(0, case.accumulate - (case.plan.pp - stage)))
     return micro_batches * elements * case.precision.activation_bytes
 
@@ -300,7 +319,7 @@ def _fetched(case: Case, held: Held) -> float:
     n = case.plan.sharding
     if n == 1 or case.plan.sharding_stage != 3:
         return 0.0
-    ahead = layer_parameters(case.model, case.plan.mp)[0] if case.overlap.values else 0
+    ahead = largest_layer(case)[0] if case.overlap.values else 0
     return (held.largest_layer * (n - 1) / n + ahead) * case.precision.parameter_bytes
 
 

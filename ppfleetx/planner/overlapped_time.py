@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ppfleetx.planner.case import Case
-from ppfleetx.planner.parameters import Held
+from ppfleetx.planner.parameters import Held, embedding_bytes
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def waited_for_gradients(case: Case, stage: int, held: Held, one_sum: float, pas
         return (rounds - 1) * between + max(one_sum - passes.backward, one_sum * last)
     # Nothing leaves before the first bucket is complete; the last one when the pass has ended.
     first = min(1.0, bucket / 2 / whole)
-    last = min(1.0, max(bucket / 2, _embedding_bytes(case, stage)) / whole)
+    last = min(1.0, max(bucket / 2, embedding_bytes(case, stage)) / whole)
     return max(one_sum - passes.backward * (1 - first), one_sum * last)
 
 
@@ -46,7 +46,7 @@ def waited_for_values(case: Case, stage: int, held: Held, sending: float, passes
     whole = held.trained * case.precision.gradient_bytes
     if not case.overlap.values or not whole:
         return sending
-    return max(sending - passes.forward, sending * min(1.0, _embedding_bytes(case, stage) / whole))
+    return max(sending - passes.forward, sending * min(1.0, embedding_bytes(case, stage) / whole))
 
 
 def waited_for_layer(case: Case, fetching: float, computing: float) -> float:
@@ -56,11 +56,3 @@ def waited_for_layer(case: Case, fetching: float, computing: float) -> float:
 
 def _leaves_in_every_pass(case: Case) -> bool:
     return case.plan.sharding > 1 and case.plan.sharding_stage > 1
-
-
-def _embedding_bytes(case: Case, stage: int) -> float:
-    """Of the gradient that is complete last, and of the values that are needed first."""
-    if stage > 0 or case.model.lora is not None:
-        return 0.0
-    model = case.model
-    return model.padded_vocab_size * model.hidden_size / case.plan.mp * case.precision.gradient_bytes

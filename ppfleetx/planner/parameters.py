@@ -1,4 +1,4 @@
-"""How many parameters each rank holds, trains and updates, from the shapes the model itself is built from."""
+"""How many parameters each rank holds, trains and updates, from the model's declaration."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import heapq
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import parameter_specs
-from ppfleetx.nn.param_spec import REPLICATE, ParamSpec
+from ppfleetx.models.gpt.spec import model_spec, parameter_specs
+from ppfleetx.nn.param_spec import REPLICATE
 from ppfleetx.planner.case import Case, SameModel
 
-_WORD_EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = "decoder.layers."
+_BYTES = {"int8": 1, "uint8": 1, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,9 @@ class Held:
     """Parameters of one rank of one pipeline stage.
 
     Attributes:
-        values: parameters of its part of the model.
-        resident: those it has between steps: with sharding stage 3, the ones it owns.
+        values: parameters of its part of the model that have the model's type.
+        resident: those of them it has between steps: with sharding stage 3, the ones it owns.
+        stored: bytes of parameters with a type of their own (small weights), between steps.
         trained: those that train.
         owned: those of the trained ones whose states it keeps and that it updates.
         largest_layer: parameters of the largest model stage, which sharding stage 3 fetches at once.
@@ -37,6 +37,7 @@ class Held:
 
     values: int
     resident: int
+    stored: int
     trained: int
     owned: int
     largest_layer: int
@@ -46,77 +47,109 @@ class Held:
     partial: int
 
 
+class _Local(NamedTuple):
+    """A parameter on one tensor-parallel rank: elements, and bytes if it has a type of its own; the rest as
+    in :class:`Held`."""
+
+    size: int
+    stored: int
+    trains: bool
+    whole: bool
+    partial: bool
+
+
+_Group = tuple[_Local, ...]
+
+
+class _Groups(NamedTuple):
+    """The parameters of each part of the model on one tensor-parallel rank.
+
+    Attributes:
+        embedding, layers, end: of each part.
+        words: the word embedding, where another pipeline stage has a copy of it at its end.
+    """
+
+    embedding: _Group
+    layers: tuple[_Group, ...]
+    end: _Group
+    words: _Group
+
+
 def held_parameters(case: Case, stage: int) -> Held:
     """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one with most."""
-    plan = case.plan
-    layers = sum(case.layer_kinds(stage).values())
-    fetches = plan.sharding_stage == 3 and plan.sharding > 1
+    plan, groups = case.plan, _groups(case.same_model, case.plan.mp)
+    first, last = stage == 0, stage == plan.pp - 1
+    parts = [groups.embedding] if first else []
+    parts += [groups.layers[index] for chunk in case.layers_of_stage(stage) for index in chunk]
+    if last:
+        parts.append(groups.end if first else groups.end + groups.words)
+    runs = tuple((group, sum(1 for _ in same)) for group, same in groupby(parts))
     if case.flat_states:
-        whole = _held(SameModel(case.model), plan.mp, layers, stage == 0, stage == plan.pp - 1, 1, False)
+        whole = _held(runs, 1, False)
         return replace(whole, owned=-(-whole.trained // plan.sharding))
-    return _held(
-        SameModel(case.model), plan.mp, layers, stage == 0, stage == plan.pp - 1, plan.sharding, fetches
-    )
+    return _held(runs, plan.sharding, plan.sharding_stage == 3 and plan.sharding > 1)
 
 
 @lru_cache(maxsize=4096)
-def _held(
-    same: SameModel, mp: int, num_layers: int, first: bool, last: bool, sharding: int, fetches: bool
-) -> Held:
-    model = same.model
-    edges, layer = _local(model, mp)
-    groups = [layer] * num_layers
-    if first:
-        groups.insert(0, edges["embedding"])
-    if last:
-        end = dict(edges["head"])
-        if not first and model.tie_word_embeddings and not model.task.classifies:
-            end[_WORD_EMBEDDING] = edges["embedding"][_WORD_EMBEDDING]
-        groups.append(end)
-    held = [one for group in groups for one in group.values()]
-    sizes, trained = [one.size for one in held], [one for one in held if one.spec.trains]
+def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, fetches: bool) -> Held:
+    held = [one for group, count in runs for _ in range(count) for one in group]
+    sizes, trained = [one.size for one in held if not one.stored], [one for one in held if one.trains]
+    stored = [one.stored for one in held]
     ends = dict(zip(sizes, accumulate(sizes), strict=True))
-    whole = [one for one in trained if one.spec.lies("mp") == REPLICATE]
     return Held(
         values=sum(sizes),
         resident=_largest_share(sizes, sharding) if fetches else sum(sizes),
+        stored=_largest_share(stored, sharding) if fetches else sum(stored),
         trained=sum(one.size for one in trained),
         owned=_largest_share([one.size for one in trained], sharding),
-        largest_layer=max((sum(one.size for one in group.values()) for group in groups), default=0),
+        largest_layer=max((sum(one.size for one in group) for group, _ in runs), default=0),
         fills=tuple((end, size) for size, end in ends.items()),
-        num_tensors=len(sizes),
-        whole=sum(one.size for one in whole),
-        partial=sum(one.size for one in whole if one.spec.sums("mp")),
+        num_tensors=len(held),
+        whole=sum(one.size for one in trained if one.whole),
+        partial=sum(one.size for one in trained if one.partial),
     )
 
 
-@lru_cache(maxsize=256)
-def layer_parameters(model: ModelConfig, mp: int) -> tuple[int, int]:
-    """(elements, tensors) of one layer on one tensor-parallel rank."""
-    _, layer = _local(model, mp)
-    return sum(one.size for one in layer.values()), len(layer)
+def embedding_bytes(case: Case, stage: int) -> float:
+    """Of the gradient that is complete last, and of the values that are needed first: the word embedding's,
+    if it is on ``stage`` and trains."""
+    words = _groups(case.same_model, case.plan.mp).embedding[0]
+    return words.size * case.precision.gradient_bytes if stage == 0 and words.trains else 0.0
 
 
-class _Local(NamedTuple):
-    """A parameter, and how many of its elements are on one tensor-parallel rank."""
-
-    spec: ParamSpec
-    size: int
+def largest_layer(case: Case) -> tuple[int, int]:
+    """(elements, tensors) of the largest block on one tensor-parallel rank."""
+    return _largest_layer(case.same_model, case.plan.mp)
 
 
 @lru_cache(maxsize=256)
-def _local(model: ModelConfig, mp: int) -> tuple[dict[str, dict[str, _Local]], dict[str, _Local]]:
-    """What one rank has of the embedding and of the end, and of one layer, by name."""
-    one = model.model_copy(update={"num_layers": 1})
-    edges: dict[str, dict[str, _Local]] = {"embedding": {}, "head": {}}
-    layer: dict[str, _Local] = {}
-    for name, spec in parameter_specs(one).items():
-        local = _Local(spec, math.prod(spec.shape) // (1 if spec.lies("mp") == REPLICATE else mp))
-        if name.startswith(_LAYER):
-            layer[name.split(".", 3)[3]] = local
-        else:
-            edges["embedding" if name.startswith("embedding.") else "head"][name] = local
-    return edges, layer
+def _largest_layer(same: SameModel, mp: int) -> tuple[int, int]:
+    return max((sum(one.size for one in group), len(group)) for group in set(_groups(same, mp).layers))
+
+
+@lru_cache(maxsize=256)
+def _groups(same: SameModel, mp: int) -> _Groups:
+    groups: dict[str, list[_Local]] = {}
+    words: list[_Local] = []
+    for name, spec in parameter_specs(same.model, same.compress).items():
+        if spec.kind == "quant":  # single numbers, which take neither memory nor time
+            continue
+        part = name.split(".", 3)[2] if name.startswith(_LAYER) else name.partition(".")[0]
+        whole = spec.lies("mp") == REPLICATE
+        size = math.prod(spec.shape) // (1 if whole else mp)
+        stored = size * _BYTES[spec.dtype] if spec.dtype else 0
+        local = _Local(size, stored, spec.trains, whole, whole and spec.sums("mp"))
+        groups.setdefault(part, []).append(local)
+        if name.startswith("embedding.word_embeddings."):
+            words.append(local)
+    layers = [tuple(groups.get(str(index), ())) for index in range(same.model.num_layers)]
+    equal: dict[_Group, _Group] = {}
+    return _Groups(
+        embedding=tuple(groups["embedding"]),
+        layers=tuple(equal.setdefault(layer, layer) for layer in layers),
+        end=tuple(one for part in ("decoder", "head", "score") for one in groups.get(part, ())),
+        words=tuple(words) if model_spec(same.model).head.is_tied else (),
+    )
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:

@@ -1,5 +1,4 @@
-"""Pictures of a prediction: the pipeline's timeline, memory and time by part, memory against time; one
-page."""
+"""Plots of a prediction on one HTML page: timeline, memory and time by part, memory against time."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ from typing import Any
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
-from ppfleetx.planner.prediction import Prediction, plan_words
+from ppfleetx.planner.plan_words import plan_words
+from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants
 from ppfleetx.planner.search import Found
 from ppfleetx.planner.step_time import step_time
@@ -33,7 +33,7 @@ _PALETTE = (
     "#882255",
     "#44aa99",
     "#999933",
-)  # Paul Tol's, told apart by colour-blind readers too
+)  # Paul Tol's, safe for colour-blind readers
 _MOST_SHOWN = 24  # micro batches of a timeline
 
 Figure = tuple[str, str, Callable[..., None]]
@@ -84,7 +84,7 @@ def _pictures(prediction: Prediction, found: Found | None) -> list[Figure]:
 
 
 def _draw_timeline(axes: Any, prediction: Prediction, _: Found | None) -> None:
-    """A step of few micro batches, so that each can be seen."""
+    """The timeline of a step of a few micro batches, so that each is visible."""
     case, plan = prediction.case, prediction.case.plan
     count = min(case.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
     count -= count % plan.pp if plan.virtual_pp_degree > 1 else 0
@@ -99,7 +99,7 @@ def _draw_timeline(axes: Any, prediction: Prediction, _: Found | None) -> None:
         backward = [span for span in mine if not span.is_forward and not span.is_weights]
         _bars(axes, stage, backward, _BACKWARD)
         _bars(axes, stage, later, _WEIGHTS)
-        if again > 0.005:  # what is recomputed stands at the beginning of a backward pass
+        if again > 0.005:  # recomputation comes first in a backward pass
             starts = [(s.start, (s.end - s.start) * min(1.0, again)) for s in backward]
             axes.broken_barh(starts, (stage - 0.42, 0.84), facecolors=_AGAIN)
     axes.set(xlabel="seconds", ylabel="pipeline stage", xlim=(0, end), ylim=(plan.pp - 0.5, -0.5))
@@ -163,8 +163,8 @@ def _draw_step(axes: Any, prediction: Prediction, _: Found | None) -> None:
     low, middle, high = prediction.time.interval
     axes.set(xlabel="seconds", xlim=(0, max(seconds) * 1.25))
     again = prediction.time.parts["recompute"]
-    told = f"; {again:.3f} s of it are recomputation" if again else ""
-    axes.set_title(f"step {middle:.3f} s, likely {low:.3f} to {high:.3f} s{told}")
+    recomputed = f"; {again:.3f} s of it are recomputation" if again else ""
+    axes.set_title(f"step {middle:.3f} s, likely {low:.3f} to {high:.3f} s{recomputed}")
 
 
 def _draw_frontier(axes: Any, prediction: Prediction, found: Found | None) -> None:
@@ -192,7 +192,7 @@ def _section(words: str, path: Path) -> str:
 
 def _page(prediction: Prediction, sections: list[str]) -> str:
     title = html.escape(plan_words(prediction.case))
-    told = html.escape(f"{account(prediction)}\n\n{constants(prediction.cluster)}")
+    text = html.escape(f"{account(prediction)}\n\n{constants(prediction.cluster)}")
     pictures = "\n".join(sections)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Plan {title}</title>
@@ -200,5 +200,5 @@ def _page(prediction: Prediction, sections: list[str]) -> str:
 img{{max-width:100%}}pre{{overflow-x:auto;background:#f5f5f5;padding:1rem;font-size:13px}}</style></head>
 <body><h1>{prediction.case.plan.world_size} x
 {html.escape(prediction.cluster.card.name)}</h1><p><code>{title}</code></p> {pictures} <h2>The whole
-account</h2><pre>{told}</pre></body></html>
+account</h2><pre>{text}</pre></body></html>
 """

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.case import Case
 from ppfleetx.planner.flops import model_flops_utilization, step_flops, tflops_per_device
 from ppfleetx.planner.memory import CARD_PARTS, StageMemory, stage_memory
 from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.plan_words import plan_words
 from ppfleetx.planner.step_time import StepTime, quick_seconds, spread, step_time
 
 
@@ -108,13 +109,3 @@ class Prediction:
             "days": round(seconds / 86_400, 4),
             "card_hours": round(seconds / 3_600 * cards, 2),
         }
-
-
-def plan_words(case: Case) -> str:
-    """The plan as ``--plan`` takes it."""
-    plan, kinds = case.plan, set(case.recomputed)
-    words = f"dp={plan.dp},mp={plan.mp},pp={plan.pp},sharding={plan.sharding},stage={plan.sharding_stage}"
-    words += f",sep={plan.sep},vpp={plan.virtual_pp_degree},micro={case.micro_batch}"
-    words += f",sp={int(plan.sequence_parallel)},offload={int(plan.sharding_offload)}"
-    words += ",zb=1" if plan.pp_schedule == "zb_h1" else ""
-    return words + f",recompute={kinds.pop() if len(kinds) == 1 else 'mixed'}"

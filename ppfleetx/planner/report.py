@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.prediction import Prediction, plan_words
+from ppfleetx.planner.plan_words import plan_words
+from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import Found
 
 _BESIDE = ("total", "start", "host")
@@ -52,7 +53,7 @@ def ranking(found: Found, cluster: Cluster, devices: int, goal: str) -> str:
 
 
 def account(prediction: Prediction) -> str:
-    """The whole account of one plan: parameters, memory of each stage by part, step time by part."""
+    """All details of one plan: parameters, memory of each stage by part, step time by part."""
     case, cluster, time = prediction.case, prediction.cluster, prediction.time
     low, middle, high = time.interval
     lines = [
@@ -78,7 +79,7 @@ def account(prediction: Prediction) -> str:
 
 
 def constants(cluster: Cluster) -> str:
-    """What the prediction rests on."""
+    """The constants of the card that the prediction uses."""
     card = cluster.card
     peaks = ", ".join(f"{name} {value:g}" for name, value in card.peak_tflops.items())
     links = ", ".join(f"{size} cards {speed:g}" for size, speed in card.link_gb_s.items())

@@ -9,8 +9,9 @@ from functools import cache
 from itertools import product
 
 from ppfleetx.config.plan import ParallelPlan, violations
+from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.cards import GIB
-from ppfleetx.planner.case import Case, Recompute
+from ppfleetx.planner.case import Case
 from ppfleetx.planner.memory import least_memory
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction

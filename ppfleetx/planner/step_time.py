@@ -8,10 +8,13 @@ count as far as the passes do not hide them (``hidden.py``); of published runs, 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from ppfleetx.models.gpt.spec import BlockSpec
+from ppfleetx.nn.cost import Operation, Recompute
 from ppfleetx.planner.case import Case, alike
 from ppfleetx.planner.network import (
     Cluster,
@@ -22,21 +25,13 @@ from ppfleetx.planner.network import (
     message_seconds,
     rival_groups,
 )
-from ppfleetx.planner.operations import (
-    Operation,
-    backward_flops,
-    embedding_operations,
-    head_operations,
-    layer_operations,
-    repeats,
-)
 from ppfleetx.planner.overlapped_time import (
     PassSeconds,
     waited_for_gradients,
     waited_for_layer,
     waited_for_values,
 )
-from ppfleetx.planner.parameters import Held, held_parameters, layer_parameters
+from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 from ppfleetx.planner.timeline import Messages, Timeline, play
 
 _LOW, _HIGH = 0.93, 1.10
@@ -158,7 +153,7 @@ def quick_seconds(case: Case, cluster: Cluster) -> float:
     The fullest stage sets the rhythm, the others' passes fill and drain the pipeline once.
     """
     plan, same = case.plan, alike(case)
-    layer = {kind: _seconds(_layer_passes(same, cluster, kind)) for kind in set(case.recomputed)}
+    layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in case.kinds}
     ranks: dict[int, tuple[Held, PassSeconds]] = {}
     for stage in (0, plan.pp - 1) if plan.pp > 1 else (0,):
         counts = case.layer_kinds(stage).items()
@@ -201,8 +196,8 @@ def _after_passes(
 
 def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
     """Forward passes, backward passes and the recomputed share of the latter, ``[stage][virtual stage]``."""
-    kinds, same = sorted(set(case.recomputed)), alike(case)
-    once = {kind: _layer_passes(same, cluster, kind) for kind in kinds}
+    same = alike(case)
+    once = {kind: _layer_passes(same, cluster, *kind) for kind in case.kinds}
     forward, backward, again = [], [], []
     last = case.plan.pp - 1
     for stage in range(case.plan.pp):
@@ -210,9 +205,9 @@ def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...
         rows: tuple[list[Passes], ...] = ([], [], [])
         for number, layers in enumerate(chunks):
             sums = [Passes(), Passes(), Passes()]
-            for kind in kinds:
-                count = sum(case.recomputed[layer] == kind for layer in layers)
-                sums = [s + p.times(count) for s, p in zip(sums, once[kind], strict=True)]
+            here = Counter(case.layers[layer] for layer in layers)
+            for kind in case.kinds:
+                sums = [s + p.times(here[kind]) for s, p in zip(sums, once[kind], strict=True)]
             if stage == 0 and number == 0:
                 sums = [s + p for s, p in zip(sums, _edge_passes(same, cluster, "first"), strict=True)]
             if stage == last and number == len(chunks) - 1:
@@ -228,33 +223,36 @@ def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...
 def _weight_seconds(case: Case, cluster: Cluster) -> list[float]:
     """Of each stage, the part of a backward pass that computes gradients of weights: half of what the
     products with weights take."""
-    same, last = alike(case), case.plan.pp - 1
-    layer = _products_seconds(same, cluster, "layer")
-    seconds = [layer * sum(case.layer_kinds(stage).values()) for stage in range(case.plan.pp)]
-    seconds[last] += _products_seconds(same, cluster, "head")
+    same, stages = alike(case), range(case.plan.pp)
+    layer = {block: _products_seconds(same, cluster, block) for block, _ in case.kinds}
+    kinds = [case.layer_kinds(stage).items() for stage in stages]
+    seconds = [sum(layer[block] * count for (block, _), count in here) for here in kinds]
+    seconds[-1] += _products_seconds(same, cluster, None)
     return seconds
 
 
 @lru_cache(maxsize=4096)
-def _products_seconds(case: Case, cluster: Cluster, of: str) -> float:
-    """Forward products with weights, which take as long as one of the two products of the backward pass."""
-    operations = layer_operations(case) if of == "layer" else head_operations(case)
+def _products_seconds(case: Case, cluster: Cluster, block: BlockSpec | None) -> float:
+    """Forward products with weights (None: of the end of the model), which take as long as one of the two
+    products of the backward pass."""
+    operations = block.operations(case.work) if block else case.spec.end_operations(case.work)
     return _forward([o for o in operations if o.kind == "matmul"], case, cluster).total
 
 
 @lru_cache(maxsize=4096)
-def _layer_passes(case: Case, cluster: Cluster, recompute: str) -> tuple[Passes, Passes, Passes]:
-    operations = layer_operations(case)
-    forward = _forward(operations, case, cluster) + _layer_communication(case, cluster)
-    repeated = [operation for operation in operations if repeats(operation, recompute)]
-    again = _forward(repeated, case, cluster)
+def _layer_passes(
+    case: Case, cluster: Cluster, block: BlockSpec, recompute: Recompute
+) -> tuple[Passes, Passes, Passes]:
+    operations = list(block.operations(case.work))
+    communication = _layer_communication(case, cluster, block)
+    forward = _forward(operations, case, cluster) + communication
+    again = _forward([one for one in operations if one.is_repeated(recompute)], case, cluster)
     if recompute == "full":
-        again += _layer_communication(case, cluster)
+        again += communication
     elif recompute == "full_attn":
-        again += _layer_communication(case, cluster).times(0.5)
-    backward = (
-        _backward(operations, case, cluster) + _layer_communication(case, cluster, backward=True) + again
-    )
+        again += communication.times(0.5)
+    backward = _backward(operations, case, cluster)
+    backward += _layer_communication(case, cluster, block, backward=True) + again
     fetch = _fetch_seconds(case, cluster)
     before, later = (waited_for_layer(case, fetch, passes.total) for passes in (forward, backward))
     return forward + Passes(parameters=before), backward + Passes(parameters=later), again
@@ -262,7 +260,8 @@ def _layer_passes(case: Case, cluster: Cluster, recompute: str) -> tuple[Passes,
 
 @lru_cache(maxsize=4096)
 def _edge_passes(case: Case, cluster: Cluster, edge: str) -> tuple[Passes, Passes, Passes]:
-    operations = embedding_operations(case) if edge == "first" else head_operations(case)
+    spec, work = case.spec, case.work
+    operations = spec.embedding.operations(work) if edge == "first" else spec.end_operations(work)
     sums = Passes(tensor_parallel=_activation_sum(case, cluster))
     return _forward(operations, case, cluster) + sums, _backward(operations, case, cluster) + sums, Passes()
 
@@ -275,7 +274,7 @@ def _backward(operations: list[Operation], case: Case, cluster: Cluster) -> Pass
     """Two products for each of the forward pass: the input's gradient and the weight's."""
     total = Passes()
     for o in operations:
-        total += _price(o, backward_flops(o), o.backward_bytes, 2 * o.kernels, case, cluster)
+        total += _price(o, o.backward_flops, o.backward_bytes, 2 * o.kernels, case, cluster)
     return total
 
 
@@ -300,7 +299,7 @@ def _activation_sum(case: Case, cluster: Cluster) -> float:
     return all_reduce_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster), cluster)
 
 
-def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False) -> Passes:
+def _layer_communication(case: Case, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
     """Two sums a pass over tensor ranks, two exchanges over context ranks. With sequence parallelism the
     backward pass gathers the inputs of both column-parallel products once more."""
     sums = 2 * _activation_sum(case, cluster)
@@ -310,10 +309,7 @@ def _layer_communication(case: Case, cluster: Cluster, *, backward: bool = False
     exchanges = 0.0
     if case.plan.sep > 1:
         group = group_of(case.plan, "sep", cluster)
-        model, tokens = case.model, case.micro_batch * case.seq_len / case.plan.sep
-        e, width = case.precision.activation_bytes, model.head_size / case.plan.mp
-        qkv = tokens * (model.num_attention_heads + 2 * model.kv_heads) * width * e
-        context = tokens * model.num_attention_heads * width * e
+        qkv, context = block.attention.exchanged_bytes(case.work)
         exchanges = all_to_all_seconds(qkv, group, cluster) + all_to_all_seconds(context, group, cluster)
     return Passes(tensor_parallel=sums, context_parallel=exchanges)
 
@@ -335,7 +331,7 @@ def _fetch_seconds(case: Case, cluster: Cluster) -> float:
     that has something of it."""
     if case.plan.sharding_stage != 3 or case.plan.sharding == 1:
         return 0.0
-    size, tensors = layer_parameters(case.model, case.plan.mp)
+    size, tensors = largest_layer(case)
     group = group_of(case.plan, "sharding", cluster)
     messages = min(tensors, case.plan.sharding)
     latency = cluster.card.link_latency_us * 0.5e-6 * (messages - 1)

@@ -1,4 +1,4 @@
-"""What a configuration's own run will take, in a line: for ``--check``, the start and the end of a run."""
+"""The memory and time of a configuration's own run, in a line or two: for ``--check`` and for runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppfleetx.planner.prediction import Prediction
 from ppfleetx.utils.devices import CPU, GPU, XPU
 
 ANY_GPU, ANY_CPU = "A100-80GB", "CPU"
-"""Whose kernels are counted where no card is named."""
+"""Cards that stand for the devices when no card is named."""
 
 
 def run_prediction(
@@ -24,13 +24,11 @@ def run_prediction(
     Args:
         cfg: the configuration.
         device: ``cpu`` or anything else.
-        card: what the run's devices are; None: ``Global.card``, or that of ``device_name``, or one of their
-            kind.
-        device_name: what the driver calls the device.
+        card: the card of the run; None: ``Global.card``, else that of ``device_name``, else a typical one.
+        device_name: the driver's name of the device.
 
     Returns:
-        None where the run is not a training of our own GPT, which is what is known, and where the card does
-        not compute in its type, so that no time can be said.
+        None if the run does not train our own GPT, or the card does not compute in its type.
 
     Raises:
         ConfigError: ``Global.card`` is no card.
@@ -44,7 +42,7 @@ def run_prediction(
 def _prediction(
     cfg: RunConfig, device: str, card: Card | None = None, device_name: str = ""
 ) -> Prediction | None:
-    """:func:`run_prediction`, where memory alone is wanted: that needs no speed."""
+    """As :func:`run_prediction`, also for cards without a speed in this type: enough for memory."""
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None
     if card is None:
@@ -55,7 +53,7 @@ def _prediction(
 
 
 def any_card(device: str) -> Card:
-    """What stands for the devices of a kind where no card is named."""
+    """The card that stands for devices of a kind when no card is named."""
     kind = device.partition(":")[0]
     if kind in (CPU, GPU, XPU):
         return load_card(ANY_CPU if kind == CPU else ANY_GPU)
@@ -93,14 +91,14 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
 def card_of_device(device_name: str) -> str | None:
     """The shipped card whose model is a word of a driver's name: ``NVIDIA A100-SXM4-80GB`` is an A100.
 
-    PCIe models of the same name are slower; `Global.peak_tflops` tells theirs.
+    PCIe models of the same name are slower; set `Global.peak_tflops` for them.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
     return next((name for name in card_names() if name.split("-")[0] in words and name != ANY_CPU), None)
 
 
 def verdict(needed: float, there: float, card: str) -> str:
-    """Whether ``needed`` bytes fit into those that are ``there``."""
+    """A sentence: whether ``needed`` bytes fit into the ``there`` bytes of the card."""
     if needed <= there:
         return f"it fits {card}, of which {_gib(there)} can be used"
     return (

@@ -43,7 +43,7 @@ def sent_bytes(case: Case, stage: int) -> dict[str, float]:
 
 def ties_ends(case: Case) -> bool:
     """Whether the first and the last pipeline stage have copies of the word embedding."""
-    return case.model.tie_word_embeddings and not case.model.task.classifies
+    return case.spec.head.is_tied
 
 
 def _all_reduce(n: int, size: float) -> float:
@@ -65,9 +65,8 @@ def _tensor_parallel(case: Case, stage: int) -> float:
     a step the copies of what every rank holds whole are made equal, and gradients that are partial are
     summed."""
     plan, n, held = case.plan, case.plan.mp, held_parameters(case, stage)
-    kinds = case.layer_kinds(stage)
     again = {"none": 0, "core_attn": 0, "full_attn": 1, "full": 2}
-    sums = sum((4 + again[kind]) * count for kind, count in kinds.items())
+    sums = sum((4 + again[kind]) * count for (_, kind), count in case.layer_kinds(stage).items())
     volume = sums * _all_reduce(n, case.trunk_bytes)
     tokens = case.micro_batch * case.seq_len / plan.sep
     if stage == 0:
@@ -97,13 +96,12 @@ def _gathers(case: Case, stage: int) -> float:
 def _exchanges(case: Case, stage: int) -> float:
     """Heads for positions before attention (queries, keys, values), back after it, and both again
     backward."""
-    n, model = case.plan.sep, case.model
-    heads = 2 * model.num_attention_heads + 2 * model.kv_heads
-    tokens = case.micro_batch * case.seq_len / n
-    size = tokens * heads * model.head_size / case.plan.mp * case.precision.activation_bytes
     rounds = {"none": 2, "core_attn": 2, "full_attn": 3, "full": 3}
-    layers = sum(rounds[kind] * count for kind, count in case.layer_kinds(stage).items())
-    return case.accumulate * layers * _half(n, size)
+    size = sum(
+        rounds[kind] * count * sum(block.attention.exchanged_bytes(case.work))
+        for (block, kind), count in case.layer_kinds(stage).items()
+    )
+    return case.accumulate * _half(case.plan.sep, size)
 
 
 def _neighbours(case: Case, stage: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What this process does at the moment, as its program says; read by the watchdog."""
+"""What the program says it is doing; the watchdog reads it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 
 class Progress:
-    """Place and time of the last progress. Written by the program, read by another thread.
+    """Place and time of the last progress. The program writes it, another thread reads it.
 
     Attributes:
-        place: what the program does, for people: "reading data".
-        step: the optimizer step it is in; None before the first.
-        since: when it was last heard of, in seconds of the monotonic clock.
-        is_under_way: a step has been done: later ones should take about as long.
+        place: what the program is doing, e.g. "reading data".
+        step: the optimizer step; None before the first.
+        since: time of the last sign, in seconds of the monotonic clock.
+        is_under_way: a step has been done, so later ones should take about as long.
     """
 
     def __init__(self) -> None:
@@ -26,18 +26,18 @@ class Progress:
         self.since = time.monotonic()
 
     def beat(self, place: str, step: int | None = None) -> None:
-        """The program goes on with ``place``, in ``step`` unless that stays."""
+        """The program is now at ``place``; ``step`` if it is a new one."""
         self.place, self.since = place, time.monotonic()
         if step is not None:
             self.step = step
 
     def go_on(self) -> None:
-        """The program has come further where it is."""
+        """The program has made progress at the same place."""
         self.since = time.monotonic()
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Within, the program is at ``place``; afterwards where it was."""
+        """Within the block the program is at ``place``; afterwards at the place before."""
         before = self.place
         self.beat(place)
         try:

@@ -1,8 +1,8 @@
-"""From the reports of a job's ranks to one sentence: who is missing where.
+"""Joins the reports of a job's ranks into one sentence: who is missing where.
 
-A rank *waits* when its main thread is in a collective or a message, and *is elsewhere* when it is not. The
-cause is a rank that others wait for and that does not wait itself, or that has not reported at all. Where
-all wait, their records show who called something else, or that everybody came and the network is silent.
+A rank *waits* if its main thread is in a collective or a message. The cause of a hang is a rank that others
+wait for and that does not wait itself, or that has not reported at all. If all wait, their records show who
+called something else, or that all came and the network fails.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Explanation:
     """What the reports say together.
 
     Attributes:
-        sentence: for people.
-        missing: the ranks that the others wait for; none where that cannot be told.
+        sentence: the explanation.
+        missing: the ranks that the others wait for, if known.
         silent: ranks without a report.
-        goes_on: ranks that make progress: the job is slow and does not hang.
+        goes_on: ranks that make progress: the job is slow, and does not hang.
     """
 
     sentence: str
@@ -34,7 +34,7 @@ class Explanation:
 
 
 def explain(reports: Mapping[int, Report]) -> Explanation:
-    """Join the reports, by rank; there must be one."""
+    """Join the reports, by rank. There must be one."""
     size = max(report.world_size for report in reports.values())
     silent = tuple(rank for rank in range(size) if rank not in reports)
     goes_on = tuple(rank for rank, report in sorted(reports.items()) if report.goes_on)
@@ -67,7 +67,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
 
 
 def explain_alone(report: Report) -> Explanation:
-    """What one rank can say when no report could be written: nothing of the others."""
+    """What one rank can say if no report could be written: nothing about the others."""
     where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
     text = (
         f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
@@ -80,27 +80,27 @@ def explain_alone(report: Report) -> Explanation:
 def _failure(
     waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
 ) -> str:
-    """Why the job has ended with errors; "" when none of its ranks has one."""
+    """Why the job has ended with errors; "" if no rank has one."""
     failed = {rank: report for rank, report in sorted(reports.items()) if report.failure}
     if not failed:
         return ""
     differs = _disagreement(waits, reports) or _crossed(waits, edges, reports)
     own = {rank: report for rank, report in failed.items() if not report.lost}
     if own and not differs:
-        told = [f"rank {rank} failed, {_place(report)}: {report.failure}" for rank, report in own.items()]
-        differs = "; ".join(told[:_SHOWN_WAITS])
-        if len(told) > _SHOWN_WAITS:
-            differs += f"; and {len(told) - _SHOWN_WAITS} more ranks failed"
+        parts = [f"rank {rank} failed, {_place(report)}: {report.failure}" for rank, report in own.items()]
+        differs = "; ".join(parts[:_SHOWN_WAITS])
+        if len(parts) > _SHOWN_WAITS:
+            differs += f"; and {len(parts) - _SHOWN_WAITS} more ranks failed"
         others = [rank for rank in waits if rank not in own]
         return f"{_waiting(others, waits)}; {differs}" if others else differs
     if differs:
         return differs
-    told = next(iter(failed.values())).failure
-    return f"{_waiting(list(waits), waits)}; {told}" if waits else told
+    parts = next(iter(failed.values())).failure
+    return f"{_waiting(list(waits), waits)}; {parts}" if waits else parts
 
 
 def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[int]:
-    """The ranks without which the call cannot end, and that have not called it."""
+    """The participants of the call that have not called it."""
     if call.peer >= 0:
         other = reports.get(call.peer)
         key = f"{call.others_key}{rank}"
@@ -112,20 +112,20 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
         and (
             other not in reports
             or reports[other].counts.get(call.others_key, 0) <= call.number
-            # Asked again and again, it may have answered after the report of who asks.
+            # A question that is repeated: it may have answered after the asking rank had reported.
             or (call.asks and reports[other].waits_for is None)
         )
     ]
 
 
 def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
-    """``ranks 0-2 wait in all_reduce #418 of the mp group [0..3]``, of at most three calls."""
+    """``ranks 0-2 wait in all_reduce #418 of the mp group [0..3]``, for at most three calls."""
     by_call: dict[str, list[int]] = {}
     for rank in ranks:
         by_call.setdefault(_shown(waits[rank]), []).append(rank)
-    told = [f"{_named(who)} {_verb(who, 'wait')} in {call}" for call, who in by_call.items()]
-    more = f", and {len(told) - _SHOWN_WAITS} more such groups of ranks" if len(told) > _SHOWN_WAITS else ""
-    return ", ".join(told[:_SHOWN_WAITS]) + more
+    parts = [f"{_named(who)} {_verb(who, 'wait')} in {call}" for call, who in by_call.items()]
+    more = f", and {len(parts) - _SHOWN_WAITS} more such groups of ranks" if len(parts) > _SHOWN_WAITS else ""
+    return ", ".join(parts[:_SHOWN_WAITS]) + more
 
 
 def _shown(call: CallNote) -> str:
@@ -135,14 +135,14 @@ def _shown(call: CallNote) -> str:
 
 
 def _arrival(missing: Sequence[int], reports: Mapping[int, Report], silent: Collection[int]) -> str:
-    told = []
+    parts = []
     quiet = [rank for rank in missing if rank in silent]
     if quiet:
-        told.append(f"{_named(quiet)} never arrived and wrote no report: {_silent_reason(quiet, reports)}")
+        parts.append(f"{_named(quiet)} never arrived and wrote no report: {_silent_reason(quiet, reports)}")
     present = [rank for rank in missing if rank not in silent]
     if present:
-        told.append(f"{_named(present)} never arrived: {_places(present, reports)}")
-    return "; ".join(told)
+        parts.append(f"{_named(present)} never arrived: {_places(present, reports)}")
+    return "; ".join(parts)
 
 
 def _elsewhere(ranks: Sequence[int], reports: Mapping[int, Report], silent: Collection[int]) -> str:
@@ -174,7 +174,7 @@ def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """What the kernel told the other ranks of those that are silent."""
+    """What the kernel told the other ranks about the silent ones."""
     by_state: dict[str, list[int]] = {}
     for rank in ranks:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]
@@ -182,7 +182,7 @@ def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
             rank
         )
     killed = any(report.killed_for_memory for report in reports.values())
-    told = []
+    parts = []
     for state, who in by_state.items():
         its = "its process" if len(who) == 1 else "their processes"
         if state == "?":
@@ -195,12 +195,12 @@ def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
             )
             if "ended" in state and killed:
                 text += "; meanwhile the kernel has killed a process because memory ran out"
-        told.append(text if len(by_state) == 1 else f"{text} ({_named(who)})")
-    return "; ".join(told)
+        parts.append(text if len(by_state) == 1 else f"{text} ({_named(who)})")
+    return "; ".join(parts)
 
 
 def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
-    """All have come to the same call of a group, and it is not the same call."""
+    """The ranks of a group call different operations under one number."""
     for rank, call in waits.items():
         if call.peer >= 0:
             continue
@@ -210,11 +210,11 @@ def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) 
             if note is not None:
                 theirs.setdefault(_signature(note), []).append(other)
         if len(theirs) > 1:
-            told = ", ".join(
+            parts = ", ".join(
                 f"{_named(who)} {_verb(who, 'call')} {what}"
                 for what, who in sorted(theirs.items(), key=_size)
             )
-            return f"{_waiting([rank], waits)}, and the calls differ: as number {call.number} {told}"
+            return f"{_waiting([rank], waits)}, and the calls differ: as number {call.number} {parts}"
     return ""
 
 
@@ -229,7 +229,7 @@ def _signature(call: CallNote) -> str:
 
 
 def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
-    """The rank's call with the group and the number of ``call``, when it is still in its record."""
+    """The rank's call with the group and the number of ``call``, if its record still has it."""
     if report is None:
         return None
     calls = [one for one in report.calls if one.peer < 0 and one.group_id == call.group_id]
@@ -239,7 +239,7 @@ def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
 def _crossed(
     waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
 ) -> str:
-    """Ranks wait for each other in different calls: one left something out, or two are swapped."""
+    """Ranks wait for each other in different calls: one left a call out, or swapped two."""
     for rank, absent in edges.items():
         for other in absent:
             if other in edges and rank in _reached(other, edges):
@@ -274,7 +274,7 @@ def _last_common(one: Report, other: Report) -> str:
 
 
 def _network(answered: Sequence[int], waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
-    """``answered`` wait although all that take part have called the same."""
+    """``answered`` wait although all participants have called the same operation."""
     involved = {rank for waiting in answered for rank in (waiting, *_others_in(waits[waiting]))}
     hosts = sorted({reports[rank].host for rank in involved if rank in reports})
     between = f" between {' and '.join(hosts)}" if len(hosts) > 1 else ""
@@ -289,7 +289,7 @@ def _others_in(call: CallNote) -> Sequence[int]:
 
 
 def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
-    """Which ranks are at another step than most."""
+    """The ranks that are at another step than most."""
     by_step: dict[int, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if report.step is not None:
@@ -299,10 +299,10 @@ def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
     if len(by_step) == 1:
         return f" (step {next(iter(by_step))})"
     usual = max(by_step, key=lambda step: (len(by_step[step]), step))
-    told = [
+    parts = [
         f"{_named(who)} {_verb(who, 'is', 'are')} at step {s}" for s, who in by_step.items() if s != usual
     ]
-    return f"; {', '.join(told)}, the others at step {usual}"
+    return f"; {', '.join(parts)}, the others at step {usual}"
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -318,7 +318,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _verb(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:
-    """The verb that fits so many ranks: ``wait`` becomes ``waits`` of one."""
+    """The verb in the number that fits: ``wait`` becomes ``waits`` for one rank."""
     if plural is not None:
         return singular_stem if len(ranks) == 1 else plural
     return f"{singular_stem}s" if len(ranks) == 1 else singular_stem

@@ -1,7 +1,7 @@
-"""The last collectives that this process has called: one record for every kind of process group.
+"""The last collectives that this process has called, for every kind of process group.
 
-A call costs about five microseconds here. Nothing is looked at, compared or formatted before somebody asks:
-shapes and tasks are only kept.
+Recording a call costs about five microseconds. Shapes and tasks are only stored; nothing is inspected or
+formatted before a report is made.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ class Call:
     """One call of a collective, or of a message between two ranks.
 
     Attributes:
-        operation: its name, without what only says on which stream it runs.
+        operation: its name, without the stream.
         group: the process group.
-        number: how many such calls the group has had before it: of all collectives together, or of the
-            messages to, or from, one peer.
-        peer: rank in the group that a message goes to or comes from; -1 of a collective.
-        shape, dtype: of the tensor that this rank brings, where there is one.
-        begun, ended: of the call, in seconds of the monotonic clock; 0.0 while it goes on.
-        task: what it returned: says whether an operation that goes on in the background is done.
-        asks: it only asks the other ranks whether they are done, and is no progress.
+        number: how many calls the group has had before: of collectives, or of messages to or from one peer.
+        peer: rank in the group that a message goes to or comes from; -1 for a collective.
+        shape, dtype: of this rank's input tensor, if there is one.
+        begun, ended: in seconds of the monotonic clock; 0.0 while it runs.
+        task: what it returned, which knows whether an operation in the background is done.
+        asks: it only asks the other ranks whether they are done, which is no progress.
     """
 
     __slots__ = (
@@ -55,7 +54,7 @@ class Call:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's part of it is over, as far as the task says."""
+        """Whether this rank's part is done, as far as the task knows."""
         if not self.ended:
             return False
         ask = getattr(self.task, "is_completed", None)
@@ -66,12 +65,12 @@ class CallRecord:
     """A ring of the last :data:`KEPT` calls.
 
     Attributes:
-        blocked_on: set by a backend that knows which task the program waits for; gives it, or None.
+        blocked_on: gives the task that the program waits for, or None; set by a backend that knows.
         join_device: called in a thread before it asks tasks whether they are done.
-        names: of groups, by Paddle's number of them ("mp").
-        waited: seconds that this process has waited for other ranks, where a backend measures them.
-        reads: the program waits until its device has done all it was given, collectives included.
-        failed: the last call that has raised, or whose task has.
+        names: of groups ("mp"), by Paddle's number.
+        waited: seconds that this process has waited for other ranks, if the backend measures them.
+        reads: the program waits for its device, and so for all collectives on it.
+        failed: the last call that raised, or whose task did.
     """
 
     def __init__(self) -> None:
@@ -87,7 +86,7 @@ class CallRecord:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around what waits for the device."""
+        """Within the block the program waits for the device."""
         self.reads = True
         try:
             yield
@@ -96,15 +95,13 @@ class CallRecord:
 
     @property
     def last_activity(self) -> float:
-        """When a call last began or ended that does not only ask, in seconds of the monotonic clock; 0.0
-        before the first."""
+        """When a call that does not only ask last began or ended (monotonic clock); 0.0 before the first."""
         found = next((call for call in reversed(list(self.calls)) if not call.asks), None)
         return 0.0 if found is None else max(found.begun, found.ended)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Within, calls ask the other ranks whether they are done with something: however often that is
-        done, it is no progress."""
+        """Within the block calls only ask the other ranks whether they are done, which is no progress."""
         before, self._asks = self._asks, True
         try:
             yield
@@ -112,19 +109,19 @@ class CallRecord:
             self._asks = before
 
     def note_failed(self, task: Any, error: BaseException) -> None:
-        """The operation behind ``task`` has failed while the program waited for it."""
+        """Note that the operation of ``task`` has failed while the program waited for it."""
         call = next((call for call in reversed(list(self.calls)) if call.task is task), None)
         if call is not None:
             self.failed, self._failure = call, error
 
     def failed_with(self, error: BaseException) -> bool:
-        """Whether it was ``error`` with which :attr:`failed` has failed."""
+        """Whether ``error`` is the error of :attr:`failed`."""
         return error is self._failure
 
     def begin(self, operation: str, group: Any, arguments: tuple[Any, ...]) -> Call:
-        """Note a call that begins."""
+        """Record the begin of a call."""
         counts = self._counts.get(id(group))
-        if counts is None:  # the group is kept, so that its id stays its own
+        if counts is None:  # keeping the group keeps its id unique
             counts = self._counts[id(group)] = [group, 0, defaultdict(int), defaultdict(int)]
         peer = -1
         if operation.startswith(_SENDS):
@@ -146,7 +143,7 @@ class CallRecord:
         return call
 
     def recorded(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """``method`` of a process group, with each call noted; what it calls in its turn is not."""
+        """``method`` of a process group, with each call recorded; calls inside of it are not."""
         nested = self._nested
 
         @functools.wraps(method)
@@ -168,18 +165,18 @@ class CallRecord:
         return call
 
     def record_class(self, cls: type, names: Iterable[str]) -> None:
-        """Note the calls of those methods of ``cls`` from now on; names that it lacks are passed over."""
+        """Record the calls of these methods of ``cls``, as far as it has them."""
         for name in names:
             method = getattr(cls, name, None)
             if method is not None and not hasattr(method, "__wrapped__"):
                 setattr(cls, name, self.recorded(method, operation_of(name)))
 
     def totals(self) -> Mapping[int, tuple[Any, int, Mapping[int, int], Mapping[int, int]]]:
-        """Of each group: it, its collectives so far, its messages to each peer, and from each."""
+        """For each group: the group, its number of collectives, and of messages to and from each peer."""
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """The call that ``thread`` waits for: one that has not returned, or that a backend names."""
+        """The call that ``thread`` waits for: one that has not returned, or that the backend names."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
@@ -225,21 +222,21 @@ OPERATIONS = tuple(
     )
     for stream in ("", "_on_calc_stream")
 )
-"""Methods of Paddle's process groups that communicate."""
+"""The methods of Paddle's process groups that communicate."""
 
 _SAME = {"allreduce": "all_reduce"}
 _FORMS = ("_on_calc_stream", "_into_tensor", "_tensor", "_partial", "_single")
 
 
 def operation_of(method: str) -> str:
-    """The operation that a method of a process group is a form of."""
+    """The operation of a method of a process group."""
     for ending in _FORMS:
         method = method.removesuffix(ending)
     return _SAME.get(method, method)
 
 
 def _tensor_in(arguments: tuple[Any, ...]) -> Any:
-    """What this rank brings: the second tensor where the first is what it gets."""
+    """The input tensor: the second one if the first is the output."""
     found = None
     for argument in arguments[:2]:
         one = argument[0] if isinstance(argument, list | tuple) and argument else argument

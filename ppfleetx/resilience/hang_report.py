@@ -1,4 +1,4 @@
-"""What one rank knows of itself when a job does not go on: made by its watchdog, read by ``explain.py``."""
+"""What one rank reports about itself when a job makes no progress."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -17,29 +20,30 @@ from pydantic import TypeAdapter, ValidationError
 from ppfleetx.resilience.activity import Progress
 from ppfleetx.resilience.flight_recorder import Call, CallRecord
 from ppfleetx.resilience.os_processes import memory
-from ppfleetx.resilience.places import importing, main_frame, main_place, raised_at, stacks
 
 FORMAT = 1
-_MOST_RANKS = 1 << 20
-_MOST_BYTES = 1 << 26
 _LONGEST = 600  # characters of an error
+_IMPORTS = "<frozen importlib._bootstrap>"
+_WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "_base.py")
+# Files in which the main thread waits for other threads, and how the names of these begin.
+_HELPERS = {"loader.py": "data", "background.py": "checkpoint", "together.py": "first-on-node"}
+_IDLE = "_worker"  # the function in which a pool's thread waits for work
 _PADDLE_WAITS = ("wait", "synchronize", "numpy", "item", "tolist", "__float__", "__int__", "__bool__")
 
 
 @dataclass(frozen=True)
 class CallNote:
-    """One call of the record, as a file holds it.
+    """One recorded call, as a report holds it.
 
     Attributes:
-        operation, number, peer: as in :class:`~ppfleetx.resilience.flight_recorder.Call`; ``peer`` is a
-            rank of the job, -1 of a collective.
-        group: name and ranks, as in "the mp group [0..3]".
-        group_id: Paddle's number of it, the same on all ranks.
+        operation, number, peer, asks: see :class:`~ppfleetx.resilience.flight_recorder.Call`; ``peer`` is a
+            rank of the job, -1 for a collective.
+        group: name and ranks, e.g. "the mp group [0..3]".
+        group_id: Paddle's number of the group, the same on all ranks.
         ranks: of the group, in the job.
-        shape: of this rank's tensor; None without one.
-        seconds_ago: when it began, before the report.
-        state: ``done``, ``called`` (it has returned, and goes on in the background) or ``in the call``.
-        asks: as of :class:`~ppfleetx.resilience.flight_recorder.Call`.
+        shape: of this rank's tensor, if there is one.
+        seconds_ago: time from its begin to the report.
+        state: ``done``, ``called`` (it has returned, and continues in the background) or ``in the call``.
     """
 
     operation: str
@@ -56,7 +60,7 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """Under which the ranks that must take part have counted it, in :attr:`Report.counts`."""
+        """The key in :attr:`Report.counts` under which the other participants count it."""
         if self.peer < 0:
             return str(self.group_id)
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"
@@ -70,27 +74,27 @@ class CallNote:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank.
+    """The report of one rank.
 
     Attributes:
         rank, world_size: its place in the job.
         written: seconds since 1970.
-        step, place: what its program said last; and ``place_seconds`` before the report.
-        quiet_seconds: since it last made progress.
-        timeout: after so many seconds without, it counts as hung.
-        works: it moves data, or computes and has not done so for too long, whatever its program said.
+        step, place: what its program said last, ``place_seconds`` before the report.
+        quiet_seconds: time since its last progress.
+        timeout: it counts as hung after so many seconds without progress.
+        works: it moves data, or computes and has not done so for too long.
         computes: it computes, for however long.
-        where: file, line and function of the main thread, or of the one that it waits for.
-        importing: the module whose import is under way.
-        waits_for: the call that the main thread waits for, or in which it has failed.
-        failure: the error that has ended this rank; "" while there is none.
-        lost: that error says that another rank has ended.
-        counts: how many calls this rank has begun: ``5`` collectives of the group with that id, ``5>2``
-            messages in it to rank 2, ``5<2`` from there.
-        calls: the last ones, oldest first.
-        peers: what this rank's kernel says of the job's processes on the same machine, where that explains
-            silence: "is stopped", "has ended".
-        killed_for_memory: processes that the kernel has killed for want of memory since the run began.
+        where: file, line and function of the main thread, or of the thread that it waits for.
+        importing: the module that is being imported.
+        waits_for: the call that the main thread waits for, or that failed.
+        failure: the error that has ended this rank, or "".
+        lost: the error says that another rank has ended.
+        counts: calls that this rank has begun: ``5`` collectives of the group with that id, ``5>2`` messages
+            in it to rank 2, ``5<2`` messages from there.
+        calls: the last calls, oldest first.
+        peers: what the kernel says about the job's other processes on this machine, if that explains silence:
+            "is stopped", "has ended".
+        killed_for_memory: processes that the kernel has killed since the run began because memory ran out.
         memory: bytes.
         stacks: of all threads.
     """
@@ -126,7 +130,7 @@ class Report:
 
     @property
     def asks(self) -> bool:
-        """Whether this rank reports because it makes no progress, and not because another asked it to."""
+        """Whether this rank reports because it makes no progress, not because another rank asked."""
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:
@@ -137,15 +141,15 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """What :meth:`to_json` gave.
+        """Parse what :meth:`to_json` wrote.
 
         Raises:
-            ValueError: it is no such thing.
+            ValueError: it is something else.
         """
         try:
             tree = json.loads(text)
-        except (ValueError, RecursionError):
-            raise ValueError("it is no JSON, or not all of it") from None
+        except ValueError:
+            raise ValueError("it is not JSON, or not complete") from None
         if not isinstance(tree, dict) or tree.pop("format", None) != FORMAT:
             raise ValueError(f"it is no report of a rank in format {FORMAT}")
         try:
@@ -154,17 +158,17 @@ class Report:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             raise ValueError(f"{place}: {first['msg']}") from None
-        if not 0 <= report.rank < report.world_size <= _MOST_RANKS:
+        if not 0 <= report.rank < report.world_size:
             raise ValueError(f"there is no rank {report.rank} of {report.world_size}")
         return report
 
 
-_READER = TypeAdapter(Report)  # made here: a thread that reports while an import hangs must import nothing
+_READER = TypeAdapter(Report)  # made now: a thread that reports while an import hangs must import nothing
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who reports: rank, size of the job, host and process."""
+    """The rank that reports, and its process."""
 
     rank: int = 0
     world_size: int = 1
@@ -184,11 +188,11 @@ def take(
     failed: BaseException | None = None,
     lost: bool = False,
 ) -> Report:
-    """This rank's report, as of now.
+    """This rank's report.
 
     Args:
         quiet: seconds since the last progress.
-        failed: the error that ends it.
+        failed: the error that ends the rank.
         timeout, works, computes, lost: see :class:`Report`.
     """
     record.join_device()
@@ -212,7 +216,7 @@ def take(
         computes=computes,
         where=main_place(frame) if failed is None else raised_at(failed),
         importing=importing(frame),
-        failure="" if failed is None else _told(failed),
+        failure="" if failed is None else _first_line(failed),
         lost=lost,
         waits_for=None if call is None else groups.note(call, now),
         counts=groups.counts(),
@@ -222,15 +226,14 @@ def take(
     )
 
 
-def _told(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """The type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
 
 
 def _waits_for_a_device(frame: Any) -> bool:
-    """Whether the main thread waits for what it has asked a card to compute, and so for the collectives
-    that come before."""
+    """Whether the main thread waits for its card, and so for the collectives that come before."""
     for _ in range(4):
         if frame is None:
             return False
@@ -241,7 +244,7 @@ def _waits_for_a_device(frame: Any) -> bool:
 
 
 class _Groups:
-    """The ranks and the ids of process groups, which Paddle keeps beside them."""
+    """The ranks and the ids of process groups, which Paddle stores elsewhere."""
 
     def __init__(self, record: CallRecord) -> None:
         collective = sys.modules.get("paddle.distributed.collective")
@@ -292,17 +295,90 @@ def _member(ranks: Sequence[int], index: int) -> int:
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
-    """``[0..3]`` of four ranks in a row, else ``[0, 2]``."""
+    """``[0..3]`` or ``[0, 2]``."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"[{ranks[0]}..{ranks[-1]}]"
     return f"[{', '.join(map(str, ranks))}]"
 
 
-_SAME_HANG_SECONDS = 120.0  # within which the ranks report
+# -- where a thread is, from its Python stack --------------------------------------------
+
+
+def main_place(frame: FrameType | None) -> str:
+    """:func:`innermost` of the main thread; when that only waits, of the thread that works for it."""
+    own = innermost(frame)
+    begins = _HELPERS.get(own.partition(":")[0])
+    if begins is None or frame is None or not _is_waiting(frame):
+        return own
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.name.startswith(begins):
+            where = innermost(frames.get(thread.ident or 0))
+            if where and not where.endswith(f" in {_IDLE}"):
+                return f"{where}, in thread {thread.name}"
+    return own
+
+
+def raised_at(error: BaseException) -> str:
+    """``file.py:12 in function`` where an error was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else _line_of(trace.tb_frame, trace.tb_lineno)
+
+
+def innermost(frame: FrameType | None) -> str:
+    """``file.py:12 in function`` of the innermost call that is not a wait in the standard library."""
+    while frame is not None and frame.f_back is not None and _is_waiting(frame):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return _line_of(frame, frame.f_lineno)
+
+
+def _line_of(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{line} in {frame.f_code.co_name}"
+
+
+def _is_waiting(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return path.startswith("<") or path.rpartition("/")[2] in _WAITING_FILES
+
+
+def importing(frame: FrameType | None) -> str | None:
+    """The innermost module that is being imported, or None."""
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTS and frame.f_code.co_name == "_find_and_load":
+            return str(frame.f_locals.get("name"))
+        frame = frame.f_back
+    return None
+
+
+def stacks() -> dict[str, list[str]]:
+    """The Python stack of each thread, outermost call first, by the thread's name."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = {}
+    for ident, frame in sys._current_frames().items():
+        lines = [
+            f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}".rstrip(": ")
+            for entry in traceback.extract_stack(frame)
+        ]
+        found[f"{names.get(ident, 'unknown')} ({ident})"] = lines
+    return found
+
+
+def main_frame() -> FrameType | None:
+    """The frame that the main thread executes."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+# -- reports in files --------------------------------------------------------------------
+
+_SAME_HANG_SECONDS = 120.0  # the ranks report a hang within this time
 
 
 def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """The reports of the last of several hangs of a run, of which an earlier one may have had more ranks."""
+    """The reports of the last hang in a directory that may hold several, even of jobs with more ranks."""
     if not reports:
         return {}
     last = max(reports.values(), key=lambda report: report.written)
@@ -316,18 +392,15 @@ def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
 def read_reports(
     directory: Path, *, since: float = 0.0, faults: dict[Path, str] | None = None
 ) -> dict[int, Report]:
-    """The reports in a directory, by rank: of several of one rank the newest.
+    """The newest report of each rank in a directory.
 
     Args:
-        since: those written earlier (seconds since 1970) are passed over.
-        faults: is told of the files that cannot be read, and why. They may be torn by a full disk, or gone;
-            the other ranks' reports must do.
+        since: ignore reports written earlier (seconds since 1970).
+        faults: receives the files that cannot be read, and why. A full disk may have truncated them.
     """
     found: dict[int, Report] = {}
     for path in sorted(directory.glob("rank_*.json")):
         try:
-            if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-                raise ValueError("it is no file, or too large to be a report")
             report = Report.from_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             if faults is not None:

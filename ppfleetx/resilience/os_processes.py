@@ -1,4 +1,4 @@
-"""What the kernel knows of processes: whether they run, what they use, who was killed (Linux alone)."""
+"""What the kernel says about processes: whether they run, what they use, who was killed (Linux only)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _STATES = {
 
 
 def state_of(pid: int, born: float) -> str:
-    """What a process of this machine is doing that explains its silence, for people; "" when it just runs.
+    """Why a process of this machine is silent; "" if it just runs.
 
     Args:
         pid: its number.
-        born: when it began, as :func:`birth_of` told: another process may have the number by now.
+        born: its :func:`birth_of`, because another process may have the number by now.
     """
     if not Path("/proc/self/stat").exists():
         return ""
@@ -32,7 +32,7 @@ def state_of(pid: int, born: float) -> str:
 
 
 def birth_of(pid: int) -> float:
-    """When a process began, in clock ticks since the machine did; 0 where that is not known."""
+    """When a process began, in clock ticks since the machine booted; 0: unknown."""
     fields = _stat(pid)
     return float(fields[19]) if fields else 0.0
 
@@ -44,7 +44,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def machine() -> str:
-    """What two processes on the same machine, and in the same container, have in common."""
+    """An identifier of this machine and container."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -52,7 +52,7 @@ def machine() -> str:
 
 
 def killed_for_memory() -> int:
-    """Processes that this machine's kernel has killed since its start because memory ran out."""
+    """How many processes the kernel has killed since boot because memory ran out."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, number = line.partition(" ")
@@ -62,7 +62,7 @@ def killed_for_memory() -> int:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of memory that this process has and had at most, and that the machine has left."""
+    """Bytes of memory: of this process now and at its peak, and available on the machine."""
     found: dict[str, int] = {}
     for path, names in (
         ("/proc/self/status", {"VmRSS": "resident", "VmHWM": "peak"}),
@@ -77,17 +77,17 @@ def memory() -> dict[str, int]:
 
 
 def _queued_seconds() -> float:
-    """How long the main thread could have run, and had to wait for a core."""
+    """How long the main thread was ready and waited for a core."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
-class Activity:
-    """Whether this process works: computes, or moves bytes to or from files.
+class WorkMeter:
+    """Measures whether this process computes, or moves bytes to or from files.
 
     Args:
-        watching: seconds of computing so far that went into watching, and do not count.
+        watching: seconds of computing so far that do not count, because they went into watching.
     """
 
     def __init__(self, watching: Callable[[], float] = float) -> None:
@@ -103,8 +103,8 @@ class Activity:
         return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 
     def look(self, *, share: float, size: int) -> tuple[bool, bool]:
-        """Since the last call: whether it has used ``share`` of a core's time, or would have if one had been
-        free; and whether it has moved ``size`` bytes a second."""
+        """Since the last call: whether the process used ``share`` of a core (or was ready to), and whether it
+        moved ``size`` bytes a second."""
         before, self._seen = self._seen, self._now()
         seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
         return seconds > 0 and computed / seconds >= share, seconds > 0 and moved / seconds >= size

@@ -1,4 +1,4 @@
-"""Directories in which ranks lay their reports, used with patience: a disk may be what hangs."""
+"""Directories for the reports of ranks. Every access has a time limit: the disk may be what hangs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from ppfleetx.resilience.hang_report import Report, read_reports
 
 HANG_DIRS = ("hang", "hang_evaluation", "hang_generation")
-"""In an output directory: of training, evaluation and generation."""
+"""Below an output directory: for training, evaluation and generation."""
 PATIENCE_SECONDS = 5.0
 PRIVATE = 0o700
 _SUMMARY = "summary.txt"
 
 
-class Shelf:
-    """One directory, made with ``mode``.
+class ReportDir:
+    """One directory, created with ``mode``.
 
-    All that touches it runs in a thread of its own, which may block for ever; when it has not answered once,
-    the directory counts as dead and is left alone.
+    Every access runs in a thread of its own, which may block for ever. After one access that does not return
+    in time the directory counts as dead and is not used any more.
 
     Attributes:
-        seconds: of computing that its thread has spent.
+        seconds: CPU time of its thread.
     """
 
     def __init__(self, directory: Path, mode: int = 0o777) -> None:
@@ -36,14 +36,16 @@ class Shelf:
         self.seconds = 0.0
 
     def open(self) -> None:
-        """Start the thread, which cannot be started any more when the process is ending."""
+        """Start the thread. While the process is ending, Python starts no more threads."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
 
     def has_news(self, since: float) -> bool:
-        """Whether a rank that makes no progress has laid down a report after ``since`` (seconds since 1970),
-        and so asks for those of the others."""
+        """Whether a rank without progress has written a report after ``since`` (seconds since 1970).
+
+        It asks for the reports of the others.
+        """
 
         def look() -> bool:
             with contextlib.suppress(OSError):
@@ -55,26 +57,26 @@ class Shelf:
 
         return bool(self._do(look))
 
-    def lay(self, report: Report, text: str) -> bool:
-        """Write this rank's report, for programs and for people; whether that worked."""
+    def write(self, report: Report, text: str) -> bool:
+        """Write this rank's report as JSON and as ``text``; returns whether that worked."""
 
-        def write() -> bool:
+        def write_both() -> bool:
             try:
                 self.directory.mkdir(mode=self._mode, parents=True, exist_ok=True)
                 if self._is_foreign():
                     return False
                 base = self.directory / f"rank_{report.rank:05d}"
                 _write_whole(base.with_suffix(".json"), report.to_json())
-                with contextlib.suppress(OSError):  # a full disk may take the one, and not the other
+                with contextlib.suppress(OSError):  # a full disk may have room for only one of them
                     _write_whole(base.with_suffix(".txt"), text)
             except OSError:
                 return False
             return True
 
-        return bool(self._do(write))
+        return bool(self._do(write_both))
 
     def reports(self, since: float) -> dict[int, Report]:
-        """What the ranks have laid down after ``since``."""
+        """The reports written after ``since``."""
 
         def read() -> dict[int, Report]:
             with contextlib.suppress(OSError):
@@ -85,7 +87,7 @@ class Shelf:
         return self._do(read) or {}
 
     def clear(self, rank: int | None = None) -> None:
-        """Take away what this rank, or the job (None), has laid down here, if anything."""
+        """Delete the reports of this rank, or of the whole job (None)."""
         if not self._is_started:
             return
 
@@ -97,12 +99,12 @@ class Shelf:
                     path.unlink(missing_ok=True)
                 if not any(self.directory.glob("rank_*")):
                     (self.directory / _SUMMARY).unlink(missing_ok=True)
-                self.directory.rmdir()  # by the last one
+                self.directory.rmdir()  # fails until the last rank is done
 
         self._do(remove)
 
-    def say(self, sentence: str) -> None:
-        """Keep the sentence beside the reports."""
+    def write_summary(self, sentence: str) -> None:
+        """Write the sentence beside the reports."""
 
         def write() -> None:
             with contextlib.suppress(OSError):
@@ -113,15 +115,15 @@ class Shelf:
         self._do(write)
 
     def _is_foreign(self) -> bool:
-        """Whether somebody else has made it, or a link in its place, where all may write.
+        """Whether another user has created it, or a link in its place, where all users may write.
 
         Raises:
-            OSError: there is none.
+            OSError: it does not exist.
         """
         return self._mode == PRIVATE and self.directory.lstat().st_uid != os.getuid()
 
     def _do(self, act: Callable[[], object]) -> object:
-        """``act()`` in the shelf's thread; None when it is not done in time."""
+        """Call ``act`` in the thread of this directory; None if it does not return in time."""
         if self._is_dead:
             return None
         self.open()
@@ -140,7 +142,7 @@ class Shelf:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """The others see all of it, or nothing."""
+    """Readers see the whole file or none."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -1,10 +1,8 @@
-"""Start a command again when it fails, and leave none of its processes behind.
+"""Restarts a command that fails, and leaves none of its processes behind.
 
-Paddle's launcher restarts its ranks only when it has an etcd server to talk to; without one its
-``--max_restart`` does nothing. This needs no server: it restarts the launcher.
-
-The launcher's ranks live in sessions of their own and outlive it when it is killed. They are found all the
-same, as the processes below this one.
+Paddle's launcher restarts its ranks only with an etcd server; without one its ``--max_restart`` does nothing.
+This needs no server: it restarts the launcher. Ranks run in sessions of their own and outlive a launcher that
+is killed, but they are found as processes below this one.
 """
 
 from __future__ import annotations
@@ -20,19 +18,18 @@ from collections.abc import Iterator, Sequence
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from ppfleetx.utils.log import configure_logging, get_logger
-from ppfleetx.utils.orphans import end_child_with_parent
-from ppfleetx.utils.processes import adopt_orphans, descendants, end_descendants
+from ppfleetx.utils.processes import adopt_orphans, descendants, end_child_with_parent, end_descendants
 
 _MAX_BACKOFF = 300.0
-_SETTLE_SECONDS = 1.0  # that processes which end by themselves have before something is said of them
+_SETTLE_SECONDS = 1.0  # for processes to end by themselves before a warning
 _FINAL = {
-    EXIT_USER_ERROR: "a mistake that trying again does not mend",
+    EXIT_USER_ERROR: "a mistake that a restart does not correct",
     EXIT_INTERRUPTED: "Ctrl-C",
 }
 
 
 class ProcessesRemainError(RuntimeError):
-    """Something of an earlier start cannot be ended; another start would meet it."""
+    """Processes of an earlier start cannot be ended; another start would collide with them."""
 
 
 _TRUE = ("true", "yes", "on")
@@ -40,10 +37,10 @@ RESUME = "Engine.save_load.resume"
 
 
 def with_resume(command: Sequence[str]) -> list[str]:
-    """``command`` with ``-o Engine.save_load.resume=auto``, unless it says itself that it resumes.
+    """``command`` with ``-o Engine.save_load.resume=auto``, unless it has an override that resumes.
 
     Raises:
-        ConfigError: it says that it does not; each start after a failure would then be a new run.
+        ConfigError: its override does not resume; each restart would then be a new run.
     """
     said = [
         text.partition("=")[2].strip() for text in _overrides(command) if text.split("=")[0].strip() == RESUME
@@ -51,8 +48,8 @@ def with_resume(command: Sequence[str]) -> list[str]:
     for value in said:
         if value.strip("'\"").lower() not in ("auto", *_TRUE):
             raise ConfigError(
-                "the supervisor starts a run that failed again, to go on from its last checkpoint; leave the "
-                f"override out, or give {RESUME}=auto or true",
+                "the supervisor restarts a failed run from its last checkpoint; leave the override out, or "
+                f"give {RESUME}=auto or true",
                 key=RESUME,
                 value=value,
                 place="the supervised command",
@@ -61,7 +58,7 @@ def with_resume(command: Sequence[str]) -> list[str]:
 
 
 def _overrides(command: Sequence[str]) -> Iterator[str]:
-    """What follows ``-o`` and ``--override`` in the forms that argparse takes."""
+    """The values of ``-o`` and ``--override`` in the forms that argparse accepts."""
     takes_next = False
     for argument in command:
         if takes_next:
@@ -74,19 +71,19 @@ def _overrides(command: Sequence[str]) -> Iterator[str]:
 
 
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:
-    """Run ``command`` until it ends well, was told to stop, or has been restarted often enough.
+    """Run ``command`` until it succeeds, a signal stops it, or it has been restarted often enough.
 
-    It is started again only when nothing of its last start runs any more.
+    It is restarted only when no process of its last start is left.
 
     Args:
-        command: program and arguments; runs in a process group of its own, and gets SIGTERM when this process
-            has gone.
-        max_restarts: starts after the first.
-        backoff: seconds before the first restart; doubles with each, to five minutes at most.
-        grace: seconds between passing a signal on, or SIGTERM to what outlives the command, and killing it.
+        command: program and arguments; runs in a process group of its own, and gets SIGTERM if this process
+            ends.
+        max_restarts: starts after the first one.
+        backoff: seconds before the first restart; doubles each time, up to five minutes.
+        grace: seconds between a signal and SIGKILL.
 
     Returns:
-        The exit code of the last start: 0, or what it failed with.
+        The exit code of the last start.
     """
     log = configure_logging()
     stop = threading.Event()
@@ -102,7 +99,7 @@ def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grac
             if code == 0 or stop.is_set():
                 return code
             if code in _FINAL:
-                log.error(f"supervisor: exit code {code}, {_FINAL[code]}; it is not started again")
+                log.error(f"supervisor: exit code {code}, {_FINAL[code]}; it is not restarted")
                 return code
             if attempt < max_restarts:
                 pause = min(backoff * 2**attempt, _MAX_BACKOFF)
@@ -118,7 +115,7 @@ def _run_once(
 ) -> int:
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=end_child_with_parent)
     children[:] = [child]
-    if stop.is_set():  # by a signal that came too early to be passed on
+    if stop.is_set():  # the signal came too early to be forwarded
         _signal_group(child, signal.SIGTERM)
     deadline: float | None = None
     try:
@@ -136,7 +133,7 @@ def _run_once(
 
 
 def _end_rest(grace: float) -> None:
-    """Wait for ranks that outlived the command, and end them.
+    """End ranks that outlived the command.
 
     Raises:
         ProcessesRemainError: they do not end.
@@ -146,7 +143,7 @@ def _end_rest(grace: float) -> None:
     while (running := descendants()) and time.monotonic() < deadline:
         time.sleep(0.05)
     if not running:
-        end_descendants(0)  # none is left to be told; this only lets go of them
+        end_descendants(0)  # only collects zombies
         return
     log.warning(
         f"supervisor: the command has ended, but not {_processes(running)} below it: SIGTERM now, SIGKILL in "
@@ -164,7 +161,7 @@ def _processes(pids: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _passing_signals_on(stop: threading.Event) -> Iterator[list[subprocess.Popen]]:
-    """Pass SIGTERM and SIGINT on to the running command's group, and remember that one came."""
+    """Forward SIGTERM and SIGINT to the process group of the running command, and remember them."""
     children: list[subprocess.Popen] = []
 
     def handle(number: int, frame: object) -> None:

@@ -1,10 +1,10 @@
-"""A thread per rank that notices when the run does not go on, and has all ranks say why.
+"""A thread in each rank that notices when the run makes no progress, and lets all ranks say why.
 
-1. A rank that has made no progress for the time-out lays down its report (``report.py``).
-2. The others see it, and lay down theirs, whatever they are doing.
-3. Each reads what is there after a short wait (a frozen rank writes nothing) and joins it
-   (``explain.py``). When a rank still works, the job is slow, not hung, and is waited for. Otherwise the
-   sentence is printed and every rank ends with exit code 4, or goes on waiting, as configured.
+1. A rank without progress for the time-out writes its report (``hang_report.py``).
+2. The others see it and write theirs, whatever they are doing.
+3. After a short wait each rank reads the reports (a frozen rank writes none) and joins them
+   (``explain.py``). If a rank still works, the job is slow and is waited for. Otherwise the sentence is
+   printed and every rank ends with exit code 4, or continues to wait, as configured.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ppfleetx.resilience.activity import EVALUATING, GENERATING, MEETING, PROGRE
 from ppfleetx.resilience.explain import Explanation, explain, explain_alone
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
 from ppfleetx.resilience.hang_report import Identity, Report, latest, take
-from ppfleetx.resilience.os_processes import Activity, birth_of, killed_for_memory, machine, state_of
-from ppfleetx.resilience.report_dir import PRIVATE, Shelf
+from ppfleetx.resilience.os_processes import WorkMeter, birth_of, killed_for_memory, machine, state_of
+from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.peers import decide_end, is_end_decided
 
-_GATHERING = 0.25  # of the time-out: so long the others' reports are waited for,
-_GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # within these seconds
-_WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # of a core; a second
-_COMPUTING = 3.0  # time-outs: so long a rank is waited for that computes and comes no further
+_GATHERING = 0.25  # of the time-out: the wait for the others' reports,
+_GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # between these seconds
+_WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # of a core; per second
+_COMPUTING = 3.0  # time-outs: how long computing without other progress is waited for
 _SAME_END_SECONDS = 60.0
-_RAM = Path("/dev/shm")  # noqa: S108 (what is laid there is private)
+_RAM = Path("/dev/shm")  # noqa: S108 (its directory is private)
 _ON_DEVICE = (STEPPING, EVALUATING, GENERATING)
 
 
@@ -47,11 +47,11 @@ class Limits:
     """``Engine.hang_timeout`` and its relatives.
 
     Attributes:
-        timeout: seconds without progress, 0 for none.
+        timeout: seconds without progress, 0: no limit.
         start_timeout: the same before the first step is done.
         ends: end the process; otherwise only report.
-        counts_work: computing is progress in a step too, and where the program waits for its device, for a
-            while. On a card it is not: a thread that waits for one spins.
+        counts_work: computing counts as progress, for a while. On a card it does not in a step, nor while the
+            program waits for the card: a thread that waits for one spins.
     """
 
     timeout: float = 600.0
@@ -62,10 +62,10 @@ class Limits:
 
 @dataclass
 class Peers:
-    """Where the job's processes are: gathered once, when all run.
+    """The processes of the job, gathered once at the start.
 
     Attributes:
-        processes: of each rank machine, process id, and when it began.
+        processes: machine, process id and begin of each rank.
     """
 
     processes: dict[int, tuple[str, int, float]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Peers:
         return machine(), os.getpid(), birth_of(os.getpid())
 
     def states(self, own: int) -> dict[int, str]:
-        """What the kernel says of those on this machine."""
+        """What the kernel says about those on this machine."""
         here = machine()
         return {
             rank: state_of(pid, born)
@@ -90,8 +90,8 @@ class Watchdog:
 
     Args:
         who: this rank.
-        limits: how long to wait, and what then.
-        directory: where the reports go.
+        limits: how long to wait, and what to do then.
+        directory: for the reports.
         end: ends the process; called in the watchdog's thread.
     """
 
@@ -115,10 +115,10 @@ class Watchdog:
         self._computes, self._slept_until = False, 0.0
         self._stop = threading.Event()
         self.directory = directory
-        self._shelves = [Shelf(directory)]
+        self._directories = [ReportDir(directory)]
         if who.world_size > 1 or not directory.exists():
-            self._shelves += [Shelf(path, PRIVATE) for path in _beside(directory)]
-        self._activity = Activity(self._own_seconds)
+            self._directories += [ReportDir(path, PRIVATE) for path in _beside(directory)]
+        self._work = WorkMeter(self._own_seconds)
         self._tick = min(1.0, min(t for t in (limits.timeout, limits.start_timeout) if t) / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -129,8 +129,8 @@ class Watchdog:
     def stop(self) -> None:
         """The run is over."""
         self._stop.set()
-        for shelf in self._shelves[1:]:
-            shelf.clear(self._who.rank)
+        for one in self._directories[1:]:
+            one.clear(self._who.rank)
 
     # -- watching ------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet(self) -> float:
-        """Seconds since the last progress. Ranks that meet have a limit of their own, and say who is late."""
+        """Seconds since the last progress; 0 in the meeting at the start, which has its own limit."""
         if self._progress.place == MEETING:
             return 0.0
         latest = max(time.monotonic() - self._silence(), self._excused)
@@ -149,31 +149,29 @@ class Watchdog:
         return time.monotonic() - latest
 
     def _silence(self) -> float:
-        """Seconds since the program or its communication was last heard of. Those in which this process did
-        not run, because it was stopped as a whole, do not count."""
+        """Seconds since the last sign of the program or its communication, without those in which the whole
+        process was stopped."""
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
         return time.monotonic() - heard
 
     @property
     def _patience_with_computing(self) -> float:
-        """Seconds of computing that count as progress although nothing is heard. A start may take long, and a
-        process that is alone holds nobody up."""
+        """How many seconds computing counts as progress without any other sign. A start may take long, and
+        nobody waits for a process that is alone."""
         limits = self._limits
         if not self._progress.is_under_way or self._who.world_size == 1:
             return math.inf
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """This thread was woken so late that the process must have been stopped, or frozen with its job."""
+        """Discount a sleep that took so long that the process, or the whole job, must have been stopped."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silence(), self._quiet()
             self._slept_until = now - max(silence - late, 0.0)
             self._excused = max(self._excused, now - max(quiet - late, 0.0))
-        if late > self._patience(
-            self._timeout
-        ):  # what was asked meanwhile has been decided without this rank
-            self._seen_until = time.time()
+        if late > self._patience(self._timeout):
+            self._seen_until = time.time()  # the others have decided without this rank meanwhile
 
     def _watch(self) -> None:
         news_at = time.monotonic()
@@ -189,17 +187,17 @@ class Watchdog:
             due = self._quiet() >= timeout
             if not due and time.monotonic() - news_at >= max(self._tick, timeout / 60):
                 news_at = time.monotonic()
-                due = any(shelf.has_news(self._seen_until) for shelf in self._shelves)
+                due = any(one.has_news(self._seen_until) for one in self._directories)
             if due:
                 self._inquire(timeout, works)
 
     def _own_seconds(self) -> float:
-        """What this watch has computed: reading reports is no progress."""
+        """CPU time of this watch: reading reports is no progress."""
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
-        return own + sum(shelf.seconds for shelf in self._shelves)
+        return own + sum(one.seconds for one in self._directories)
 
     def _look_at_work(self) -> bool:
-        self._computes, moves = self._activity.look(share=_WORKING_SHARE, size=_WORKING_BYTES)
+        self._computes, moves = self._work.look(share=_WORKING_SHARE, size=_WORKING_BYTES)
         if not self._limits.counts_work and (self._record.reads or self._progress.place in _ON_DEVICE):
             self._computes = moves = False
         works = moves or (self._computes and self._silence() < self._patience_with_computing)
@@ -207,32 +205,32 @@ class Watchdog:
             self._worked = time.monotonic()
         return works
 
-    # -- when it does not go on ------------------------------------------------------------------
+    # -- without progress ------------------------------------------------------------------------
 
     def _inquire(self, timeout: float, works: bool) -> None:
-        """Report, hear the others, and decide."""
+        """Report, read the others' reports, and decide."""
         asked = self._seen_until
         report = self._report(timeout, works)
         text = readable(report)
-        laid = [shelf.directory for shelf in self._shelves if shelf.lay(report, text)]
+        written = [one.directory for one in self._directories if one.write(report, text)]
         reports = self._gather(report, asked, timeout)
-        explanation = explain(reports) if laid or report.world_size == 1 else explain_alone(report)
+        explanation = explain(reports) if written or report.world_size == 1 else explain_alone(report)
         self._seen_until = time.time()
         if explanation.goes_on:
             self._excused = time.monotonic()
             quiet = [rank for rank in reports if rank not in explanation.goes_on]
             if quiet and report.rank == min(quiet):
-                get_logger().warning(f"{_since(reports)}: {explanation.sentence}; this is waited for")
+                get_logger().warning(f"{_since(reports)}: {explanation.sentence}; the job waits for this")
             return
         if self._limits.ends:
             decide_end()
-            # The others decide at about the same time, and then take the end of this process for what it is.
+            # Wait until the others have decided too: the end of this process must not look like the cause.
             last = max(one.written for one in reports.values()) + self._patience(timeout) + 2 * self._tick
             time.sleep(min(max(last - time.time(), 0.0), _GATHERING_MOST))
         if report.rank == min(reports):
-            self._tell(f"{_since(reports)}: {explanation.sentence}", explanation, laid)
+            self._print(f"{_since(reports)}: {explanation.sentence}", explanation, written)
         elif self._limits.ends:
-            time.sleep(self._tick)  # who tells is not to find this rank gone before it has
+            time.sleep(self._tick)  # the rank that prints the sentence must not lose this one first
         if self._limits.ends:
             self._drop_copies(reports)
             self._end()
@@ -257,26 +255,26 @@ class Watchdog:
         return replace(report, peers=self.peers.states(self._who.rank), killed_for_memory=killed)
 
     def report_failure(self, error: Exception, *, lost: bool, at_end: bool) -> None:
-        """Lay down what this rank was at when an error ended it, for ``ppfleetx hang-report``.
+        """Write what this rank was doing when an error ended it, for ``ppfleetx hang-report``.
 
         Args:
             lost: the error says that another rank has ended.
-            at_end: only when the process ends: a launcher may end it any moment, and it should have told its
-                error first.
+            at_end: only write when the process ends, because a launcher may end it any moment and it should
+                print its error first.
         """
         if self._who.world_size == 1 or is_end_decided():
             return
-        self._shelves[0].open()
+        self._directories[0].open()
         if at_end:
-            atexit.register(self._lay_failure, error, lost)
+            atexit.register(self._write_failure, error, lost)
         else:
-            self._lay_failure(error, lost)
+            self._write_failure(error, lost)
 
-    def _lay_failure(self, error: Exception, lost: bool) -> None:
-        shelf = self._shelves[0]
-        earlier = shelf.reports(time.time() - _SAME_END_SECONDS)
+    def _write_failure(self, error: Exception, lost: bool) -> None:
+        one = self._directories[0]
+        earlier = one.reports(time.time() - _SAME_END_SECONDS)
         if lost and any(report.asks for report in earlier.values()):
-            return  # the others have ended because of a hang, and this is what follows from it
+            return  # a consequence: the others have ended because of a hang
         report = take(
             self._who,
             self._progress,
@@ -287,16 +285,16 @@ class Watchdog:
             failed=error,
             lost=lost,
         )
-        if shelf.lay(self._with_peers(report), readable(report)):
-            shelf.say(explain(latest(shelf.reports(self._began))).sentence)
+        if one.write(self._with_peers(report), readable(report)):
+            one.write_summary(explain(latest(one.reports(self._began))).sentence)
 
     def _gather(self, own: Report, since: float, timeout: float) -> dict[int, Report]:
-        """The ranks' reports: all of them, or those that came in time."""
+        """The reports of all ranks, or those written in time."""
         deadline = time.monotonic() + self._patience(timeout)
         while True:
             reports = {own.rank: own}
-            for shelf in self._shelves:
-                for rank, report in shelf.reports(since).items():
+            for one in self._directories:
+                for rank, report in one.reports(since).items():
                     if report.world_size == own.world_size and rank not in reports:
                         reports[rank] = report
             if len(reports) == own.world_size or time.monotonic() >= deadline:
@@ -304,21 +302,21 @@ class Watchdog:
             time.sleep(self._tick / 2)
 
     def _patience(self, timeout: float) -> float:
-        """Seconds that the reports of the other ranks are waited for."""
+        """How many seconds to wait for the reports of the other ranks."""
         return min(max(_GATHERING * timeout, _GATHERING_LEAST), _GATHERING_MOST) + 2 * self._tick
 
-    def _tell(self, text: str, explanation: Explanation, laid: Sequence[Path]) -> None:
-        where = f"the ranks' reports are in {laid[0]}" if laid else "no report could be written"
+    def _print(self, text: str, explanation: Explanation, written: Sequence[Path]) -> None:
+        where = f"the ranks' reports are in {written[0]}" if written else "no report could be written"
         print(f"error: {text}; {where}", file=sys.stderr, flush=True)
-        for shelf in self._shelves:
-            shelf.say(explanation.sentence)
+        for one in self._directories:
+            one.write_summary(explanation.sentence)
 
     def _drop_copies(self, reports: Mapping[int, Report]) -> None:
-        """Those on the local disk have served when the run's own directory has all of them."""
-        first, *others = self._shelves
+        """Delete the copies on the local disk if the run's own directory has all reports."""
+        first, *others = self._directories
         if set(reports) <= set(first.reports(self._began)):
-            for shelf in others:
-                shelf.clear()
+            for one in others:
+                one.clear()
 
 
 def _since(reports: Mapping[int, Report]) -> str:
@@ -326,7 +324,7 @@ def _since(reports: Mapping[int, Report]) -> str:
 
 
 def readable(report: Report) -> str:
-    """A report for people: what it says, the last calls, and the stacks of all threads."""
+    """A report as text: its facts, the last calls, and the stacks of all threads."""
     lines = [
         f"rank {report.rank} of {report.world_size}, process {report.pid} on {report.host}",
         f"step {report.step}, {report.place} for {report.place_seconds:.1f} s, no progress for "
@@ -353,8 +351,8 @@ def _faulthandler_dump() -> str:
 
 
 def _beside(directory: Path) -> list[Path]:
-    """Where the ranks of one machine find each other's reports when ``directory`` is on a dead or full disk:
-    on its local disk, and in its memory."""
+    """Where the ranks of one machine find each other's reports if ``directory`` is on a dead or full disk: on
+    the local disk and in memory."""
     job = json.dumps([str(directory), os.environ.get("PADDLE_MASTER", ""), os.getuid()])
     name = f"ppfleetx_hang_{blake2b(job.encode(), digest_size=6).hexdigest()}"
     local = Path(tempfile.gettempdir())
@@ -370,7 +368,7 @@ def current() -> Watchdog | None:
 
 
 def begin(who: Identity, limits: Limits, directory: Path, *, end: Callable[[], None]) -> Watchdog | None:
-    """Watch this process from now on, in the place of an earlier watchdog; None: it is switched off."""
+    """Watch this process instead of an earlier watchdog; None: the watch is switched off."""
     global _current
     finish()
     PROGRESS.begin()
@@ -389,6 +387,6 @@ def finish() -> None:
 
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
-    """The job's processes, as :meth:`Peers.own` of each rank."""
+    """Note the job's processes: :meth:`Peers.own` of each rank."""
     if _current is not None:
         _current.peers.processes = {rank: tuple(one) for rank, one in processes.items()}

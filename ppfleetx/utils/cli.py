@@ -1,8 +1,7 @@
-"""What every tool's command line shares: ``-c``, ``-o``, and how errors end."""
+"""How every program ends: its errors as one message and an exit code."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
@@ -13,12 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError, UserError
 from ppfleetx.utils.installed import not_installed
-from ppfleetx.utils.orphans import end_with_launcher
 from ppfleetx.utils.peers import end_with_peers, ended_peer_in, is_end_decided
+from ppfleetx.utils.processes import end_with_launcher
 
 EXIT_USER_ERROR = 2
 EXIT_PEER_LOST = 3
@@ -29,77 +27,24 @@ EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141  # what a shell reports of a program that SIGPIPE has ended
 
 _OF_LAUNCHER = "PADDLE_TRAINER_ID"
-# The launcher looks at its ranks every second or two, shows the log of the first it finds ended and then
-# ends the others. It should find the one that failed, not those that ended because of it.
+# The launcher checks its ranks every second or two, shows the log of the first one that has ended and then
+# ends the others. It should find the rank that failed, not those that ended because of it.
 _LAUNCHER_LOOKS_SECONDS = 5.0
-# So long after the loss of another process this one may go on with what is no communication.
+# How long this process may go on without communication after another one was lost.
 _GRACE_SECONDS = 20.0
 
 
-class WithPlugins(argparse.Action):
-    """Stores what it is given, and imports the plugins that the command line or the environment names."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        from ppfleetx.utils.plugins import import_named_plugins
-
-        if self.dest == "plugin":
-            import_named_plugins([values])
-            values = [*getattr(namespace, self.dest), values]
-        else:
-            import_named_plugins()
-        setattr(namespace, self.dest, values)
-
-
-def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add ``-c FILE``, any number of ``-o Section.key=value``, and any number of ``--plugin MODULE``."""
-    parser.add_argument(
-        "-c",
-        "--config",
-        required=required,
-        action=WithPlugins,
-        metavar="FILE",
-        help="YAML configuration, a directory with a config.yaml, or a name that `ppfleetx configs` lists",
-    )
-    parser.add_argument(
-        "-o",
-        "--override",
-        action="append",
-        default=[],
-        metavar="Section.key=value",
-        help="replace one value of the configuration; may be given many times",
-    )
-    add_plugin_argument(parser)
-
-
-def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
-    """Add any number of ``--plugin MODULE``; the modules are imported as the command line is read."""
-    parser.add_argument(
-        "--plugin",
-        action=WithPlugins,
-        default=[],
-        metavar="MODULE",
-        help="import a Python module of yours that registers callbacks, optimizers, layers, ...; may be "
-        "given many times (PPFLEETX_PLUGINS=module,module does the same)",
-    )
-
-
 def run_tool(main: Callable[[], int | None]) -> None:
-    """Run a tool's ``main`` and end the process with its exit code.
+    """Run a program's ``main`` and end the process with its exit code.
 
-    A :class:`UserError`, or a library that is not installed, is printed as one message and ends with code 2,
-    no memory left with code 5, an error of the card with code 6, the end of another process of the job with
-    code 3, also where Paddle has wrapped it into an error of its own. When the reader of
-    standard output has gone (``| head -1``), nobody wants the rest: the tool ends without a word, with code
-    141. Anything else is a defect of the program and keeps its traceback.
-    SIGTERM and SIGHUP end the process with a sentence, once what is under way has cleaned up behind itself,
-    unless the tool has its own way, as training has with SIGTERM.
-    Characters that the encoding of standard output lacks are written as escapes.
+    A :class:`UserError`, or a library that is not installed, prints one message and ends with code 2; memory
+    that has run out ends with 5, an error of the card with 6, the end of another process of the job with 3,
+    also where Paddle has wrapped it in an error of its own. When the reader of standard output has gone
+    (``| head -1``) the program ends silently with 141. Anything else is a defect and keeps its traceback.
+
+    SIGTERM and SIGHUP end the process with a sentence after it has cleaned up, unless the program handles
+    them itself, as training handles SIGTERM. Characters that the encoding of standard output lacks are
+    written as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -137,18 +82,18 @@ def _call(main: Callable[[], int | None]) -> int | None:
 
 
 class _SignalCameError(BaseException):
-    """A signal is to end this process: whoever has something to clean up does so as this passes."""
+    """A signal ends this process; ``finally`` blocks clean up as this passes."""
 
 
-_came: list[int] = []  # the signal
+_received: list[int] = []  # the signal
 
 
 def _unwind_at_signals() -> None:
     """Make SIGTERM and SIGHUP clean up (temporary directories) and print a sentence before they end this
-    process, as they would have ended it (a shell shows exit codes 143 and 129). A second one ends it at once.
+    process (a shell shows exit codes 143 and 129). A second one ends it at once.
 
-    Nothing is changed in the ranks of a job. They may wait for others in C++ code, where no Python handler
-    runs, and the launcher says why it ends them.
+    Ranks of a job are left alone: they may wait for others in C++ code, where no Python handler runs, and the
+    launcher says why it ends them.
     """
     own, handled = os.getpid(), (signal.SIGTERM, signal.SIGHUP)
 
@@ -158,7 +103,7 @@ def _unwind_at_signals() -> None:
                 signal.signal(one, signal.SIG_DFL)
         if os.getpid() != own:  # forked from it
             os.kill(os.getpid(), number)
-        _came.append(number)
+        _received.append(number)
         raise _SignalCameError
 
     if threading.current_thread() is threading.main_thread() and _OF_LAUNCHER not in os.environ:
@@ -168,24 +113,24 @@ def _unwind_at_signals() -> None:
 
 
 def _end_by_signal() -> None:
-    """Where a signal has come, end by it: whatever has become of the exception on its way through C++."""
-    if not _came:
+    """End by the signal that was received, even if its exception was lost on its way through C++."""
+    if not _received:
         return
-    name = signal.Signals(_came[0]).name
+    name = signal.Signals(_received[0]).name
     with contextlib.suppress(OSError):  # the terminal may be gone
         print(f"ended by {name}; there was nothing to save", file=sys.stderr, flush=True)
-    signal.signal(_came[0], signal.SIG_DFL)
-    os.kill(os.getpid(), _came[0])
+    signal.signal(_received[0], signal.SIG_DFL)
+    os.kill(os.getpid(), _received[0])
 
 
 def _keep_exit_code() -> None:
-    """This rank ends anyway: a launcher that ends it a moment sooner must not change the exit code."""
+    """This rank ends anyway: a launcher that ends it a moment earlier must not change the exit code."""
     if _OF_LAUNCHER in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _exit_code_of(error: Exception) -> int | None:
-    """Say what has to be said of an error that is no defect of this program; None: it is one."""
+    """Report an error that is no defect of this program, and give its exit code; None: it is a defect."""
     ended = ended_peer_in(error)
     if ended is not None and is_end_decided():
         time.sleep(_GRACE_SECONDS)  # the thread that has decided ends the process, and has said why
@@ -197,7 +142,7 @@ def _exit_code_of(error: Exception) -> int | None:
         return EXIT_PEER_LOST
     if isinstance(error, OutOfMemoryError | DeviceError):
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.last_value = error  # what the other processes of the job are told as this one's end
+        sys.last_value = error  # reported to the other processes of the job as the reason for this one's end
         _keep_exit_code()
         return EXIT_NO_MEMORY if isinstance(error, OutOfMemoryError) else EXIT_DEVICE
     if isinstance(error, BrokenPipeError) and _reader_has_gone():
@@ -207,23 +152,23 @@ def _exit_code_of(error: Exception) -> int | None:
 
 
 def _wait_for_the_launcher() -> None:
-    """Let it find the rank that failed; when it has, it ends this one, which keeps its exit code."""
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    """Give it time to find the rank that failed; it then ends this one, which keeps its exit code."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     deadline = time.monotonic() + _LAUNCHER_LOOKS_SECONDS
-    while not told and time.monotonic() < deadline:
+    while not asked and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def _reader_has_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    """Whether standard output is a pipe without a reader."""
     poll = select.poll()
     poll.register(sys.stdout, 0)  # errors are reported unasked
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _discard_output() -> None:
-    """Let what is still buffered go nowhere, or Python complains when it flushes it at its end."""
+    """Discard what is still buffered, or Python complains when it flushes it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

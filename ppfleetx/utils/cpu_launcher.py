@@ -3,19 +3,19 @@
     python -m ppfleetx.utils.cpu_launcher
 
 writes one file, ``ppfleetx_cpu_launcher.pth``, into the site-packages of this Python environment. ``make``
-does this for its own ``.venv``. To undo it, delete the file.
+does so for its own ``.venv``. To undo it, delete the file.
 
-What it changes, and only in a process that is started as ``python -m paddle.distributed.launch``:
+It changes the following in processes started as ``python -m paddle.distributed.launch``, and nothing else:
 
-- ``--devices 0,1`` works without a GPU. Paddle looks these numbers up among the GPUs that it finds, and ends
-  with ``ValueError: substring not found`` where there is none. If ``CUDA_VISIBLE_DEVICES`` lists the numbers,
-  Paddle starts one process for each. So the variable is set to what ``--devices`` says.
-- The launcher does not wait for ever, and its exit code says what happened (``launcher_watch.py``).
+- ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs, and ends with
+  ``ValueError: substring not found`` if there is none. If ``CUDA_VISIBLE_DEVICES`` lists the numbers, Paddle
+  starts one process for each, so the variable is set to the value of ``--devices``.
+- The launcher never waits without limit, and its exit code says what happened (``launcher_watch.py``).
 
 Why a ``.pth`` file: Python runs the ``import`` lines of such files when it starts, in every process of the
-environment. That is the only place before Paddle's launcher that a project can reach without a command of its
-own, and a command line with ``paddle.distributed.launch`` should run unchanged on every machine. In all other
-processes the line compares one word and does nothing.
+environment. A project has no other way to run before Paddle's launcher without a command of its own, and
+commands with ``paddle.distributed.launch`` should run unchanged on every machine. In all other processes the
+line only compares one word.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pathlib import Path
 
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.launcher_watch import watch_launcher
-from ppfleetx.utils.orphans import LAUNCHER_VARIABLE
+from ppfleetx.utils.processes import LAUNCHER_VARIABLE
 
 LAUNCHER = "paddle.distributed.launch"
 HOOK = "ppfleetx_cpu_launcher.pth"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Only a line that begins with `import` is run. An environment that lost ppfleetx must still start.
+# Only lines that begin with `import` are run. An environment that has lost ppfleetx must still start.
 _LINE = (
     f"import sys; '{LAUNCHER}' in sys.orig_argv and __import__('importlib.util', fromlist=['util'])"
     ".find_spec('ppfleetx') and __import__('ppfleetx.utils.cpu_launcher', fromlist=['x']).apply()\n"
@@ -44,14 +44,14 @@ _prepared: set[int] = set()
 
 
 def apply() -> None:
-    """Prepare this process if it is the launcher, once: Python may meet the line twice (lib and lib64)."""
+    """Prepare this process if it is the launcher. Python may run the line twice (lib and lib64)."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Prepare this process, once, for being the launcher that was given these options."""
+    """Prepare this process, once, to be the launcher with these options."""
     if os.getpid() in _prepared:
         return
     _prepared.add(os.getpid())
@@ -62,7 +62,7 @@ def prepare(options: Sequence[str]) -> None:
 
 
 def launcher_options(argv: Sequence[str]) -> list[str] | None:
-    """What follows ``-m paddle.distributed.launch``; None where that is not what Python was told to run."""
+    """The arguments after ``-m paddle.distributed.launch``; None if Python runs something else."""
     words = iter(range(1, len(argv)))
     for place in words:
         if argv[place] == "-m":
@@ -75,8 +75,7 @@ def launcher_options(argv: Sequence[str]) -> list[str] | None:
 
 
 def name_devices(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Let as many devices be visible as a launcher's command line needs; a variable of the user's stays where
-    it has them."""
+    """Make as many devices visible as the command line needs; the user's variable stays if it is enough."""
     if LAUNCHER not in argv:
         return
     options = list(argv[argv.index(LAUNCHER) + 1 :])
@@ -95,11 +94,11 @@ def name_devices(argv: Sequence[str], environ: MutableMapping[str, str]) -> None
 
 
 def install(site_packages: Path | None = None) -> Path:
-    """Write the line into ``site_packages`` (default: this environment's); gives the file."""
+    """Write the file into ``site_packages`` (default: this environment's); returns its path."""
     path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
     path.write_text(_LINE, encoding="utf-8")
     return path
 
 
 if __name__ == "__main__":
-    print(f"wrote {install()}: Paddle's launcher takes --devices without a GPU build, and its waits end")
+    print(f"wrote {install()}: Paddle's launcher accepts --devices without a GPU, and its waits end")

@@ -1,15 +1,9 @@
-"""Files that somebody else wrote: opened only where they are files, read only as far as is sensible.
-
-What should be a file may be a directory, a pipe that nobody writes to, or a device without an end; JSON may
-be gigabytes of brackets. What is read through here takes bounded time and memory; errors name the file.
-"""
+"""Reading files that a user or another program wrote: failures are one sentence that names the file."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,24 +13,15 @@ from typing import Any, BinaryIO
 from ppfleetx.config.errors import CheckpointError, UserError, shown
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
-MAX_JSON_VALUES = 2_500_000  # with the bytes above, less than 1 GB of Python's objects
-MAX_JSON_DEPTH = 64
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_KINDS = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISCHR: "a device"}
 
 
 @contextmanager
 def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterator[BinaryIO]:
-    """Open a file to read bytes of it; failing to open or to read it, also within the block, is an ``error``.
+    """Open a file for reading bytes.
 
     Raises:
-        error: there is no such file, it is a directory, a pipe or a device, or it cannot be read.
+        error: it does not exist, is no file, or cannot be opened, or read within the block.
     """
     file_status(path, error)
     try:
@@ -50,28 +35,23 @@ def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> o
     """Size and more of a file.
 
     Raises:
-        error: there is no such file, or it is a directory, a pipe or a device.
+        error: it does not exist, or is a directory, a pipe (which may have no writer) or a device.
     """
-    if "\0" in str(path):
-        raise error(f"{str(path)!r} is not the name of a file")
     try:
-        status = os.stat(path)  # noqa: PTH116 - a Path would refuse the same names otherwise
-    except OSError as reason:
-        raise error(f"{path} cannot be read: {reason.strerror or reason}") from reason
-    kind = stat.S_IFMT(status.st_mode)
-    if kind != stat.S_IFREG:
-        raise error(f"{path} is {_KINDS.get(kind, 'something else')}, not a file")
+        status = Path(path).stat()
+    except (OSError, ValueError) as reason:
+        raise error(f"{path} cannot be read: {getattr(reason, 'strerror', None) or reason}") from reason
+    for is_kind, kind in _KINDS.items():
+        if is_kind(status.st_mode):
+            raise error(f"{path} is {kind}, not a file")
     return status
 
 
 @contextmanager
 def os_errors(error: type[UserError]) -> Iterator[None]:
-    """What the operating system refuses within the block (or the decorated function) is an ``error``.
+    """Turn an OSError within the block (or the decorated function) into ``error``, which names the file.
 
-    For work with many files of a user's, where each may be unreadable, or a name too long.
-
-    Raises:
-        UserError: ``error``, with the name of the file and the reason.
+    For work with many files of a user, each of which may be unreadable.
     """
     try:
         yield
@@ -80,11 +60,11 @@ def os_errors(error: type[UserError]) -> Iterator[None]:
 
 
 def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = CheckpointError) -> bytes:
-    """All of a file. Raises ``error`` as :func:`opened` does, and for a file of more than ``max_bytes``."""
+    """The content of a file. Raises ``error`` like :func:`opened`, and for more than ``max_bytes``."""
     with opened(path, error) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise error(f"{path} has more than {max_bytes} bytes, too many for what it should be")
+        raise error(f"{path} has more than {max_bytes} bytes, more than such a file has")
     return content
 
 
@@ -95,82 +75,37 @@ def read_json(
     return parse_json(read_bounded(path, max_bytes, error), str(path), error)
 
 
-def parse_json(
-    content: bytes,
-    place: str,
-    error: type[UserError] = CheckpointError,
-    *,
-    max_values: int = MAX_JSON_VALUES,
-    max_depth: int = MAX_JSON_DEPTH,
-) -> dict[str, Any]:
-    """The object that bytes of JSON hold.
+def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointError) -> dict[str, Any]:
+    """The object in JSON text.
 
     Args:
-        content: the bytes, UTF-8.
-        place: what messages call it, the file's name.
+        content: UTF-8.
+        place: the file's name, for messages.
         error: what to raise.
-        max_values, max_depth: most values in it, nested ones included, and most levels of nesting.
 
     Raises:
-        error: it is not JSON (Python's NaN and infinities are not), not an object, has a key twice in one
-            object, or has more values or nesting than a file of this project has reason to.
+        error: it is not JSON (nor are NaN and infinities), or no object, or has a key twice.
     """
-    # Each value but the first of its list or object follows a comma.
-    if content.count(b",") + content.count(b"[") + content.count(b"{") > max_values:
-        raise error(f"{place} holds more than {max_values} values, too many for what it should be")
     try:
         text = content.decode("utf-8")
-        value = json.loads(
-            text,
-            object_pairs_hook=_without_duplicates,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-        )
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:
         raise error(f"{place} is nested too deeply") from None
     except ValueError as reason:
-        raise error(f"{place} is not sound JSON: {reason}") from reason
+        raise error(f"{place} is not valid JSON: {reason}") from reason
     if not isinstance(value, dict):
         raise error(f"{place} holds no JSON object at its top")
-    if not _is_shallow(value, max_depth):
-        raise error(f"{place} is nested more than {max_depth} levels deep")
-    if b"\\u" in content and _SURROGATE.search(content):  # half of a character cannot be written anywhere
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise error(f"{place} holds a lone surrogate, which is not text") from None
     return value
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        names = [key for key, _ in pairs]
+        twice = next(key for key in made if names.count(key) > 1)
         raise ValueError(f"the key {shown(twice)} is there twice")
     return made
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a value of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {shown(text)} is too large")
-    return value
-
-
-def _is_shallow(value: Any, depth: int) -> bool:
-    level = [value]
-    for _ in range(depth):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return True
-    return False

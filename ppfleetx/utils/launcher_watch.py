@@ -1,10 +1,10 @@
-"""Bounds and exit codes for Paddle's launcher, from a thread and an exit handler in its process.
+"""Time limits and exit codes for Paddle's launcher, by a thread and an exit handler in its process.
 
-The launcher of Paddle 3.3.1 lets its nodes meet at ``--master`` and waits there for ever: for a node that
-does not come, for an address that nobody answers at, and for a port that another program holds. And it ends
-with the bare number of a signal: 2 after Ctrl-C, which is also ppfleetx's code for a mistake.
+The launcher of Paddle 3.3.1 lets its nodes meet at ``--master`` and waits there without limit: for a node
+that does not come, at an address where nobody answers, and at a port that another program holds. It ends with
+the bare number of a signal: 2 after Ctrl-C, which is also ppfleetx's code for a user's mistake.
 
-Nothing of Paddle is replaced. ``cpu_launcher.py`` starts this where it is installed.
+Nothing in Paddle is replaced. ``cpu_launcher.py`` starts this.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from typing import Any, NoReturn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import EXIT_DEVICE, EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
-from ppfleetx.utils.start import START_VARIABLE, start_timeout
+from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-_SAY_AFTER_SECONDS = 10.0  # a wait this long is said
-_FOREIGN_SECONDS = 60.0  # that another program may answer, until it is believed to stay
+_SAY_AFTER_SECONDS = 10.0  # after this the wait is reported
+_FOREIGN_SECONDS = 60.0  # after this another program that answers is not expected to go
 _CAUSES = (
     EXIT_HUNG,
     EXIT_NO_MEMORY,
     EXIT_DEVICE,
-)  # which rank ends so is chance, and who follows it ends otherwise
+)  # the others may end with other codes because of it
 _SIGNALLED = 128  # a shell's code for a program that signal n has ended is 128 + n
 
 
 def watch_launcher(argv: Sequence[str]) -> None:
-    """Watch over the launcher in this process, whose command line is ``argv``."""
+    """Watch the launcher in this process, whose command line is ``argv``."""
     master = os.environ.get("PADDLE_MASTER") or _option(argv, "--master")
     if master is not None and not re.fullmatch(r"(etcd://)?[^:/]+:\d+", master):
         rule = "not HOST:PORT, an address of the first node and a free port of it"
@@ -66,7 +66,7 @@ def _option(argv: Sequence[str], name: str) -> str | None:
 
 
 def _controller() -> Any:
-    """The launcher's controller: what has taken over its signals. None where there is none (yet)."""
+    """The launcher's controller, which handles its signals; None if there is none (yet)."""
     controller = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
 
@@ -75,8 +75,8 @@ def _controller() -> Any:
 
 
 def _end_with_conventional_code() -> None:
-    """At the launcher's exit: 0 when its ranks did what a signal asked them to, else 128 + signal; what a
-    rank says of all of them (a hang, no memory, a broken card), whichever that is."""
+    """The launcher's exit code: 0 if its ranks ended well after a signal, else 128 + signal; after a failure
+    the code that explains it (a hang, no memory, a broken card), whichever rank has it."""
     controller = _controller()
     if controller is None:
         return
@@ -86,34 +86,33 @@ def _end_with_conventional_code() -> None:
         code = 0 if codes and not any(codes) and None not in codes else _SIGNALLED + number
     else:
         failed = next((code for code in codes if code), 0)
-        told = _telling(codes)
-        if told == failed >= 0:
+        telling = _most_telling(codes)
+        if telling == failed >= 0:
             return  # the launcher's own choice
-        code = told if told >= 0 else _SIGNALLED - told
+        code = telling if telling >= 0 else _SIGNALLED - telling
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
 
 
-def _telling(codes: Sequence[int | None]) -> int:
-    """Of the ranks' exit codes the one that says most: not that of a rank that the launcher has ended."""
+def _most_telling(codes: Sequence[int | None]) -> int:
+    """The rank's exit code that explains the failure: not that of a rank that the launcher has ended."""
     failed = [code for code in codes if code]
-    told = [code for code in failed if code in _CAUSES] or [
-        code for code in failed if code != -signal.SIGTERM
-    ]
-    return (told or failed or [0])[0]
+    causes = [code for code in failed if code in _CAUSES]
+    own = [code for code in failed if code != -signal.SIGTERM]
+    return (causes or own or failed or [0])[0]
 
 
 # -- the nodes' meeting -----------------------------------------------------------------------
 
 
 def _watch_meeting(limit: float) -> None:
-    """Until the launcher starts its ranks; end it when that cannot be, or takes too long."""
+    """Watch until the launcher starts its ranks; end it if it cannot, or takes too long."""
     begin = time.monotonic()
     while (controller := _controller()) is None:
         if time.monotonic() - begin > limit:
-            return  # it is a launcher of another kind
+            return  # it is another kind of launcher
         time.sleep(_LOOK_SECONDS)
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
@@ -129,17 +128,17 @@ def _watch_meeting(limit: float) -> None:
         if moment == limit or (is_foreign and moment >= _FOREIGN_SECONDS):
             _end(EXIT_PEER_LOST, f"after {moment:g} s {state}. {START_VARIABLE} sets the limit of the wait")
         if moment == _SAY_AFTER_SECONDS:
-            print(f"for {limit:g} s at most this launcher waits: {state}", file=sys.stderr, flush=True)
+            print(f"this launcher waits for {limit:g} s at most: {state}", file=sys.stderr, flush=True)
 
 
 def _is_meeting(controller: Any) -> bool:
-    """Whether this launcher waits for others: it has several nodes and has not started its ranks."""
+    """Whether this launcher waits for other nodes, and has not started its ranks."""
     of_http = type(controller.master).__name__ == "HTTPMaster"
     return of_http and controller.job.replicas > 1 and controller.ctx.status.current() is None
 
 
 class _Meeting:
-    """What is known of the place where a launcher's nodes meet."""
+    """The place where the nodes of a launcher meet."""
 
     def __init__(self, controller: Any) -> None:
         self._controller, self._nodes = controller, controller.job.replicas
@@ -148,7 +147,7 @@ class _Meeting:
         self._port, self._where = int(port or 0), address
 
     def examine_port(self) -> None:
-        """End the launcher at once when it is to open the port and another program holds it."""
+        """End the launcher at once if it has to open the port and another program holds it."""
         if self._port and self._host in ("127.0.0.1", self._controller.ctx.node.ip):
             problem = self._problem_of_port()
             if problem and self._controller.master.server is None and _is_meeting(self._controller):
@@ -181,7 +180,7 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """What the launcher waits for and what to do about it; whether another program answers instead."""
+        """What the launcher waits for, with advice; and whether another program answers instead."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
@@ -192,22 +191,20 @@ class _Meeting:
         came = sorted(entry.get("candidate", "?").partition(":")[0] for entry in entries)
         return (
             f"{len(came)} of {self._nodes} nodes have come to {self._where} ({', '.join(came)}). All need "
-            "the same --master, --nnodes and --job_id, and no other job may use them"
+            "the same --master, --nnodes and --job_id, which no other job may use"
         ), False
 
     def _advice(self) -> str:
         own = self._controller.ctx.node.ip
         if self._host not in ("127.0.0.1", own) and _is_local(self._host):
             return (
-                f"It is an address of this machine, but its launcher takes its own to be {own} and leaves "
-                f"it to another to answer: give --host {self._host}"
+                f"It is an address of this machine, but its launcher uses {own} and expects another machine "
+                f"to answer: give --host {self._host}"
             )
-        return (
-            "Is the launcher of the first node started, is the address right, does a firewall let it through?"
-        )
+        return "Is the first node's launcher started, is the address right, does a firewall block it?"
 
     def _entries(self) -> list[dict[str, Any]]:
-        """What the nodes that have come tell of themselves.
+        """The entries of the nodes that have come.
 
         Raises:
             OSError: nobody answers.

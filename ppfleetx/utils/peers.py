@@ -1,11 +1,12 @@
-"""How a program learns that another process of the job has ended, and ends too.
+"""The other processes of the job: how long to wait for them at the start, and how to end when one is lost.
 
-What talks to other processes reports here; ``utils/cli.py``, which does not know it, ends the program.
+Whatever communicates with other processes reports a loss here, and ``utils/cli.py`` ends the program.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -13,9 +14,43 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ppfleetx.config.errors import PeerEndedError
+from ppfleetx.config.errors import ConfigError, PeerEndedError
 
 Ended = TypeVar("Ended", bound=PeerEndedError)
+
+
+START_VARIABLE = "PPFLEETX_START_TIMEOUT"
+_START_SECONDS = 600.0
+
+
+def start_timeout() -> float:
+    """How many seconds the nodes, and then the ranks, of a job wait for each other at the start
+    (``PPFLEETX_START_TIMEOUT``, default 600).
+
+    Raises:
+        ConfigError: the variable is not a positive number.
+    """
+    return seconds_in(START_VARIABLE, _START_SECONDS, least=1.0)
+
+
+def seconds_in(variable: str, default: float, *, least: float = 0.0) -> float:
+    """The seconds an environment variable sets; 0 is allowed where ``least`` is 0.
+
+    Raises:
+        ConfigError: it is no number, or less than ``least``.
+    """
+    text = os.environ.get(variable, "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = math.nan
+    if not least <= seconds < math.inf:
+        rule = f"not a number of seconds, {least:g} or more" + ("" if least else " (0: no limit)")
+        raise ConfigError(rule, key=variable, value=text, place="environment")
+    return seconds
+
+
+# -- the loss of another process --------------------------------------------------------
 
 
 @dataclass
@@ -31,21 +66,21 @@ _state = _State()
 
 
 def end_with_peers(grace: float, exit_code: int) -> None:
-    """From now on this process ends ``grace`` seconds after the loss of a peer, whatever it does then.
+    """Let this process end ``grace`` seconds after the loss of a peer, whatever it does then.
 
-    It should end by itself, with the error that its next communication raises; but it may compute for hours
+    Usually it ends earlier, with the error that its next communication raises; but it may compute for hours
     before it communicates again.
     """
     _state.grace, _state.exit_code = grace, exit_code
 
 
 def ends_this_process() -> bool:
-    """Whether this is a program of ours, which may end the process; in another's program it must not."""
+    """Whether this is our own program, which may end the process. In a user's program we must not."""
     return _state.grace is not None
 
 
 def decide_end() -> None:
-    """This process is about to be ended by a thread: what other threads find meanwhile is a consequence."""
+    """Note that a thread is about to end this process: errors of other threads are consequences."""
     _state.is_ending = _state.is_decided = True
 
 
@@ -55,7 +90,7 @@ def is_end_decided() -> bool:
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    """A peer is gone, and the job cannot go on; to be called once, from any thread.
+    """Note that a peer is gone and the job cannot continue. Called once, from any thread.
 
     Args:
         sentence: who is gone and why.
@@ -69,18 +104,18 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
 
 
 def note_raised(error: Ended) -> Ended:
-    """Remember an error that is about to be raised: Paddle may put another in its place."""
+    """Remember an error that is about to be raised: Paddle may replace it by another."""
     _state.raised = error
     return error
 
 
-_STORE_LOST = "TCP connection reset by peer"  # Paddle's words, of a ValueError
+_STORE_LOST = "TCP connection reset by peer"  # in a ValueError of Paddle
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """The end of a peer that is behind ``error``, if one is.
+    """The loss of a peer that caused ``error``; None if none did.
 
-    What is raised in the backward pass of a ``PyLayer`` leaves Paddle as an OSError that quotes it.
+    An error in the backward pass of a ``PyLayer`` leaves Paddle as an OSError that quotes it.
     """
     for one in _chain(error):
         if isinstance(one, PeerEndedError):
@@ -101,7 +136,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _end(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody may be left to read it
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
         text = f"error: {sentence}; this rank ended {_state.grace:g} s later, in something else"
         print(text, file=sys.stderr, flush=True)
     say_goodbye()

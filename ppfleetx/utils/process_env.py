@@ -1,9 +1,9 @@
 """CPU speed settings that must be in force before Paddle's first matrix product.
 
-Paddle's bundled MKL dispatches on the CPU's vendor and takes an SSE path on AMD; glibc's malloc gives
-large blocks back to the kernel after every operator, and the kernel zeroes them again. Both are set
-right here, from the CPU's own flags, never over a setting the user made. ``PPFLEETX_TUNE_CPU=0``
-switches all of it off. Measured effects: ``docs/numerics.md``.
+Paddle's MKL dispatches on the CPU's vendor and uses SSE on AMD; glibc's malloc returns large blocks to the
+kernel after every operator, and the kernel zeroes them again. Both are corrected here, from the CPU's flags,
+unless the user has set them. ``PPFLEETX_TUNE_CPU=0`` switches all of it off. Measured effects:
+``docs/numerics.md``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
 from ppfleetx.utils.devices import refused_at_import
 from ppfleetx.utils.installed import not_installed
 from ppfleetx.utils.log import get_logger
-from ppfleetx.utils.orphans import end_with_launcher
+from ppfleetx.utils.machine import AVX512, available_cpus, flags_in, read_cpuinfo
+from ppfleetx.utils.processes import end_with_launcher
 
 SWITCH = "PPFLEETX_TUNE_CPU"
 
@@ -46,9 +46,9 @@ _TOO_LATE = (
 
 
 def mkl_cpu_type(cpuinfo: str) -> str | None:
-    """MKL code path for the CPU described by ``/proc/cpuinfo``: "7" AVX-512, "5" AVX2, None to leave it.
+    """The MKL code path for a CPU in ``/proc/cpuinfo``: "7" AVX-512, "5" AVX2, None: MKL's choice.
 
-    Only AMD is touched: MKL chooses well on Intel by itself.
+    Only AMD needs it.
     """
     if "AuthenticAMD" not in cpuinfo:
         return None
@@ -59,27 +59,26 @@ def mkl_cpu_type(cpuinfo: str) -> str | None:
 
 
 def thread_count(environ: Mapping[str, str], num_cpus: int) -> int:
-    """Math threads for this process: the machine's CPUs shared among the ranks on this node."""
+    """Math threads of this process: the machine's CPUs divided by the ranks on this node."""
     ranks_here = int(environ.get("PADDLE_LOCAL_SIZE") or environ.get("PADDLE_TRAINERS_NUM") or 1)
     return max(1, num_cpus // max(1, ranks_here))
 
 
-# What the last call has done, and the variables it has set.
+# What the last call did, and the variables that it set.
 _said: str | None = None
 _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Apply the settings to this process, and let a rank end with its launcher; to be called before Paddle
-    is imported.
+    """Apply the settings to this process, and let a rank end with its launcher. Call before importing Paddle.
 
-    Once Paddle is there, only malloc can still be set: a warning then says so, the first time.
+    Afterwards only malloc can be set; the first such call logs a warning.
 
     Args:
-        device: "cpu" sets math threads and Paddle's own copying too; other devices keep Paddle's choice.
+        device: "cpu" sets math threads and Paddle's copying too; other devices keep Paddle's choice.
 
     Returns:
-        One line for the log that says what was set, kept or skipped.
+        One line for the log: what was set, kept or skipped.
     """
     global _said
     end_with_launcher()
@@ -90,7 +89,7 @@ def prepare_process(*, device: str = "cpu") -> str:
         if device == "cpu":
             done += [_set_threads(), _set_contiguous_copies()]
     elif _said is None:
-        # FLAGS_use_stride_kernel must not change any more: Paddle ends at the first strided tensor there is.
+        # FLAGS_use_stride_kernel must not change now: Paddle would end at the first strided tensor.
         done = [_set_malloc()]
         if device == "cpu":
             get_logger().warning(_TOO_LATE)
@@ -133,12 +132,12 @@ def _set_contiguous_copies() -> str:
 
 
 def _is_theirs(name: str) -> bool:
-    """Whether the user has set a variable, and not a call before this one."""
+    """Whether the user has set a variable, and not an earlier call."""
     return os.environ.get(name) not in (None, _ours.get(name))
 
 
 def _set(name: str, value: str) -> str:
-    """Set a variable that the user has not set; gives what to say of it."""
+    """Set a variable unless the user has; returns what to log about it."""
     if _is_theirs(name):
         return f"{name}={os.environ[name]} (yours)"
     os.environ[name] = _ours[name] = value
@@ -146,10 +145,10 @@ def _set(name: str, value: str) -> str:
 
 
 def _set_by_launcher(name: str) -> bool:
-    """Whether Paddle's launcher, not the user, put the variable into our environment.
+    """Whether Paddle's launcher, not the user, has set the variable.
 
-    The launcher imports Paddle, which sets OMP_NUM_THREADS=1 for itself and thus for its ranks. Its
-    environment as the user gave it is what the kernel recorded when it started.
+    The launcher imports Paddle, which sets OMP_NUM_THREADS=1 for itself and so for its ranks. The kernel
+    shows the environment with which the launcher was started.
     """
     if "PADDLE_LOCAL_SIZE" not in os.environ:
         return False
@@ -161,10 +160,10 @@ def _set_by_launcher(name: str) -> bool:
 
 
 def import_paddle() -> None:
-    """Import Paddle without the banner it prints whenever OMP_NUM_THREADS is not 1.
+    """Import Paddle, without the banner that it prints whenever OMP_NUM_THREADS is not 1.
 
-    The banner warns of data parallel ranks that share cores, which :func:`thread_count` has seen to.
-    Everything else Paddle prints while it loads is passed on. Where it is imported already, nothing happens.
+    The banner warns of ranks that share cores, which :func:`thread_count` prevents. Everything else that
+    Paddle prints while it loads is passed on. Nothing happens if it is imported already.
 
     Raises:
         NotInstalledError: there is no Paddle.
@@ -180,17 +179,14 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """A context for imports that may import Paddle, which is then imported as by :func:`import_paddle`.
-
-    Where Paddle is imported already, nothing is done.
-    """
+    """A context for imports that may import Paddle: it is then imported as by :func:`import_paddle`."""
     if "paddle" in sys.modules:
         yield
         return
     said, on_sigterm = io.StringIO(), signal.getsignal(signal.SIGTERM)
     try:
         with contextlib.redirect_stderr(said), warnings.catch_warnings(), _quick_imports(), _held_interrupt():
-            # Said on every machine without a compiler cache; we compile nothing.
+            # Printed on every machine without a compiler cache; we compile nothing.
             warnings.filterwarnings("ignore", message="No ccache found")
             yield
     except (ValueError, RuntimeError, OSError) as error:
@@ -202,15 +198,15 @@ def loading_paddle() -> Iterator[None]:
         for line in said.getvalue().splitlines():
             if not line.startswith(banner):
                 print(line, file=sys.stderr)
-    # Paddle's own C++ handler would print a stack trace: SIGTERM does again what it did before.
+    # Restore the handler of SIGTERM: Paddle's would print a C++ stack trace.
     if "paddle" in sys.modules and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
 
 
 @contextlib.contextmanager
 def _held_interrupt() -> Iterator[None]:
-    """A context at whose end the first Ctrl-C within it takes effect. In the middle of Paddle's own start it
-    would be an ``ImportError``. A second one takes effect at once."""
+    """A context in which the first Ctrl-C takes effect at the end: while Paddle starts it would become an
+    ``ImportError``. A second one takes effect at once."""
     before, came = signal.getsignal(signal.SIGINT), []
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -231,15 +227,14 @@ def _held_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quick_imports() -> Iterator[None]:
-    """A context in which Paddle is imported faster: in 1.7 seconds of a CPU instead of 2.2 (Xeon, 2.5 GHz).
+    """A context in which importing Paddle takes 1.7 seconds of a CPU instead of 2.2 (Xeon, 2.5 GHz).
 
-    Every command and every rank of a job imports Paddle first, so half a second is worth two tricks:
+    Every command and every rank imports Paddle first, so half a second is worth two tricks:
 
-    - Garbage collection is off meanwhile, and what was imported is never looked at by it again. Modules,
-      functions and classes are not garbage, but there are so many that looking costs time.
-    - ``httpx``, which Paddle imports, does not find its command line program, ``httpx._main``. It takes that
-      for not installed, and so does not import the libraries that draw on a terminal. Afterwards
-      ``httpx._main`` can be imported as usual.
+    - Garbage collection is off meanwhile, and never looks at what was imported: modules, functions and
+      classes are not garbage, but so many that examining them takes time.
+    - ``httpx``, which Paddle imports, does not find its command line program ``httpx._main`` and so does not
+      import the libraries that draw on a terminal. Afterwards ``httpx._main`` can be imported as usual.
     """
     collects, name = gc.isenabled(), "httpx._main"
     is_hidden = name not in sys.modules
@@ -257,16 +252,11 @@ def _quick_imports() -> Iterator[None]:
 
 
 def _undo_root_logging(stream: io.StringIO) -> None:
-    """Take back what Paddle has set up for all libraries' loggers while it wrote to ``stream``.
+    """Remove the handler that Paddle has given the root logger while it wrote to ``stream``.
 
-    What they say would be lost there. Without a handler Python prints warnings and errors.
+    Messages of other libraries would be lost there. Without a handler Python prints warnings and errors.
     """
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
             logging.root.removeHandler(handler)
             logging.root.setLevel(logging.WARNING)
-
-
-def available_cpus() -> int:
-    """CPUs this process may run on (its affinity, not the machine's total)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,29 +1,103 @@
-"""The processes below this one, and how they are made to end (Linux; elsewhere nothing is seen of them)."""
+"""Processes that end with others: a rank with its launcher, and everything below a supervisor.
+
+Nothing else would end a rank after a ``kill -9`` of its launcher. Linux only; elsewhere little of this has an
+effect.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
 
+LAUNCHER_VARIABLE = "PPFLEETX_LAUNCHER_PID"
+_OF_LAUNCHER = "PADDLE_RANK_IN_NODE"  # only the launcher sets it
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
+_LOOK_AT_PARENT_SECONDS = 1.0
+_SAVE_SECONDS = 60.0  # for a rank to finish its step and save
+
+_watched: set[int] = set()
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 _LOOK_SECONDS = 0.05
 _AFTER_KILL_SECONDS = 30.0
 
 
+# -- a rank and its launcher ------------------------------------------------------------
+
+
+def end_with_launcher() -> None:
+    """Let this process get SIGTERM when the launcher that started it is gone, and SIGKILL later.
+
+    A training run stops after its step and saves on SIGTERM. Nothing happens in a process that no launcher
+    started, or in a second call.
+    """
+    if _OF_LAUNCHER not in os.environ or os.getpid() in _watched:
+        return
+    _watched.add(os.getpid())
+    parent = os.getppid()
+    given = os.environ.get(LAUNCHER_VARIABLE, "")
+    launcher = int(given) if given.isdigit() else parent
+    if launcher == parent:  # there is no shell script between the two
+        end_child_with_parent()
+    threading.Thread(target=_watch, args=(launcher, launcher == parent), name="launcher", daemon=True).start()
+
+
+def end_child_with_parent() -> None:
+    """Let the kernel send this process SIGTERM when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+
+
+def _watch(launcher: int, is_parent: bool) -> None:
+    _wait_for_end(launcher, is_parent)
+    with contextlib.suppress(OSError, ValueError):
+        text = f"the launcher (process {launcher}) is gone: this rank stops as after SIGTERM"
+        print(text, file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_SAVE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_for_end(pid: int, is_parent: bool) -> None:
+    with contextlib.suppress(OSError, AttributeError), os.fdopen(os.pidfd_open(pid)) as process:
+        if not is_parent or os.getppid() == pid:  # and no other process has its number
+            end = select.poll()
+            end.register(process, select.POLLIN)
+            end.poll()
+        return
+    # It has ended already, or this system has no pidfd_open.
+    while os.getppid() == pid if is_parent else _exists(pid):
+        time.sleep(_LOOK_AT_PARENT_SECONDS)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+# -- the processes below this one -------------------------------------------------------
+
+
 def adopt_orphans() -> None:
-    """From now on processes below this one stay below it when those between end (PR_SET_CHILD_SUBREAPER)."""
+    """Let processes below this one stay below it when those between end (PR_SET_CHILD_SUBREAPER)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[int]:
-    """Processes that run below this one, those that have ended but are not waited for left out."""
+    """The running processes below this one, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -39,17 +113,17 @@ def descendants() -> list[int]:
 
 
 def end_descendants(grace: float) -> list[int]:
-    """Send SIGTERM to all processes below this one, SIGKILL to those that run ``grace`` seconds later.
+    """Send SIGTERM to all processes below this one, and SIGKILL to those that run ``grace`` seconds later.
 
     Returns:
-        Those that even then did not end: the kernel holds them.
+        Those that did not end even then: the kernel holds them.
     """
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _AFTER_KILL_SECONDS)):
-        told: set[int] = set()
+        signalled: set[int] = set()
         deadline = time.monotonic() + seconds
         while running := descendants():
-            _send(number, [pid for pid in running if pid not in told])
-            told.update(running)
+            _send(number, [pid for pid in running if pid not in signalled])
+            signalled.update(running)
             if time.monotonic() >= deadline:
                 break
             _reap()
@@ -67,7 +141,7 @@ def _send(number: signal.Signals, pids: Collection[int]) -> None:
 
 
 def _reap() -> None:
-    """Let go of adopted children that have ended."""
+    """Wait for adopted children that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,8 +1,7 @@
-"""A progress bar on terminals and in notebooks, and silence elsewhere."""
+"""A progress bar on terminals and in notebooks; nothing elsewhere."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -23,13 +22,13 @@ class _Drawing(Protocol):
 
 
 class ProgressBar:
-    """A bar: description, share, rate, time left, and a free text that changes.
+    """A bar with description, percentage, rate, time left, and a text that changes.
 
     Args:
-        description: the words in front.
-        total: the amount at which the bar is full; None where it is unknown.
+        description: the text in front.
+        total: the amount at which the bar is full; None: unknown.
         unit: what is counted, e.g. ``step`` or ``MB``.
-        show: "auto" draws on a terminal (the standard error) and in a notebook only.
+        show: "auto" draws only in a notebook, or if standard error is a terminal.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ProgressBar:
             self._drawing.stop()
 
     def advance(self, amount: float, text: str | None = None) -> None:
-        """Add ``amount``; ``text`` replaces the words at the end of the line."""
+        """Add ``amount``; ``text`` replaces the text at the end of the line."""
         if self._drawing is not None:
             self._drawing.advance(amount, text)
 
@@ -72,7 +71,7 @@ def track(
     unit: str,
     show: bool | Literal["auto"] = "auto",
 ) -> Iterator[ItemT]:
-    """The items, with a bar that counts those whose turn is over."""
+    """Iterate over the items, with a bar that counts those that are done."""
     with ProgressBar(description, total=total, unit=unit, show=show) as bar:
         for item in items:
             yield item
@@ -80,14 +79,14 @@ def track(
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, whose standard error is no terminal."""
+    """Whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and hasattr(shell, "kernel")
 
 
 class _NotebookLine:
-    """One line below the cell, drawn anew in its place."""
+    """One line below the cell, which is redrawn."""
 
     def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
         self._description, self._total, self._unit = description, total, unit
@@ -130,56 +129,17 @@ class _TerminalBar:
 
     def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
         self._progress = _make_progress(unit)
-        self._above = contextlib.ExitStack()
         self._task = self._progress.add_task(description, total=total, completed=completed, text="")
 
     def start(self) -> None:
         self._progress.start()
-        # Lines for a file or a pipe must reach it; only a terminal's own lines are drawn above the bar.
-        if sys.stdout.isatty():
-            above = _AboveBar(self._progress.console)
-            self._above.enter_context(contextlib.redirect_stdout(above))
-            self._above.callback(above.finish)
 
     def stop(self) -> None:
-        self._above.close()
         self._progress.stop()
 
     def advance(self, amount: float, text: str | None) -> None:
-        if text is None:
-            self._progress.update(self._task, advance=amount)
-        else:
-            self._progress.update(self._task, advance=amount, text=text)
-
-
-class _AboveBar:
-    """Standard output while the bar is drawn: whole lines go above it, as long as they are.
-
-    ``rich`` would do the same, but cut lines at the terminal's width.
-    """
-
-    def __init__(self, console: Any) -> None:
-        from rich.ansi import AnsiDecoder
-
-        self._console, self._stream, self._begun = console, sys.stdout, ""
-        self._decode = AnsiDecoder().decode_line
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
-        for line in lines:
-            self._console.print(self._decode(line), soft_wrap=True)
-        return len(text)
-
-    def flush(self) -> None:
-        """A line that has only begun stays here until it ends."""
-
-    def finish(self) -> None:
-        """Write a line that has not ended."""
-        if self._begun:
-            self.write("\n")
+        fields = {} if text is None else {"text": text}
+        self._progress.update(self._task, advance=amount, **fields)
 
 
 def _make_progress(unit: str):  # rich is imported here only: --help stays quick
@@ -199,8 +159,8 @@ def _make_progress(unit: str):  # rich is imported here only: --help stays quick
         RateColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[text]}"),
-        console=Console(file=sys.stderr),
+        console=Console(file=sys.stderr, soft_wrap=True),  # long lines are not cut
         refresh_per_second=_REDRAWS_PER_SECOND,
-        redirect_stdout=False,
+        redirect_stdout=sys.stdout.isatty(),  # lines for a file or a pipe must reach it
         redirect_stderr=False,
     )

@@ -11,7 +11,7 @@ from ppfleetx.utils.cli import run_tool
 
 
 def main() -> None:
-    from ppfleetx.core.programs.mindspeed import run
+    from ppfleetx.commands.dialects.mindspeed import run
 
     run(sys.argv[1:], _HERE.with_name("pretrain_gpt_38BV3.yaml"))
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure a checkpoint (Engine.save_load.ckpt_dir) on tasks of lm-evaluation-harness (docs/evaluation.md).
 
-The same as `ppfleetx lm-eval`; the program is `ppfleetx/cli/lm_eval.py`.
+The same as `ppfleetx lm-eval`; the program is `ppfleetx/commands/lm_eval.py`.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 
 if __name__ == "__main__":
     run_program("lm-eval")

@@ -13,20 +13,20 @@ import paddle
 import pytest
 
 import ppfleetx
-from ppfleetx.api.configuration import override_texts
+from ppfleetx.api.configuration import settings_of
 from ppfleetx.api.corpus import corpus_prefix
 from ppfleetx.api.gpt2 import _is_text
 from ppfleetx.api.streaming import stream_of
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
-from ppfleetx.checkpoint.foreign.ours import read_ppfleetx
-from ppfleetx.checkpoint.foreign.safetensors_file import read_safetensors, write_sharded
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.safetensors_file import read_safetensors, write_sharded
 from ppfleetx.data.indexed import IndexedDataset
 from ppfleetx.pipeline import pipeline
 from ppfleetx.trainer import Trainer
-from tests.checkpoint.foreign import hf_dirs
-from tests.checkpoint.foreign.test_fleetx import theirs
+from tests.conversion import hf_dirs
+from tests.conversion.test_fleetx import theirs
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = {"decode_strategy": "greedy_search", "max_dec_len": 6}
@@ -64,7 +64,7 @@ def test_generation_takes_texts_ids_and_batches(model: ppfleetx.GPT) -> None:
 
 def test_a_seed_comes_from_the_call_else_from_the_configuration(place: Path) -> None:
     def texts(overrides: dict[str, Any], **options: Any) -> str:
-        cfg = ppfleetx.load_config(place / "output", ["Global.device=cpu", *override_texts(overrides)])
+        cfg = ppfleetx.load_config(place / "output", ["Global.device=cpu", *settings_of(overrides)])
         loaded = ppfleetx.GPT(cfg, model.network, model.tokenizer)
         return loaded.generate("The quick", max_dec_len=8, **options).text
 

@@ -8,18 +8,19 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.checkpoint.documents import documents_in, documents_of
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.generation_defaults import of_configuration, of_transformers
 from ppfleetx.checkpoint.inspect import summary
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE, Manifest
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.weights_only import generation_section
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.resume_policy import network
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.huggingface.generation import generation_defaults
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.checkpoint.checkpoints import save
-from tests.checkpoint.foreign import hf_dirs
+from tests.conversion import hf_dirs
 from tests.helpers.texts import small_tokenizer
 
 CONFIG = {
@@ -157,7 +158,7 @@ SAMPLING, BEAMS = GREEDY | {"decode_strategy": "sampling"}, GREEDY | {"decode_st
 )  # fmt: skip
 def test_generation_defaults_of_transformers(said: dict | None, ours: dict, named: str) -> None:
     """What a file of transformers asks for is what it does here, or the key is named."""
-    found, notes = of_transformers(said, {"do_sample": True} if said is not None else {})
+    found, notes = generation_defaults(said, {"do_sample": True} if said is not None else {})
     assert found == ours
     assert all(f"{key} = " in " ".join(notes) for key in named.split())
     assert len(notes) == (1 if named else 0), notes
@@ -165,12 +166,12 @@ def test_generation_defaults_of_transformers(said: dict | None, ours: dict, name
 
 def test_config_json_holds_where_there_is_no_file_of_generation() -> None:
     config = {"vocab_size": 7, "do_sample": True, "temperature": 0.5, "min_p": 0.1, "max_length": 50}
-    found, [note] = of_transformers(None, config)
+    found, [note] = generation_defaults(None, config)
     assert found == SAMPLING | {"temperature": 0.5}
     assert "min_p = 0.1" in note and "max_length = 50" in note and "vocab_size" not in note
 
 
 def test_generation_defaults_of_a_run() -> None:
     config = {"Generation": {"top_k": 3, "prompt": "x", "seed": 1}}
-    assert of_configuration(config) == {"top_k": 3}
-    assert of_configuration({"Generation": {"top_k": -3}}) == of_configuration(None) == {}
+    assert generation_section(config) == {"top_k": 3}
+    assert generation_section({"Generation": {"top_k": -3}}) == generation_section(None) == {}

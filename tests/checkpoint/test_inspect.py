@@ -17,7 +17,7 @@ from ppfleetx.checkpoint.inspect import (
     tensors_of,
 )
 from tests.checkpoint.checkpoints import save, slices
-from tests.checkpoint.foreign import hf_dirs
+from tests.conversion import hf_dirs
 from tests.helpers import programs
 
 TOOLS = Path(__file__).parents[2] / "tools"

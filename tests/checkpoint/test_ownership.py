@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from ppfleetx.checkpoint.directory import newest_good
-from ppfleetx.checkpoint.foreign.layout import merge, reshard
 from ppfleetx.checkpoint.housekeeping import write_best
+from ppfleetx.checkpoint.layout import merge, reshard
 from ppfleetx.checkpoint.manifest import marker_of
 from ppfleetx.checkpoint.ownership import Ownership, RunRecord, new_run, read_run, run_of, write_run
 from ppfleetx.checkpoint.reader import open_checkpoint
@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_makes_way_and_is_kept(tmp_path, caplog):
         target = save(tmp_path, step=1, run=ONE)
         (target / "manifest.json").write_bytes(b"{" + bytes([number]))
     save(tmp_path, step=1, run=ONE)
-    assert "it is now" in caplog.text
+    assert "renamed to" in caplog.text
     open_checkpoint(target).verify()
     damaged = [tmp_path / f"epoch_0_step_1.damaged{number}" for number in ("", "1")]
     assert [(path / "manifest.json").read_bytes()[1] for path in damaged] == [0, 1]

@@ -19,6 +19,7 @@ from ppfleetx.config.sections.optimizer import OptimizerConfig
 from ppfleetx.nn.init import Constant
 from ppfleetx.nn.param_spec import ParamInfo
 from ppfleetx.optims.build import build_optimizer
+from ppfleetx.optims.optimizer import UpdatePlace
 from tests.checkpoint.checkpoints import save
 
 VOCAB = 10
@@ -110,7 +111,7 @@ def test_vocabulary_padded_otherwise(tmp_path, padded):
 def test_states_in_host_memory_stay_there(tmp_path, monkeypatch):
     """Paddle's ``set_value`` writes to the current device, wherever the tensor was."""
     params, other = model(), model(padded=14, seed=1)
-    optimizer, fresh = trained(params), build_optimizer(OptimizerConfig(), other, on_host=True)
+    optimizer, fresh = trained(params), build_optimizer(OptimizerConfig(), other, UpdatePlace(on_host=True))
     checkpoint, states = saved(tmp_path, params, optimizer), fresh.state()
     monkeypatch.setattr(paddle.Tensor, "set_value", lambda *_: pytest.fail("moved to the device"))
     load_optimizer(states, other, checkpoint)

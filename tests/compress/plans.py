@@ -13,9 +13,9 @@ def use(config: str, plan: Sequence[str], world: int, generate: bool) -> dict[st
     """In a rank: the loss of some tokens, and greedy continuations where the plan can generate."""
     import paddle
 
+    from ppfleetx.commands.generate import load_generator
+    from ppfleetx.commands.training import build_runner, find_weights
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.generate import load_generator
-    from ppfleetx.core.programs.train import build_runner, find_weights
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.distributed.init import init_distributed
 
@@ -46,9 +46,9 @@ def adapt(config: str, plan: Sequence[str], world: int) -> list[float]:
     """In a rank: the losses of four steps of training adapters beside quantised weights."""
     import paddle
 
+    from ppfleetx.commands.training import build_runner
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.engine.start import find_start
-    from ppfleetx.core.programs.train import build_runner
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.distributed.init import init_distributed
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.quantize import Quantize, quantize
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.quantize import Request, run
 from tests.compress.plans import adapt, use
 from tests.compress.runs import MODELS, write_run
 from tests.helpers.ranks import Pools, RanksFailedError
@@ -38,7 +38,7 @@ def small(tmp_path_factory) -> dict[tuple[str, str], str]:
         room = tmp_path_factory.mktemp(style)
         run_dir = write_run(room / "run", model)
         for form, options in FORMS.items():
-            step = run(Request(checkpoint=str(run_dir), output=str(room / form), **options))
+            step = quantize(Quantize(checkpoint=str(run_dir), output=str(room / form), **options))
             config = room / f"{form}.yaml"
             text = (step / "config.yaml").read_text()
             place = f"Engine: {{save_load: {{ckpt_dir: '{step}'}}}}\n"
@@ -84,7 +84,7 @@ def test_adapters_beside_quantised_weights_train_as_on_one_card(pools, small, st
 
 def test_groups_that_ranks_would_share(pools, tmp_path) -> None:
     run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
-    step = run(Request(checkpoint=str(run_dir), output=str(tmp_path / "small"), to="int4", group=16))
+    step = quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), to="int4", group=16))
     config = tmp_path / "small.yaml"
     config.write_text(
         (step / "config.yaml").read_text() + f"\nEngine: {{save_load: {{ckpt_dir: '{step}'}}}}\n"

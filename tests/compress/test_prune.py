@@ -8,11 +8,12 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.foreign.layout import reshard
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
-from ppfleetx.checkpoint.foreign.weights import slices_of
+from ppfleetx.checkpoint.layout import reshard
+from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.commands.prune import REPORT_FILE, Prune, prune
 from ppfleetx.compress.prune import (
     Sizes,
     kept_of,
@@ -26,8 +27,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.core.programs.prune import REPORT_FILE, Request, run
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
@@ -125,7 +125,7 @@ def saved(tmp_path_factory):
 def test_every_plan_gives_the_same_model_bit_for_bit(saved, tmp_path):
     arrays = {}
     for name, place in saved.items():
-        step = run(Request(str(place), str(tmp_path / name), ratio=0.25, drop_layers=(3,)))
+        step = prune(Prune(checkpoint=str(place), output=str(tmp_path / name), ratio=0.25, drop_layers=(3,)))
         checkpoint = open_checkpoint(step)
         arrays[name] = {key: checkpoint.read(key) for key in checkpoint.names()}
         report = json.loads((tmp_path / name / REPORT_FILE).read_text())
@@ -180,5 +180,5 @@ def test_saliency_is_what_the_loss_loses_to_first_order(saved):
 )
 def test_what_cannot_be_done_is_said(saved, tmp_path, options, words):
     with pytest.raises(UserError, match=words):
-        run(Request(str(saved["one"]), str(tmp_path / "out"), **options))
+        prune(Prune(checkpoint=str(saved["one"]), output=str(tmp_path / "out"), **options))
     assert not (tmp_path / "out").exists()

@@ -13,8 +13,11 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+from ppfleetx.checkpoint.merge_lora import merge_lora
+from ppfleetx.commands.generate import load_generator
+from ppfleetx.commands.quantize import REPORT_FILE, Quantize, quantize
+from ppfleetx.commands.resolve_model import resolve_model
+from ppfleetx.commands.training import refuse_small_weights
 from ppfleetx.compress.distill import load_teacher
 from ppfleetx.compress.quantize import Options, check_options, with_group
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
@@ -22,10 +25,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.compress import WeightsConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.core.programs.generate import load_generator
-from ppfleetx.core.programs.quantize import REPORT_FILE, Request, run
-from ppfleetx.core.programs.resolve_model import resolve_model
-from ppfleetx.core.programs.train import refuse_small_weights
+from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.factory import LocalFactory
 from tests.compress.runs import MODELS, add_adapters, write_corpus, write_run
@@ -45,7 +45,7 @@ def corpus(tmp_path_factory) -> str:
 
 def _quantize(run_dir: Path, output: Path, **options) -> dict:
     options = {"to": "int8", "samples": 16, **options}
-    run(Request(checkpoint=str(run_dir), output=str(output), **options))
+    quantize(Quantize(checkpoint=str(run_dir), output=str(output), **options))
     return json.loads((output / REPORT_FILE).read_text())
 
 

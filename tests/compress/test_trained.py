@@ -6,7 +6,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.compress.trained import on_trained_grid
+from ppfleetx.compress.rounding import on_trained_grid
 from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.nn.fake_quant import FakeQuantizer
 

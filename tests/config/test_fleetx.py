@@ -2,9 +2,9 @@
 
 import pytest
 
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.check import check_report
 
 FINETUNING_BASE = """\
 Global: {device: gpu, seed: 42, global_batch_size: , local_batch_size: 1, micro_batch_size: 1}

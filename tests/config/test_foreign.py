@@ -5,10 +5,10 @@ import time
 import pytest
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.field_types import all_keys
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.other_toolkits.synonyms import OURS, our_key
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.suggest import all_keys
 
 
 def test_every_synonym_leads_to_a_key_and_is_none_itself():

@@ -11,10 +11,10 @@ import yaml
 from pydantic import ValidationError
 
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.field_types import field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import dump_config, run_record
 from ppfleetx.config.sections.root import LRConfig, ModelConfig, RunConfig
-from ppfleetx.config.words import field_types, section_in
 
 CONFIGS = Path(__file__).parents[2] / "ppfleetx" / "configs"
 
@@ -276,24 +276,14 @@ def test_recomputed_layers():
     assert chosen(use_recompute=True, recompute_layers=(1, 5)) == [1, 5]
 
 
-def test_fast_and_without_paddle():
-    """A configuration is read in little more processor time than its libraries take to be imported."""
+def test_without_paddle():
+    """A configuration is read, checked and reported without importing Paddle."""
     code = (
-        "import sys, time\n"
-        "import numpy, pydantic, yaml\n"
-        "libraries = time.process_time()\n"
+        "import sys\n"
         "from ppfleetx.config.loader import load_config\n"
-        "from ppfleetx.core.programs.check import check_report\n"
-        "text = check_report(load_config(sys.argv[1])); assert 'paddle' not in sys.modules; print(text)\n"
-        "print(time.process_time() / libraries)"
+        "from ppfleetx.commands.check import check_report\n"
+        "print(check_report(load_config(sys.argv[1]))); assert 'paddle' not in sys.modules"
     )
-    path = CONFIGS / "nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml"
-    command = [sys.executable, "-c", code, str(path)]
-    runs = [
-        subprocess.run(command, capture_output=True, text=True, check=True, cwd=CONFIGS.parents[1]).stdout
-        for _ in range(3)
-    ]
-    assert "174.6 B parameters" in runs[0]
-    assert (
-        min(float(run.splitlines()[-1]) for run in runs) < 4
-    )  # measured: 2.3, and up to 3.2 on a busy machine
+    command = [sys.executable, "-c", code, str(CONFIGS / "nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=CONFIGS.parents[1])
+    assert "174.6 B parameters" in run.stdout

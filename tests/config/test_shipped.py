@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.check import bubble_share, check_report
 from ppfleetx.config.config_notes import not_supported_reasons
+from ppfleetx.config.field_types import all_keys, field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.suggest import all_keys
-from ppfleetx.config.words import field_types, section_in
-from ppfleetx.core.programs.check import bubble_share, check_report
-from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.gpu_operators import on_the_host
 from tools.gen_config_docs import field_docs, json_schema
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.cli.main import call
+from ppfleetx.commands.main import call
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import dump_config

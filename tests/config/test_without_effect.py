@@ -8,9 +8,8 @@ import pytest
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import dump_config
-from ppfleetx.config.resume_policy import leaf_keys
 from ppfleetx.config.shipped import CONFIGS
-from ppfleetx.config.without_effect import NOT_BUILT, SWITCHED_OFF, SwitchedOff, without_effect
+from ppfleetx.config.without_effect import SWITCHED_OFF, SwitchedOff, without_effect
 
 GPT = CONFIGS / "nlp/gpt"
 FP16, BF16 = (f"Engine.mix_precision={{enable: True, dtype: {kind}}}" for kind in ("float16", "bfloat16"))
@@ -142,86 +141,6 @@ def test_keys_without_effect_are_the_users_own(small, write):
         assert without_effect(shipped) == []
     again = load_config(write("config.yaml", dump_config(load_config(small))))
     assert without_effect(again) == []
-
-
-# Keys that no other key switches off, by why.
-_CORPUS = "name options input_dir weights blend split max_seq_len seed cache_dir verify"
-_FLAGS = "reset_position_ids reset_attention_mask eod_mask_loss prompt_field response_field"
-NEVER_SWITCHED_OFF = {
-    "each run, or each start of the program they are for, reads them": {
-        "Global": "device seed global_batch_size local_batch_size micro_batch_size card peak_tflops flags "
-        "plugins",
-        "Engine": "max_steps run_mode accumulate_steps logging_freq checks hang_timeout hang_start_timeout "
-        "progress_bar loggers callbacks",
-        "Engine.save_load": "output_dir overwrite async_save on_save_error ckpt_dir init_from resume "
-        "keep_max",
-        "Model": "module name vocab_size vocab_size_divisible_unit hidden_size num_layers "
-        "num_attention_heads num_query_groups head_dim ffn_hidden_size hidden_act hidden_dropout_prob "
-        "embedding_dropout_prob attention_probs_dropout_prob max_position_embeddings position_embedding_type "
-        "normalization norm_epsilon tie_word_embeddings add_qkv_bias add_out_proj_bias add_mlp_bias "
-        "qk_layernorm parallel_residual initializer_range embedding_initializer_range scale_output_init "
-        "attention_window attention_kernel loss_chunks",
-        "Data.Train.dataset": _CORPUS,
-        "Data.Eval.dataset": _CORPUS,
-        "Data.Train": "sampler.name loader.num_workers",
-        "Data.Eval": "sampler.name loader.num_workers sets",
-        "Data.tokenizer": "name dir tokenizer_file vocab_file merges_file eos_token",
-        "Distributed": "dp_degree mp_degree pp_degree sep_degree sharding.sharding_degree",
-        "Optimizer": "name lr.name lr.decay_style lr.max_lr lr.warmup_steps lr.warmup_rate",
-        "Generation": "decode_strategy min_dec_len max_dec_len repetition_penalty eos_token_id "
-        "forced_bos_token_id forced_eos_token_id use_cache prompt_file",
-        "Inference": "model_dir verify ir_optim panels",
-        "Serve": "host port model_name api_key_env parse_special_tokens max_batch_size max_waiting "
-        "max_prefill_tokens prefix_cache_tokens prompt_lookup_num_tokens chat_template max_body_bytes "
-        "request_timeout shutdown_timeout",
-    },
-    "they are switches themselves": {
-        "Engine": "mix_precision.enable spike.action",
-        "Model": "sandwich_norm use_recompute",
-        "Profiler": "enable",
-        "Compress": "Quantization.enable Prune.enable",
-    },
-    "they are refused where nothing would read them": {
-        "Engine.save_load": "keep_best",
-        "Model": "add_head_bias fused_ops sequence_parallel virtual_pp_degree",
-        "Data.Train.dataset": _FLAGS,
-        "Data.Eval.dataset": _FLAGS,
-        "Distributed": "pp_schedule overlap_p2p_comm mp_async_allreduce sp_async_reduce_scatter "
-        "recompute_allgather sharding.sharding_offload",
-        "Optimizer": "options lr.wsd_decay_steps",
-        "Generation": "num_return_sequences prompt stop",
-        "Inference": "mp_degree cpu_threads onednn precision",
-    },
-    "the log says it when the run starts": {
-        "Engine": "log_source_loss",
-        "Model": "use_flash_attn fuse_attn_qkv",
-    },
-    "they are in a section that is null where nothing reads it": {
-        "Model.rope_scaling": "type factor original_max_position_embeddings low_freq_factor high_freq_factor "
-        "beta_fast beta_slow attention_factor mscale mscale_all_dim truncate",
-        "Model.lora": "rank alpha dropout targets base",
-        "Optimizer.grad_clip": "name clip_norm",
-        "Inference.TensorRT": "max_batch_size workspace_size min_subgraph_size precision use_static "
-        "use_calib_mode collect_shape shape_range_info_filename",
-        "Compress": "Weights.bits Weights.group_size Weights.activation_bits Weights.skip Distill.teacher "
-        "Distill.temperature Distill.hard_weight Distill.soft_weight",
-    },
-}
-
-
-def test_every_key_has_a_row_or_a_reason() -> None:
-    """A new key is in the table of what can be switched off, or in the one above."""
-    rows = {key for rule in SWITCHED_OFF for key in rule.keys} | {key for key, _ in NOT_BUILT}
-    reasons = [
-        f"{section}.{name}"
-        for sections in NEVER_SWITCHED_OFF.values()
-        for section, names in sections.items()
-        for name in names.split()
-    ]
-    covered = {leaf for leaf in leaf_keys() for row in rows if leaf == row or leaf.startswith(f"{row}.")}
-    assert len(reasons) == len(set(reasons))
-    assert not covered & set(reasons)
-    assert covered | set(reasons) == set(leaf_keys())
 
 
 def test_every_row_has_a_case(small: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.cli.main import call
+from ppfleetx.commands.main import call
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data import checksums

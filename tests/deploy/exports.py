@@ -11,9 +11,9 @@ from typing import Any
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig, ModelConfig, RunConfig
-from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.data.tokenizer.files import END_OF_DOCUMENT
 from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.deploy.export import export
@@ -110,6 +110,7 @@ def make_export(
 ) -> Exported:
     run = write_run(tmp_path / "run", model, tokenizer_size)
     cfg, ctx = configuration(run, model, *overrides), ParallelContext.single()
-    directory = export(cfg, ctx)
+    generator = load_generator(cfg, ctx)
+    directory = export(cfg, ctx, generator)
     engine = InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))
-    return Exported(run, directory, load_generator(cfg, ctx), engine)
+    return Exported(run, directory, generator, engine)

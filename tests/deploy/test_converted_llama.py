@@ -12,20 +12,20 @@ import httpx
 import numpy as np
 import pytest
 
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-from ppfleetx.checkpoint.foreign.huggingface import write_hf
-from ppfleetx.checkpoint.foreign.lazy import LazyTensor
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.commands.evaluate import read_windows
+from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig, InferenceConfig, RunConfig
-from ppfleetx.core.programs.evaluate import read_windows
-from ppfleetx.core.programs.generate import load_generator
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.huggingface.directory import write_hf
 from ppfleetx.deploy.export import export
 from ppfleetx.deploy.inference_engine import InferenceEngine
 from ppfleetx.deploy.server.app import create_app
 from ppfleetx.deploy.server.run import build_service
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generator
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -136,7 +136,7 @@ def test_evaluation_sets_begin_with_bos(third: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_keeps_it_all(third: Path, generator: Generator) -> None:
-    directory = export(configuration(third), CTX)
+    directory = export(configuration(third), CTX, load_generator(configuration(third), CTX))
     engine = InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))
     texts = [row["text"] for row in GOLDEN["llama3"]["texts"] if len(row["ids"]) < 40]
     assert [engine._encode(text) for text in texts] == [generator._encode(text) for text in texts]
@@ -148,7 +148,8 @@ def test_an_export_keeps_it_all(third: Path, generator: Generator) -> None:
 
 def complete(third: Path, body: dict[str, Any], *overrides: str) -> dict[str, Any]:
     """The answer of a server."""
-    service = build_service(configuration(third, *overrides), CTX, None)
+    cfg = configuration(third, *overrides)
+    service = build_service(cfg, load_generator(cfg, CTX), None)
 
     async def main() -> dict[str, Any]:
         app = create_app(service)

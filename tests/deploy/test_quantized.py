@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ppfleetx.commands.generate import load_generator
+from ppfleetx.commands.quantize import Quantize, quantize
+from ppfleetx.commands.resolve_model import resolve_model
+from ppfleetx.commands.training import evaluate
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import InferenceConfig
-from ppfleetx.core.programs.generate import load_generator
-from ppfleetx.core.programs.quantize import Request, run
-from ppfleetx.core.programs.resolve_model import resolve_model
-from ppfleetx.core.programs.train import evaluate
 from ppfleetx.deploy import inference_engine
 from ppfleetx.deploy.export import check_adapters, export
 from ppfleetx.deploy.export_dir import PROGRAM_FILE, WEIGHTS_FILE, blocks_file
@@ -45,7 +45,7 @@ def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path,
     options = dict(WAYS[style, way])
     if options.get("smooth"):
         options["calibration"] = write_corpus(tmp_path / "text")
-    run(Request(checkpoint=str(run_dir), output=str(tmp_path / "small"), **options))
+    quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), **options))
     plain = _export(run_dir, tmp_path / "plain")[1]
     cfg, directory = _export(tmp_path / "small", tmp_path / "out")
     sizes = [(place / WEIGHTS_FILE).stat().st_size for place in (directory, plain)]
@@ -69,7 +69,7 @@ def test_evaluation_and_server_use_the_small_weights(tmp_path) -> None:
     """Losses of float32 and of 8 bits, and answers of the server and of the generator."""
     run_dir, corpus = write_run(tmp_path / "run", MODELS["gpt2_style"]), write_corpus(tmp_path / "text")
     small = tmp_path / "small"
-    run(Request(checkpoint=str(run_dir), output=str(small), to="int8"))
+    quantize(Quantize(checkpoint=str(run_dir), output=str(small), to="int8"))
     dataset = f"{{input_dir: {corpus}, max_seq_len: 32, split: [0, 100, 0]}}"
     data = [f"Data.Eval.dataset={dataset}", "Engine.eval_iters=4"]
     losses = []
@@ -92,7 +92,7 @@ def test_evaluation_and_server_use_the_small_weights(tmp_path) -> None:
 
 def test_adapters_beside_small_weights_are_not_exported(tmp_path) -> None:
     run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
-    run(Request(checkpoint=str(run_dir), output=str(tmp_path / "small"), to="int8"))
+    quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), to="int8"))
     cfg = _configuration(add_adapters(tmp_path / "small", tmp_path / "adapted"))
     with pytest.raises(ConfigError, match=r"adapters beside quantised weights.*ppfleetx merge"):
         check_adapters(cfg)
@@ -106,4 +106,5 @@ def _configuration(place: Path, overrides=()):
 
 def _export(place: Path, output: Path):
     cfg = _configuration(place, [f"Engine.save_load.output_dir={output}"])
-    return cfg, export(cfg, ParallelContext.single())
+    ctx = ParallelContext.single()
+    return cfg, export(cfg, ctx, load_generator(cfg, ctx))

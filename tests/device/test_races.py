@@ -1,6 +1,6 @@
 """The device finds races: what orders streams is taken out of the program, one thing at a time.
 
-``docs/reference_device.md`` has the table of what is found. Without a change the numbers are the same to the
+``tests/device/cases/races.py`` lists the changes. Without a change the numbers are the same to the
 bit, whatever the order of events.
 """
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
+from ppfleetx.commands.quantize import Quantize, quantize
 from ppfleetx.config.plan import ParallelPlan as Plan
-from ppfleetx.core.programs.quantize import Request, run
 from tests.compress.runs import MODELS
 from tests.compress.runs import write_run as write_small_run
 from tests.deploy.exports import STYLES, write_run
@@ -86,7 +86,7 @@ def test_two_cards_generate_what_one_does(pools, need_cards, device, style, trai
 def test_weights_of_few_bits(alone, need_type, device, style, tmp_path, record_property, way):
     """float32 gives the CPU's tokens; 16 bits begin with the same ones."""
     source = write_small_run(tmp_path / "run", MODELS[style])
-    run(Request(checkpoint=str(source), output=str(tmp_path / "small"), **SMALL[way]))
+    quantize(Quantize(checkpoint=str(source), output=str(tmp_path / "small"), **SMALL[way]))
     texts = partial(alone, "texts:generate_with_few_bits", run=str(tmp_path / "small"))
     expected = texts(device="cpu", dtype="float32")
     assert texts(device=device, dtype="float32") == expected

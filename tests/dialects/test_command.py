@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import ppfleetx
-from ppfleetx.cli.main import call
+from ppfleetx.commands.main import call
+from ppfleetx.commands.translate import translation_of
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
-from ppfleetx.dialects.command import translation_of
 from tests.dialects.every_configuration import LLAMA, MINDSPEED, STAGES
 
 SHIPPED = Path(ppfleetx.__file__).parent / "configs/nlp/gpt/pretrain_gpt_345M_single_card.yaml"

@@ -9,32 +9,36 @@ import yaml
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
-from ppfleetx.config.reading.parse import Budget, parse_yaml
-from ppfleetx.dialects.docs import key_table
+from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.dialects.given import given_arguments, given_in, normal_name
-from ppfleetx.dialects.keys import KeyTable, fixed, joint, mapped, refused, unused
+from ppfleetx.dialects.keys import KeyTable
 from ppfleetx.dialects.reading import Reading
-from ppfleetx.dialects.translate import choice, flag, translate
+from ppfleetx.dialects.tables import tables_of
+from ppfleetx.dialects.translate import translate
 from ppfleetx.dialects.translation import Translation
+from tools.gen_dialect_docs import key_table
 
 TABLE = KeyTable(
-    [
-        mapped("model.width", "Model.hidden_size"),
-        mapped("model.depth", "Model.num_layers"),
-        mapped("model.heads", "Model.num_attention_heads"),
-        mapped("model.words", "Model.vocab_size Generation.max_dec_len", lambda v: {"Model.vocab_size": v}),
-        mapped("model.act", "Model.hidden_act", choice({"tanh": "gelu", "relu": "relu"})),
-        mapped("model.tied", "Model.tie_word_embeddings", flag),
-        mapped("model.out", "Engine.save_load.output_dir"),
-        mapped("twin.width", "Model.hidden_size"),
-        joint("run.batch", "Global.local_batch_size", "times run.parts"),
-        joint("run.parts", "Global.local_batch_size", "see run.batch"),
-        fixed("run.graph", "there is one mode", only=(False,)),
-        fixed("run.any", "it changes | nothing"),
-        unused("device.*", "another compiler"),
-        unused("steps.*.type", "items of a list"),
-        refused("moe.**", "mixtures of experts are not built"),
-    ]
+    tables_of(
+        yaml.safe_load("""
+all:
+- {key: model.width twin.width, to: Model.hidden_size}
+- {key: model.depth, to: Model.num_layers}
+- {key: model.heads, to: Model.num_attention_heads}
+- {key: model.words, to: Model.vocab_size}
+- {key: model.act, to: Model.hidden_act, choices: {tanh: gelu, relu: relu}}
+- {key: model.tied, to: Model.tie_word_embeddings, by: flag}
+- {key: model.out, to: Engine.save_load.output_dir}
+- {key: model.betas, to: Optimizer.beta1 Optimizer.beta2, by: betas}
+- {key: run.batch, joint: Global.local_batch_size, says: times run.parts}
+- {key: run.parts, joint: Global.local_batch_size, says: see run.batch}
+- {key: run.graph, fixed: there is one mode, only: [false]}
+- {key: run.any, fixed: it changes | nothing}
+- {key: device.*, unused: another compiler}
+- {key: steps.*.type, unused: items of a list}
+- {key: moe.**, refused: mixtures of experts are not built}
+""")
+    )["all"]
 )
 
 
@@ -46,7 +50,7 @@ def batch(reading: Reading, result: Translation) -> None:
 
 
 def translated(text: str) -> Translation:
-    tree = parse_yaml(text, "theirs.yaml", Budget(), with_lines=True)
+    tree = parse_yaml(text, "theirs.yaml", with_lines=True)
     return translate("Theirs", "theirs.yaml", given_in(tree), TABLE, [batch])
 
 

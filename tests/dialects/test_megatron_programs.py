@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from ppfleetx.commands.dialects import gpt2_corpus, megatron
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.core.engine.callbacks.other_logs import MegatronLog, MindSpeedLog
 from ppfleetx.core.engine.run import EvalRecord, StepRecord
-from ppfleetx.core.programs import gpt2_corpus, megatron
 from ppfleetx.dialects.megatron import gpt2_sizes
 from ppfleetx.dialects.megatron.dialect import of_arguments
 

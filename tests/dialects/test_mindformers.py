@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.translate import translation_of
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.dialects.command import translation_of
 from ppfleetx.dialects.mindformers import plan
 from ppfleetx.dialects.mindformers.dialect import MindFormersRun, run_of
-from ppfleetx.models.gpt.shape import parameter_count
+from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils import devices
 
 CONFIGS = Path(__file__).resolve().parents[2] / "projects/mindformers/configs/gpt2"
@@ -265,7 +265,7 @@ def test_mistakes(name: str, argv: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("base_config: run.yaml", "run.yaml:1): the files name each other in a circle"),
+        ("base_config: run.yaml", "run.yaml:1): the files form a circle"),
         ("base_config: no.yaml", "base_config = 'no.yaml'"),
         ("base_config: [[1]]", "must be a file name"),
         ("seed: 1\nseed: 2", "given twice"),

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ppfleetx.commands.check import check_report
+from ppfleetx.commands.dialects import mindspeed
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
-from ppfleetx.core.programs import mindspeed
-from ppfleetx.core.programs.check import check_report
 from ppfleetx.dialects.megatron.dialect import of_arguments
 from ppfleetx.dialects.mindspeed.dialect import of_arguments as of_command
 from ppfleetx.dialects.mindspeed.dialect import of_file
 from ppfleetx.dialects.mindspeed.keys import TABLE, documented
-from tests.dialects.mutations import mutated_text, outcome
 from tests.dialects.test_megatron import GUIDE
 
 PROJECT = Path(__file__).resolve().parents[2] / "projects" / "mindspeed"
@@ -231,19 +230,6 @@ def test_refusals_in_the_example(tmp_path, old, new, words):
 def test_checkpoints(tmp_path, lines, options):
     cfg = loaded(changed(tmp_path, FLAT, 'load_checkpoint: ""', lines))
     assert {key: getattr(cfg.Engine.save_load, key) for key in options} == options
-
-
-def test_damaged_files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    texts = [EXAMPLE.read_text(), FLAT]
-    outcomes = []
-    for number in range(300):
-        path = Path(f"{number}.yaml")
-        path.write_text(mutated_text(texts[number % 2], number), errors="replace")
-        outcomes.append(outcome(lambda one=path: of_file(one, (), 32), world_size=32))
-    accepted = outcomes.count("accepted")
-    assert 10 < accepted < 150, accepted
-    assert sum(".yaml:" in message for message in outcomes) > 120
 
 
 def test_pretrain_gpt_looks_at_the_example(capsys, tmp_path):

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ppfleetx.commands.dialects import paddleformers
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
-from ppfleetx.core.programs import paddleformers
 from ppfleetx.dialects.keys import Kind
-from ppfleetx.dialects.paddleformers.dialect import of_arguments, of_file
-from ppfleetx.dialects.paddleformers.keys import TABLE
-from tests.dialects.mutations import mutated_text, mutated_words, outcome
+from ppfleetx.dialects.paddleformers.dialect import TABLE, of_arguments, of_file
 
 PROJECT = Path(__file__).resolve().parents[2] / "projects" / "paddleformers"
 EXAMPLE = PROJECT / "pretrain_gpt2_medium.yaml"
@@ -221,21 +219,3 @@ def test_the_program(monkeypatch, capsys):
     )
     paddleformers.run([])
     assert "usage: run_pretrain.py" in capsys.readouterr().out
-
-
-def test_damaged_files_and_command_lines():
-    text = EXAMPLE.read_text().replace("./gpt2-medium ", "./model ").replace("1024", "64")
-    words = [f"--{key}={value}" for key, value in yaml.safe_load(text).items()]
-    outcomes = []
-    for number in range(150):
-        path = Path(f"{number}.yaml")
-        path.write_text(mutated_text(text, number), errors="replace")
-        outcomes.append(outcome(lambda one=path: of_file(one, (), 8), world_size=8))
-        outcomes.append(outcome(lambda n=number: of_arguments(mutated_words(words, n), 8), world_size=8))
-    for number in range(100):
-        Path("model/config.json").write_text(
-            mutated_text(json.dumps(LLAMA, indent=1), number), errors="replace"
-        )
-        outcomes.append(outcome(lambda: of_arguments(words, 8), world_size=8))
-    accepted = outcomes.count("accepted")
-    assert 10 < accepted < 250, accepted

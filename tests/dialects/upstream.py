@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from ppfleetx.commands.check import check_report
+from ppfleetx.commands.translate import translation_of
 from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.sections.data import GLUE_OUTPUTS
-from ppfleetx.core.programs.check import check_report
-from ppfleetx.dialects.command import translation_of
 from ppfleetx.dialects.launchers import refuse_other_models, without_launcher
 from ppfleetx.dialects.megatron.dialect import of_file
 

@@ -8,8 +8,8 @@ import paddle
 import pytest
 from paddle.base import core
 
+from ppfleetx.commands import start_process
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs import launch
 from ppfleetx.distributed import init
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.tf32 import OVERRIDE, allow_tf32
@@ -67,10 +67,10 @@ def test_it_is_said_at_the_start_on_a_gpu(monkeypatch, caplog, switches, device,
     monkeypatch.setattr(init, "init_distributed", lambda cfg: started)
     cfg = load_config(NANO, [f"Global.allow_tf32={allowed}"])
     logger = logging.getLogger("ppfleetx")
-    monkeypatch.setattr(launch, "configure_logging", lambda quiet: logger)
+    monkeypatch.setattr(start_process, "configure_logging", lambda quiet: logger)
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):
-        assert launch.start_with(cfg) == (cfg, started)
+        assert start_process.start_with(cfg) == (cfg, started)
     assert switches() == (allowed, allowed)
     said = [line for line in caplog.messages if line.startswith("float32 matrix products: ")]
     assert len(said) == (device == "gpu")

@@ -172,7 +172,7 @@ def _fleetx(directory: Path) -> None:
 _AS_FLEETX = """
 from pathlib import Path
 import ppfleetx
-from tests.checkpoint.foreign.test_fleetx import save, theirs
+from tests.conversion.test_fleetx import save, theirs
 
 model = ppfleetx.load("small", overrides={"Global.device": "cpu"})
 save(Path("GPT_345M"), {theirs(name): p.numpy() for name, p in model.named_parameters()})

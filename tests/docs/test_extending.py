@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = list(blocks(ROOT / "docs/extending.md"))
 COMMANDS = [to_run(command) for block in BLOCKS if block.is_shell for command in commands(block)]
 EXAMPLES = [
-    *("scale_norm", "parallel_gpt", "layer_scale", "penalized_gpt", "fill", "csv_log", "lion", "counting"),
-    *("small_parts", "geglu"),
+    *("scale_norm", "parallel_gpt", "layer_scale", "penalized_gpt", "two_experts", "fill", "csv_log", "lion"),
+    *("counting", "small_parts", "geglu", "gathered_attention", "whole_matrix_rule"),
 ]
 
 
@@ -119,6 +119,12 @@ def test_the_page_has_a_command_and_files_for_every_example() -> None:
     assert all(command_of(name) for name in EXAMPLES)
 
 
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_the_examples_of_the_repository_are_those_of_the_page(folder: Path, example: Path) -> None:
+    """Their tests are in tests/parity."""
+    assert (folder / example.name).read_text() == example.read_text()
+
+
 def test_a_normalization(folder: Path, pools: Pools) -> None:
     found = train(folder, "scale_norm")
     assert found[-1]["loss"] < found[0]["loss"]
@@ -154,18 +160,27 @@ def test_an_architecture_runs_under_every_plan(folder: Path, pools: Pools) -> No
     assert plain != pytest.approx(one, rel=1e-3), "it is another function"
 
 
-def test_a_loss_with_two_parts_is_in_the_log(folder: Path) -> None:
+@pytest.mark.parametrize(("name", "metric"), [("penalized_gpt", "trunk_size"), ("two_experts", "balance")])
+def test_a_loss_with_two_parts_is_in_the_log(folder: Path, name: str, metric: str) -> None:
     """tests/parity/test_aux_loss.py runs it under the plans."""
-    assert (folder / "penalized_gpt.py").read_text() == (ROOT / "examples/penalized_gpt.py").read_text()
-    done = run(folder, command_of("penalized_gpt"))
+    assert (folder / f"{name}.py").read_text() == (ROOT / f"examples/{name}.py").read_text()
+    done = run(folder, command_of(name))
     assert done.returncode == 0, done.stderr
-    lines = (folder / "output/penalized_gpt/metrics.jsonl").read_text().splitlines()
+    lines = (folder / f"output/{name}/metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     assert {record["kind"] for record in found} == {"train", "eval"}
     for record in found:
-        size = record["metrics"]["trunk_size"]
+        value = record["metrics"][metric]
         if record["kind"] == "train":
-            assert f"metrics at global step {record['step']}, trunk_size: {size:.9g}\n" in done.stdout
+            assert f"metrics at global step {record['step']}, {metric}: {value:.9g}\n" in done.stdout
+
+
+def test_experts_under_four_ranks_have_their_balance_in_the_log(folder: Path) -> None:
+    on_four = next(c for c in COMMANDS if c and "two_experts_dp2_mp2" in c)
+    done = run(folder, on_four)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = records(folder / "output/two_experts_dp2_mp2")
+    assert len(found) == 8 and all(1.0 < record["metrics"]["balance"] < 2.0 for record in found)
 
 
 def test_a_metric_of_a_task(folder: Path, pools: Pools) -> None:
@@ -187,6 +202,15 @@ def test_a_layer_declares_a_parameter_of_its_own(folder: Path, pools: Pools) -> 
         "stage 3": Plan(sharding=2, sharding_stage=3),
     }.items():
         assert losses(pools, plan, folder, "layer_scale", name, **changes) == pytest.approx(one, rel=2e-5)
+
+
+def test_another_attention_strategy(folder: Path, pools: Pools) -> None:
+    """tests/parity/test_attention_strategy.py runs it under other plans."""
+    changes = {"Model.name": "GatheredGPT"}
+    one = losses(pools, Plan(), folder, "gathered_attention", "one", **changes)
+    split = losses(pools, Plan(sep=2), folder, "gathered_attention", "sep2", **changes)
+    assert split == pytest.approx(one, rel=2e-5)
+    assert len(train(folder, "gathered_attention")) == 8
 
 
 def test_a_callback_writes_a_file_and_keeps_its_state(folder: Path) -> None:
@@ -237,6 +261,12 @@ def test_an_optimizer_is_sharded_saved_and_resumed(folder: Path, pools: Pools) -
         assert losses(pools, Plan(), folder, "lion", f"stage {stage}", **more) == pytest.approx(one, rel=2e-5)
     offload = Plan(sharding=2, sharding_stage=2, sharding_offload=True)
     assert losses(pools, offload, folder, "lion", "offload", **changes) == pytest.approx(one, rel=2e-5)
+
+
+def test_an_optimizer_with_its_own_groups(folder: Path) -> None:
+    """tests/parity/test_whole_matrices.py runs it under the plans."""
+    found = train(folder, "whole_matrix_rule")
+    assert found[-1]["loss"] < found[0]["loss"]
 
 
 def test_a_data_set(folder: Path) -> None:

@@ -48,9 +48,7 @@ def test_a_link_that_works_has_a_speed():
     with receiving() as port:
         assert try_link(("127.0.0.1", port)) == {}
         found = measure_link(("127.0.0.1", port))
-    assert (
-        found["speed"] > links._TOO_SLOW and 0 < found["trip"] < 5.0 and 0 <= found["lost"] < links._TOO_LOSSY
-    )
+    assert found["speed"] > links._TOO_SLOW
     assert try_link(("127.0.0.1", free_port()))["problem"] == "Connection refused"
 
 
@@ -102,17 +100,10 @@ def test_a_slow_link_is_measured_in_little_time():
     ],
 )
 def test_slow_links_by_themselves_and_beside_others(one, other, statuses):
-    speeds = {("node a", "node b"): (one, 0.001), ("node b", "node a"): (other, 0.002)}
+    speeds = {("node a", "node b"): one, ("node b", "node a"): other}
     rows = list(speed_rows(speeds))
     assert [row.status for row in rows] == statuses
     assert statuses == [Status.OK] or ("node b to node a" in rows[-1].found and "ethtool" in rows[-1].cure)
-
-
-def test_a_link_that_loses_packets_is_named():
-    lost = {("node a", "node b"): 0.01, ("node b", "node a"): 0.05, ("node c", "node a"): 0.3}
-    few, many = links.loss_rows(lost)
-    assert (few.status, many.status) == (Status.WARN, Status.FAIL)
-    assert many.found == "node c to node a: 30% of the packets had to be sent again"
 
 
 def test_an_interface_of_another_network_is_named():

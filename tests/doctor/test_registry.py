@@ -74,7 +74,7 @@ def test_rows_of_ranks_that_are_alike_are_one():
     assert [row.ranks for row in rows] == [(0, 2), (1, 3), ()]
     assert exit_code(rows) == 1
     text = as_table(rows)
-    assert "not readable [ranks 1, 3]" in text and "cure: mount it" in text
+    assert "not readable [ranks 1, 3]" in text and "fix: mount it" in text
     assert text.endswith("1 check failed: 2 ok, 1 fail")
     content = json.loads(as_json(rows, 4))
     assert content["ok"] is False and content["counts"]["fail"] == 1

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.cli import main
-from ppfleetx.cli.doctor import _case
+from ppfleetx.commands import main
+from ppfleetx.commands.doctor import Doctor, _case
 from ppfleetx.doctor import launch, run
-from ppfleetx.doctor.arrival import receive_guests
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
+from ppfleetx.doctor.meeting import open_meeting
 from ppfleetx.doctor.registry import Check
 from ppfleetx.doctor.rows import Row, Status, fail, ok
 from ppfleetx.doctor.run import Guard, Job, examine_job
@@ -40,18 +40,17 @@ def test_the_verb_prints_one_json_object_and_gives_the_exit_code(capsys, quick):
     assert main.call("doctor", ["--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     names = {row["name"] for row in content["rows"]}
-    assert content["ok"] and {"python", "paddle", "numpy", "interfaces", "import paddle"} <= names
+    assert content["ok"] and {"python", "paddle", "libraries", "interfaces", "import paddle"} <= names
     assert main.call("doctor", ["-c", "no/such/file.yaml"]) == 1
     text = capsys.readouterr().out
     assert "no/such/file.yaml" in text and "1 check failed" in text
 
 
-def test_a_version_of_numpy_that_breaks_the_scaler_is_named(monkeypatch):
+def test_both_builds_of_paddle_and_the_variables_are_named(monkeypatch):
     from ppfleetx.doctor import environment
 
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.4.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.3.1")
     rows = by_name(environment.versions(Case()))
-    assert rows["numpy"].status is Status.FAIL and "numpy<2.4" in rows["numpy"].cure
     assert rows["paddle"].status is Status.FAIL and "both builds are installed" in rows["paddle"].found
     rows = by_name(environment.variables(Case(environ={"NCCL_DEBUG": "INFO", "PADDLE_TRAINER_ID": "3"})))
     assert rows["variables"].found == "NCCL_DEBUG=INFO"
@@ -95,7 +94,7 @@ def test_a_rank_that_never_comes_is_a_row(monkeypatch, quick):
     monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", free_port()))
     rows = by_name(examine_job(Case(rank=0, world_size=2), seconds=0.5, finish=lambda rows: None))
     assert rows["meeting"].status is Status.FAIL and rows["meeting"].group == "processes"
-    assert "missing: ranks 1" in rows["meeting"].found and "python" in rows
+    assert "rank 1 did not come" in rows["meeting"].found and "python" in rows
 
 
 def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch):
@@ -107,7 +106,7 @@ def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch
     case = Case(None, "cpu", 1, 2, 0, 1, environ={})
     with ThreadPoolExecutor(1) as pool:
         others = pool.submit(examine_job, case, seconds=10.0, finish=lambda rows: None)
-        receive_guests(port, 2, "rank 0", 10.0).close()
+        open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0).close()
         told = by_name(others.result())
     assert told["data"].found == "gone" and "is gone" in told["first rank"].found
     monkeypatch.setattr(run, "CHECKS", ())
@@ -116,7 +115,7 @@ def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch
     monkeypatch.setattr(Job, "compare", lambda self: None)
     with ThreadPoolExecutor(1) as pool:
         others = pool.submit(examine_job, case, seconds=10.0, finish=lambda rows: None)
-        first = receive_guests(port, 2, "rank 0", 10.0)
+        first = open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0)
         first.exchange([], 10.0)
         first.close()
         told = by_name(others.result())
@@ -212,9 +211,8 @@ def test_a_rank_knows_its_place(monkeypatch):
     there = {"PADDLE_TRAINER_ID": "3", "PADDLE_TRAINERS_NUM": "4", "PADDLE_LOCAL_RANK": "1"}
     for name, value in {**there, "PADDLE_LOCAL_SIZE": "2"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    parser = main.parser_of(main._module("doctor"))
-    case = _case(parser.parse_args([]))
+    case = _case(Doctor())
     assert (case.rank, case.world_size, case.local_rank, case.local_size) == (3, 4, 1, 2)
     assert case.cfg is None and case.found == ()
-    case = _case(parser.parse_args(["-c", "debug/gpt_nano", "-o", "Distributed.mp_degree=3"]))
+    case = _case(Doctor(config="debug/gpt_nano", override=("Distributed.mp_degree=3",)))
     assert case.cfg is None and case.found[0].status is Status.FAIL

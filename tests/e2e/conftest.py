@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from ppfleetx.data.indexed import IndexedDatasetWriter
+from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
+from tests.helpers.ranks import Pools
 
 ROOT = Path(__file__).resolve().parents[2]
 NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
@@ -23,14 +25,17 @@ LLAMA_NANO = ROOT / "ppfleetx/configs/debug/llama_nano.yaml"
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a corpus whose next token can be learnt: t, t + step, t + 2 step, ... modulo 509."""
+    """Prefix of a corpus whose next token can be learnt."""
     prefix = tmp_path_factory.mktemp("corpus") / "toy"
-    rng = np.random.default_rng(0)
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(200):
-            start, step, length = rng.integers(0, 509), rng.integers(1, 4), rng.integers(20, 120)
-            writer.add_document(np.append((start + step * np.arange(length)) % 509, 511), [length + 1])
+    write_corpus(prefix)
     return prefix
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
 
 
 class Tool:
@@ -63,6 +68,18 @@ class Tool:
     ) -> subprocess.CompletedProcess[str]:
         command = self.command(script, output_dir, *overrides, config=config)
         return programs.run(command, timeout=120, env=environment(), executed=executed)
+
+    def ok(self, output_dir: Path, *overrides: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """:meth:`run`, which must end well."""
+        done = self.run(output_dir, *overrides, **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def refused(self, output_dir: Path, *overrides: str, **options: Any) -> str:
+        """:meth:`run`, which must end with a user's mistake; the message."""
+        done = self.run(output_dir, *overrides, **options)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
+        return done.stderr
 
     def stop_after(self, output_dir: Path, num_steps: int, number: signal.Signals, *overrides: str) -> str:
         """Start training, send the signal once ``num_steps`` steps are recorded, return what was printed."""

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ppfleetx.cli.main import call
+from ppfleetx.commands.main import call
 from ppfleetx.config.errors import DataError
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.utils.cli import run_tool

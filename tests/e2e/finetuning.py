@@ -132,7 +132,7 @@ def train(values: Mapping[str, Any], world: int, config: str, stop_after: int | 
     """In a rank: what tools/train.py does, but for starting Paddle; ends like Ctrl-C after some steps."""
     import paddle
 
-    from ppfleetx.core.programs.train import train
+    from ppfleetx.commands.training import train
 
     if stop_after is not None:
         stop = f"[default, {{name: stop_after, options: {{steps: {stop_after}}}}}]"
@@ -145,7 +145,7 @@ def evaluate(values: Mapping[str, Any], world: int, config: str = GLUE) -> dict[
     """In a rank: what tools/eval.py measures."""
     import paddle
 
-    from ppfleetx.core.programs.train import evaluate
+    from ppfleetx.commands.training import evaluate
 
     with paddle.utils.unique_name.guard():
         [record] = evaluate(*_load(values, world, config))
@@ -157,7 +157,7 @@ def logits(values: Mapping[str, Any], world: int, config: str = GLUE) -> list[li
     import numpy as np
     import paddle
 
-    from ppfleetx.core.programs.train import build_runner, find_weights
+    from ppfleetx.commands.training import build_runner, find_weights
 
     with paddle.utils.unique_name.guard():
         cfg, ctx = _load(values, world, config)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 def runs(corpus: str, output: str, plans: list[list[str]]) -> None:
     """One run after the other in this process, each from the configuration on."""
-    from ppfleetx.core.programs.launch import start_process
-    from ppfleetx.core.programs.train import train
+    from ppfleetx.commands.start_process import start_process
+    from ppfleetx.commands.training import train
     from tests.e2e.program import NANO
 
     for number, overrides in enumerate(plans):

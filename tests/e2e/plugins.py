@@ -36,6 +36,7 @@ def lion_steps(folder: str, precision: str, on_host: bool) -> dict[str, Any]:
 
     from ppfleetx.config.sections.optimizer import OptimizerConfig
     from ppfleetx.optims.build import build_optimizer
+    from ppfleetx.optims.optimizer import UpdatePlace
 
     use(folder, "lion")
     rng = np.random.default_rng(0)
@@ -53,8 +54,7 @@ def lion_steps(folder: str, precision: str, on_host: bool) -> dict[str, Any]:
     optimizer = build_optimizer(
         OptimizerConfig(name="Lion", beta1=0.9, beta2=0.99),
         list(parameters.items()),
-        multi_precision=precision != "float32",
-        on_host=on_host,
+        UpdatePlace(multi_precision=precision != "float32", on_host=on_host),
     )
     optimizer.keep_masters(masters)
     gradients = []

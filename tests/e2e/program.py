@@ -46,12 +46,9 @@ def plan_overrides(plan: ParallelPlan, micro_batch_size: int | None = None) -> d
     return {"Distributed.dp_degree": plan.dp, **chosen, "Global.micro_batch_size": micro}
 
 
-def run(
-    pools: Pools, plan: ParallelPlan, corpus: Path, output_dir: Path, **more: Any
-) -> list[tuple[int, float, float]]:
-    """Train under ``plan``; (step, loss, gradient norm) of each step. ``more``: ``micro_batch_size``, and
-    ``overrides`` by dotted key."""
-    values = {
+def values_of(plan: ParallelPlan, corpus: Path, output_dir: Path, **more: Any) -> dict[str, Any]:
+    """Overrides of a small run under ``plan``. ``more``: ``micro_batch_size``, and ``overrides``."""
+    return {
         **SETTINGS,
         **plan_overrides(plan, more.get("micro_batch_size")),
         "Data.Train.dataset.input_dir": str(corpus),
@@ -59,6 +56,13 @@ def run(
         "Engine.save_load.output_dir": str(output_dir),
         **more.get("overrides", {}),
     }
+
+
+def run(
+    pools: Pools, plan: ParallelPlan, corpus: Path, output_dir: Path, **more: Any
+) -> list[tuple[int, float, float]]:
+    """Train under ``plan``; (step, loss, gradient norm) of each step. ``more`` as for :func:`values_of`."""
+    values = values_of(plan, corpus, output_dir, **more)
     pools(plan.world_size).run("tests.e2e.program:train", timeout=180.0, values=values, world=plan.world_size)
     return losses(output_dir)
 
@@ -84,9 +88,9 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
     """
     import paddle
 
+    from ppfleetx.commands.training import train
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.train import train
     from ppfleetx.distributed.init import init_distributed
 
     cfg = load_config(NANO, [f"{key}={value}" for key, value in values.items()], world_size=world)
@@ -104,8 +108,8 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
 def _fault(name: str) -> Iterator[None]:
     """The program with a fault in it."""
     from ppfleetx.checkpoint.shared_save import SharedSave
+    from ppfleetx.commands import training as build
     from ppfleetx.core.engine.engine import Engine
-    from ppfleetx.core.programs import train as build
 
     read, build_dataloader, write = Engine._read, build.build_dataloader, SharedSave.write
     if name == "same_data_rank":

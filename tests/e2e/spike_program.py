@@ -25,8 +25,8 @@ def train_with_spikes(
     gradients, repeat, wanted = StepRunner._gradients, StepRunner._repeat, set(bad)
     state = {"repeats": False}
 
-    def spoilt(runner: StepRunner, micro_batches: Any, num_valid: float) -> tuple[Any, ...]:
-        loss, norm, *rest = gradients(runner, micro_batches, num_valid)
+    def spoilt(runner: StepRunner, micro_batches: Any, counts: Any) -> tuple[Any, ...]:
+        loss, norm, *rest = gradients(runner, micro_batches, counts)
         here = {int(i) for batch in micro_batches for i in batch["sample_ids"]} & wanted
         if not here or (once and state["repeats"]):
             return loss, norm, *rest

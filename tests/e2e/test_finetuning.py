@@ -38,7 +38,7 @@ for override in (
 
 @pytest.fixture(scope="module")
 def pools():
-    pools = Pools(preload=["sklearn.metrics", "ppfleetx.core.programs.train"])
+    pools = Pools(preload=["sklearn.metrics", "ppfleetx.commands.training"])
     yield pools
     pools.close()
 
@@ -185,8 +185,8 @@ def test_adapters_are_saved_alone_and_read_under_any_plan(pools, files, adapters
 
 def test_merged_and_unmerged_give_equal_logits(pools, files, adapters, base, tmp_path):
     from ppfleetx.checkpoint.directory import resolve_checkpoint
-    from ppfleetx.checkpoint.foreign.layout import reshard
-    from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+    from ppfleetx.checkpoint.layout import reshard
+    from ppfleetx.checkpoint.merge_lora import merge_lora
 
     output_dir, _ = adapters
     moved = reshard(
@@ -208,9 +208,9 @@ def test_merged_and_unmerged_give_equal_logits(pools, files, adapters, base, tmp
 def test_merging_a_classifier_of_gpt2s_kind(pools, files, tmp_path):
     """All weights are in the checkpoint here, the head trained beside the adapters. It is not read as if
     there were no adapters."""
-    from ppfleetx.checkpoint.foreign.convert import Conversion, convert
-    from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+    from ppfleetx.checkpoint.merge_lora import merge_lora
     from ppfleetx.config.errors import CheckpointError
+    from ppfleetx.conversion.convert import Conversion, convert
 
     output_dir = tmp_path / "run"
     run(pools, ONE_CARD, settings(files, output_dir, **LORA, Engine__max_steps=4))
@@ -274,7 +274,7 @@ def test_adapters_refuse_what_they_were_not_trained_on(
 
 def test_adapters_in_the_directory_of_their_base_leave_it_alone(pools, files, base, tmp_path):
     """It is refused; when it is to be overwritten, the base stays and everything works from it."""
-    from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+    from ppfleetx.checkpoint.merge_lora import merge_lora
     from ppfleetx.checkpoint.ownership import run_of
 
     output_dir = shutil.copytree(base, tmp_path / "run")
@@ -322,7 +322,7 @@ def test_missing_files_are_named_by_the_tool(files):
 
 
 def test_what_cannot_be_merged(full, adapters, tmp_path):
-    from ppfleetx.checkpoint.foreign.merge_lora import merge_lora
+    from ppfleetx.checkpoint.merge_lora import merge_lora
     from ppfleetx.config.errors import CheckpointError
 
     with pytest.raises(CheckpointError, match="not trained with adapters"):

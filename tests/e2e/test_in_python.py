@@ -17,7 +17,7 @@ if late == "late":
     import signal
     signal.signal(signal.SIGTERM, lambda *_: None)
     handler = signal.getsignal(signal.SIGTERM)
-from ppfleetx.core.programs.launch import start_process
+from ppfleetx.commands.start_process import start_process
 
 for number, config in enumerate(configs):
     overrides = [
@@ -27,7 +27,7 @@ for number, config in enumerate(configs):
         "Global.flags={FLAGS_benchmark: true}" if number == 0 else "Global.seed=1024",
     ]
     cfg, ctx = start_process(config, overrides, reads=("Train",))
-    from ppfleetx.core.programs.train import train  # which imports Paddle
+    from ppfleetx.commands.training import train  # which imports Paddle
     train(cfg, ctx)
     import paddle
     assert paddle.get_flags("FLAGS_benchmark")["FLAGS_benchmark"] == (number == 0)

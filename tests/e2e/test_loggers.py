@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.check import check_report
+from ppfleetx.config.config_notes import refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.registries import LOGGERS, LoggerTraits
 from ppfleetx.core.engine.callbacks.records import numbers_of
 from ppfleetx.core.loggers.base import LogStart
 from ppfleetx.core.loggers.build import build_writers
 from ppfleetx.core.loggers.csv_file import CsvFile
-from ppfleetx.core.programs.check import check_report
 from tests.docs.blocks import blocks
 from tests.e2e.conftest import NANO, ROOT, Tool, records
 
@@ -120,14 +120,12 @@ def test_all_writers_hold_the_same_numbers(tool: Tool, tmp_path: Path) -> None:
         "Engine.save_load.save_steps=2",
     ]
     keys += ["Global.peak_tflops=0.5"]
-    done = tool.run(run, *keys)
-    assert done.returncode == 0, done.stderr
+    done = tool.ok(run, *keys)
     first = of_jsonl(run)
     assert first["train/loss"].keys() == {1, 2, 3, 4} and first["eval/loss"].keys() == {0, 2, 4}
     assert "wandb: offline; `wandb sync" in done.stdout
     shutil.rmtree(run / "epoch_0_step_4")  # as if it had been killed before it was saved
-    again = tool.run(run, *keys, "Engine.save_load.resume=auto")
-    assert again.returncode == 0, again.stderr
+    tool.ok(run, *keys, "Engine.save_load.resume=auto")
 
     expected = of_jsonl(run)
     assert expected["train/loss"] == first["train/loss"]
@@ -185,9 +183,9 @@ def test_a_missing_library_is_told_before_training(monkeypatch: pytest.MonkeyPat
 
 def test_metrics_without_their_callback(tool: Tool, tmp_path: Path) -> None:
     keys = ["Engine.max_steps=2", "Engine.eval_freq=0", "Engine.callbacks=[train_log]"]
-    assert tool.run(tmp_path / "a", *keys).returncode == 0
+    tool.ok(tmp_path / "a", *keys)
     assert not (tmp_path / "a/metrics.jsonl").exists()
-    assert tool.run(tmp_path / "b", *keys, "Engine.loggers=[jsonl]").returncode == 0
+    tool.ok(tmp_path / "b", *keys, "Engine.loggers=[jsonl]")
     assert len(records(tmp_path / "b", "train")) == 2
 
 

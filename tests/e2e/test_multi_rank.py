@@ -61,8 +61,7 @@ class Job:
 @pytest.fixture(scope="module")
 def one_process(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("one_process")
-    done = tool.run(output_dir, *COMMON)
-    assert done.returncode == 0, done.stderr
+    tool.ok(output_dir, *COMMON)
     return output_dir
 
 

@@ -111,10 +111,18 @@ def test_what_is_wrong_with_a_plugin_is_a_sentence(
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+def train_with(
+    pools: Pools, plan: program.ParallelPlan, values: dict[str, object], folder: Path, plugin: str
+) -> list[str]:
+    """Train with a plugin of ``folder``; what the ranks ended with."""
+    arguments = {"values": values, "world": plan.world_size, "folder": str(folder), "plugin": plugin}
+    return pools(plan.world_size).run("tests.e2e.plugins:train", timeout=180.0, **arguments)
+
+
 def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(
-    corpus: Path, tmp_path: Path
+    pools: Pools, corpus: Path, tmp_path: Path
 ) -> None:
-    pools, plan = Pools(), program.ParallelPlan
+    plan = program.ParallelPlan
     (tmp_path / "rank_plugin.py").write_text(PLUGIN)
     values = {
         "Engine.callbacks": "[default, mean_loss]",
@@ -123,35 +131,13 @@ def test_states_of_callbacks_go_from_plan_to_plan_and_errors_to_all_ranks(
     }
 
     def train(which: program.ParallelPlan, name: str, **more: object) -> str:
-        given = {
-            **program.SETTINGS,
-            **program.plan_overrides(which),
-            "Data.Train.dataset.input_dir": str(corpus),
-            "Data.Eval.dataset.input_dir": str(corpus),
-            "Engine.save_load.output_dir": str(tmp_path / name),
-            **values,
-            **more,
-        }
-        arguments = {
-            "values": given,
-            "world": which.world_size,
-            "folder": str(tmp_path),
-            "plugin": "rank_plugin",
-        }
-        return pools(which.world_size).run("tests.e2e.plugins:train", timeout=180.0, **arguments)
+        given = program.values_of(which, corpus, tmp_path / name, overrides={**values, **more})
+        return train_with(pools, which, given, tmp_path, "rank_plugin")
 
-    try:
-        train(plan(), "out", **{"Engine.max_steps": 3})
-        train(plan(pp=2), "out", **{"Engine.max_steps": 6})
-        ended = train(
-            plan(pp=2),
-            "other",
-            **{
-                "Engine.callbacks": "[default, {name: mean_loss, options: {give_up_at: 2}}]",
-            },
-        )
-    finally:
-        pools.close()
+    train(plan(), "out", **{"Engine.max_steps": 3})
+    train(plan(pp=2), "out", **{"Engine.max_steps": 6})
+    gives_up = "[default, {name: mean_loss, options: {give_up_at: 2}}]"
+    ended = train(plan(pp=2), "other", **{"Engine.callbacks": gives_up})
     found = [loss for _, loss, _ in program.losses(tmp_path / "out")]
     steps, mean = (tmp_path / "out/mean.txt").read_text().split()
     assert int(steps) == len(found) == 6 and float(mean) == pytest.approx(sum(found) / 6)
@@ -194,39 +180,26 @@ def letters(cfg):
 """
 
 
-def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(corpus: Path, tmp_path: Path) -> None:
+def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(
+    pools: Pools, corpus: Path, tmp_path: Path
+) -> None:
     (tmp_path / "parts_plugin.py").write_text(PARTS)
-    pools = Pools()
 
     def train(which: program.ParallelPlan, name: str, module: str) -> list[float]:
-        values = {
-            **program.SETTINGS,
-            **program.plan_overrides(which),
+        parts = {
             "Engine.max_steps": 3,
-            "Data.Train.dataset.input_dir": str(corpus),
-            "Data.Eval.dataset.input_dir": str(corpus),
             "Data.tokenizer": "{name: Letters}",
             "Model.position_embedding_type": "sinus",
             "Model.module": module,
-            "Engine.save_load.output_dir": str(tmp_path / name),
         }
-        said = pools(which.world_size).run(
-            "tests.e2e.plugins:train",
-            timeout=180.0,
-            values=values,
-            world=which.world_size,
-            folder=str(tmp_path),
-            plugin="parts_plugin",
-        )
+        given = program.values_of(which, corpus, tmp_path / name, overrides=parts)
+        said = train_with(pools, which, given, tmp_path, "parts_plugin")
         assert said == [""] * which.world_size, said
         return [loss for _, loss, _ in program.losses(tmp_path / name)]
 
-    try:
-        one = train(program.ParallelPlan(), "one", "HalvedLoss")
-        assert train(program.ParallelPlan(mp=2), "mp2", "HalvedLoss") == pytest.approx(one, rel=2e-5)
-        whole = train(program.ParallelPlan(), "whole", "GPTModule")
-    finally:
-        pools.close()
+    one = train(program.ParallelPlan(), "one", "HalvedLoss")
+    assert train(program.ParallelPlan(mp=2), "mp2", "HalvedLoss") == pytest.approx(one, rel=2e-5)
+    whole = train(program.ParallelPlan(), "whole", "GPTModule")
     assert one[0] == pytest.approx(whole[0] / 2, rel=1e-6)
     manifest = json.loads((tmp_path / "one/epoch_0_step_3/manifest.json").read_text())
     assert "position_embeddings" not in json.dumps(manifest["tensors"])

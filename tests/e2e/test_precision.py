@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.e2e.program import SETTINGS, plan_overrides
-from tests.helpers.ranks import Pools
+from tests.e2e.program import values_of
 
 ONE = Plan()
 # 2^24 times the gradient is more than float16 holds: the first steps overflow.
@@ -22,13 +21,6 @@ HALF = {
 }
 
 
-@pytest.fixture(scope="module")
-def pools():
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
 @pytest.fixture
 def train(pools, corpus, tmp_path):
     """Run the program; gives its output directory."""
@@ -37,18 +29,14 @@ def train(pools, corpus, tmp_path):
         name: str, precision: dict[str, Any], plan: Plan = ONE, expected: str = "", **overrides: Any
     ) -> Any:
         output_dir = tmp_path / name
-        values = {
-            **SETTINGS,
+        given = {
             "Model.num_layers": 2,
             "Engine.max_steps": 12,
             "Engine.save_load.save_steps": 0,
-            **plan_overrides(plan, 4),
-            "Data.Train.dataset.input_dir": str(corpus),
-            "Data.Eval.dataset.input_dir": str(corpus),
-            "Engine.save_load.output_dir": str(output_dir),
             **{f"Engine.mix_precision.{key}": value for key, value in precision.items()},
             **{key.replace("__", "."): value for key, value in overrides.items()},
         }
+        values = values_of(plan, corpus, output_dir, micro_batch_size=4, overrides=given)
         errors = pools(plan.world_size).run(
             "tests.parity.low_precision:program", values=values, world=plan.world_size
         )

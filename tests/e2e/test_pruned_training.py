@@ -10,9 +10,9 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
+from ppfleetx.commands.prune import REPORT_FILE, Prune, prune
 from ppfleetx.compress.prune import parts_of
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.core.programs.prune import REPORT_FILE, Request, run
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
@@ -71,8 +71,7 @@ def scheduled(request, tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> 
     """A run of 40 steps that pruned along a schedule while it saved in the background; its configuration and
     what it said."""
     output_dir = tmp_path_factory.mktemp("scheduled") / "run"
-    done = tool.run(output_dir, *LONG, *SCHEDULE, "Engine.save_load.async_save=True", config=request.param)
-    assert done.returncode == 0, done.stderr
+    done = tool.ok(output_dir, *LONG, *SCHEDULE, "Engine.save_load.async_save=True", config=request.param)
     return output_dir, request.param, done.stdout + done.stderr
 
 
@@ -102,7 +101,9 @@ def test_what_is_taken_out_stays_out(scheduled) -> None:
 
 def test_the_smaller_model_computes_the_same(scheduled, tmp_path: Path) -> None:
     output_dir, _, _ = scheduled
-    small = open_checkpoint(run(Request(str(output_dir), str(tmp_path / "small"), ratio=0.5)))
+    small = open_checkpoint(
+        prune(Prune(checkpoint=str(output_dir), output=str(tmp_path / "small"), ratio=0.5))
+    )
     whole = open_checkpoint(output_dir / "epoch_0_step_40")
     report = json.loads((tmp_path / "small" / REPORT_FILE).read_text())
     for layer, left in enumerate(report["layers"]):
@@ -118,8 +119,7 @@ def test_the_smaller_model_computes_the_same(scheduled, tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_bit_for_bit(scheduled, tool: Tool, tmp_path: Path, step: int) -> None:
     output_dir, config, _ = scheduled
     start = f"{CKPT}={output_dir}/epoch_0_step_{step}"
-    done = tool.run(tmp_path / "again", *LONG, *SCHEDULE, start, config=config)
-    assert done.returncode == 0, done.stderr
+    tool.ok(tmp_path / "again", *LONG, *SCHEDULE, start, config=config)
     assert losses(tmp_path / "again") == losses(output_dir)[step:]
     ends = [open_checkpoint(place / "epoch_0_step_40") for place in (tmp_path / "again", output_dir)]
     for kind, name, state in checkpoint_keys(ends[0]):
@@ -129,19 +129,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(scheduled, tool: Tool, tmp_path: Path
 @pytest.fixture(scope="module")
 def plain(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("plain") / "run"
-    assert tool.run(output_dir, *SHORT).returncode == 0
+    tool.ok(output_dir, *SHORT)
     return output_dir
 
 
 def test_once_before_the_first_step_as_the_command_prunes(tool: Tool, plain: Path, tmp_path: Path) -> None:
     """FleetX's meaning, with its keys."""
     given = (ON, f"{KEY}criterion=l2_norm", f"{KEY}ratio=0.25", f"{INIT}={plain}")
-    done = tool.run(tmp_path / "run", *SHORT, *given, f"Compress.Distill.teacher={plain}")
-    assert done.returncode == 0, done.stderr
+    done = tool.ok(tmp_path / "run", *SHORT, *given, f"Compress.Distill.teacher={plain}")
     assert (
         "pruned after 0 steps: 1 of 4 key/value heads and 64 of 256 feed-forward" in done.stdout + done.stderr
     )
-    run(Request(str(plain), str(tmp_path / "small"), ratio=0.25, criterion="l2_norm"))
+    prune(Prune(checkpoint=str(plain), output=str(tmp_path / "small"), ratio=0.25, criterion="l2_norm"))
     report = json.loads((tmp_path / "small" / REPORT_FILE).read_text())
     trained = open_checkpoint(tmp_path / "run/epoch_0_step_4")
     for layer, left in enumerate(report["layers"]):
@@ -151,8 +150,7 @@ def test_once_before_the_first_step_as_the_command_prunes(tool: Tool, plain: Pat
 
 def test_a_run_that_was_not_pruned_is_when_it_goes_on(tool: Tool, plain: Path, tmp_path: Path) -> None:
     start = f"{CKPT}={plain}/epoch_0_step_2"
-    done = tool.run(tmp_path / "run", *SHORT, ON, f"{KEY}part=mlp", start)
-    assert done.returncode == 0, done.stderr
+    done = tool.ok(tmp_path / "run", *SHORT, ON, f"{KEY}part=mlp", start)
     assert (
         "pruned after 2 steps: 0 of 4 key/value heads and 32 of 256 feed-forward" in done.stdout + done.stderr
     )

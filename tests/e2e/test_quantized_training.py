@@ -20,7 +20,7 @@ INIT, CKPT = "Engine.save_load.init_from", "Engine.save_load.ckpt_dir"
 @pytest.fixture(scope="module")
 def plain(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("plain") / "run"
-    assert tool.run(output_dir, *SHORT).returncode == 0
+    tool.ok(output_dir, *SHORT)
     return output_dir
 
 
@@ -28,8 +28,7 @@ def plain(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quantized(tool: Tool, plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output directory of four steps of training with rounding, from the plain model."""
     output_dir = tmp_path_factory.mktemp("quantized") / "run"
-    done = tool.run(output_dir, *SHORT, QAT, f"{INIT}={plain}", "Compress.Quantization.moving_rate=0.5")
-    assert done.returncode == 0, done.stderr
+    tool.ok(output_dir, *SHORT, QAT, f"{INIT}={plain}", "Compress.Quantization.moving_rate=0.5")
     return output_dir
 
 
@@ -42,8 +41,7 @@ def test_scales_are_saved_and_a_resumed_run_goes_on_bit_for_bit(
     assert "enable: true" in (checkpoint.document("config.yaml") or b"").decode()
     output_dir = tmp_path / "again"
     same = (QAT, "Compress.Quantization.moving_rate=0.5")
-    done = tool.run(output_dir, *SHORT, *same, f"{CKPT}={checkpoint.path}")
-    assert done.returncode == 0, done.stderr
+    tool.ok(output_dir, *SHORT, *same, f"{CKPT}={checkpoint.path}")
     assert losses(output_dir) == losses(quantized)[2:]
 
 
@@ -70,21 +68,17 @@ def test_evaluation_uses_the_scales_and_needs_their_section(
 
 def test_adapters_stand_on_a_quantized_base(tool: Tool, plain: Path, quantized: Path, tmp_path: Path) -> None:
     lora = (QAT, "Model.lora.rank=4", "Optimizer.lr.max_lr=1e-2")
-    done = tool.run(tmp_path / "lora", *SHORT, *lora, f"Model.lora.base={quantized}")
-    assert done.returncode == 0, done.stderr
+    tool.ok(tmp_path / "lora", *SHORT, *lora, f"Model.lora.base={quantized}")
     trained = open_checkpoint(tmp_path / "lora/epoch_0_step_4").names()
     assert trained and all(".lora." in name for name in trained), "scales stay those of the base"
     for base, words in ((plain, "was not trained with Compress.Quantization: it has no scales"),):
-        refused = tool.run(tmp_path / "other", *SHORT, *lora, f"Model.lora.base={base}")
-        assert refused.returncode == 2
-        assert words in refused.stderr
-    refused = tool.run(tmp_path / "third", *SHORT, "Model.lora.rank=4", f"Model.lora.base={quantized}")
-    assert refused.returncode == 2
-    assert "give that section" in refused.stderr
+        refused = tool.refused(tmp_path / "other", *SHORT, *lora, f"Model.lora.base={base}")
+        assert words in refused
+    refused = tool.refused(tmp_path / "third", *SHORT, "Model.lora.rank=4", f"Model.lora.base={quantized}")
+    assert "give that section" in refused
 
 
 def test_plain_weights_are_no_quantized_run(tool: Tool, plain: Path, tmp_path: Path) -> None:
-    refused = tool.run(tmp_path / "resumed", *SHORT, QAT, f"{CKPT}={plain}/epoch_0_step_2")
-    assert refused.returncode == 2
-    assert "has no scales of its layers' inputs" in refused.stderr
-    assert INIT in refused.stderr
+    refused = tool.refused(tmp_path / "resumed", *SHORT, QAT, f"{CKPT}={plain}/epoch_0_step_2")
+    assert "has no scales of its layers' inputs" in refused
+    assert INIT in refused

@@ -16,8 +16,7 @@ TOLD = "computes something else than the one that saved"
 def saved(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output directory of a run of 8 steps with checkpoints after 4 and 8."""
     output_dir = tmp_path_factory.mktemp("saved")
-    done = tool.run(output_dir, *FEW)
-    assert done.returncode == 0, done.stderr
+    tool.ok(output_dir, *FEW)
     return output_dir
 
 

@@ -27,8 +27,7 @@ def content(directory: Path) -> dict[str, bytes]:
 def used(tool: Tool, tmp_path: Path) -> Path:
     """Output directory of a run of three steps with two checkpoints left."""
     output_dir = tmp_path / "used"
-    done = tool.run(output_dir, *SHORT, "Engine.save_load.keep_max=2")
-    assert done.returncode == 0, done.stderr
+    tool.ok(output_dir, *SHORT, "Engine.save_load.keep_max=2")
     assert {path.name for path in output_dir.glob("epoch_*")} == {"epoch_0_step_2", "epoch_0_step_3"}
     return output_dir
 
@@ -53,8 +52,7 @@ def test_a_second_run_is_refused_then_overwrites_or_goes_on(tool: Tool, used: Pa
     done = tool.run(used, "Engine.max_steps=4", "Engine.eval_freq=0", *more)
     assert (done.returncode, read_run(used).run) == (0, run), done.stderr
 
-    done = tool.run(used, "Engine.max_steps=2", "Engine.eval_freq=0", "Engine.save_load.overwrite=True")
-    assert done.returncode == 0, done.stderr
+    done = tool.ok(used, "Engine.max_steps=2", "Engine.eval_freq=0", "Engine.save_load.overwrite=True")
     assert {path.name for path in used.glob("epoch_*")} == {"epoch_0_step_2"}
     assert run_of(used / "epoch_0_step_2") == read_run(used).run != run
     assert [step for step, *_ in losses(used)] == [1, 2]
@@ -107,8 +105,7 @@ def test_a_runs_configuration_is_used_again(tool: Tool, used: Path, tmp_path: Pa
     assert "local 4 = micro 1 x accumulate 4" in checked.stdout
 
     output_dir = tmp_path / "started"
-    done = tool.run(output_dir, *SHORT, f"Engine.save_load.init_from={used}", config=config)
-    assert done.returncode == 0, done.stderr
+    done = tool.ok(output_dir, *SHORT, f"Engine.save_load.init_from={used}", config=config)
     written = yaml.safe_load((output_dir / "config.yaml").read_text())["Engine"]["save_load"]
     assert written["init_from"] == str(used / "epoch_0_step_3"), "latest may name another one later"
     for script, words in (("tools/eval.py", "eval at global step 3"), ("tools/train.py", "nothing to train")):
@@ -123,14 +120,12 @@ def test_a_run_that_branched_off_goes_on_without_its_source(tool: Tool, used: Pa
     """Which the run that made it may delete meanwhile."""
     options = (*SHORT[1:], "Engine.max_steps=4", "Engine.save_load.lr_schedule=config")
     branch = (*options, f"Engine.save_load.ckpt_dir={used}", "Engine.save_load.resume=auto")
-    done = tool.run(tmp_path / "branch", *branch)
-    assert done.returncode == 0, done.stderr
+    done = tool.ok(tmp_path / "branch", *branch)
     shutil.rmtree(used)
     done = tool.run(tmp_path / "branch", *branch)
     assert "nothing to train: 4 of 4 steps" in done.stdout, done.stderr
-    done = tool.run(tmp_path / "another", *branch)
-    assert done.returncode == 2
-    assert "there is no directory" in done.stderr
+    said = tool.refused(tmp_path / "another", *branch)
+    assert "there is no directory" in said
 
 
 def test_killed_before_its_first_checkpoint(tool: Tool, tmp_path: Path) -> None:

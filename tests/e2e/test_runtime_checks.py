@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.e2e.program import SETTINGS, losses, plan_overrides
+from tests.e2e.program import losses, values_of
 from tests.helpers.ranks import Pools
 
 CALLED = "tests.e2e.program:train"
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
 def run(pools: Pools, corpus: Path, output_dir: Path, plan: Plan, checks: str, fault: str) -> str:
     """Train four steps with ``fault``; what the ranks, all with the same words, ended with."""
-    values = {
-        **SETTINGS,
-        **plan_overrides(plan),
-        "Engine.max_steps": 4,
-        "Engine.checks": checks,
-        "Model.num_layers": 2,
-        "Data.Train.dataset.input_dir": str(corpus),
-        "Data.Eval.dataset.input_dir": str(corpus),
-        "Engine.save_load.output_dir": str(output_dir),
-    }
+    small = {"Engine.max_steps": 4, "Engine.checks": checks, "Model.num_layers": 2}
+    values = values_of(plan, corpus, output_dir, overrides=small)
     told = pools(plan.world_size).run(CALLED, values=values, world=plan.world_size, fault=fault)
     assert len(set(told)) == 1, told
     return told[0]

@@ -31,10 +31,8 @@ def both(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_blend_tells_the_loss_of_each_corpus(both: Path, tmp_path: Path) -> None:
     tool, keys = Tool(both), ["Engine.max_steps=4", "Engine.eval_freq=0"]
-    silent = tool.run(tmp_path / "silent", *keys)
-    assert silent.returncode == 0, silent.stderr
-    done = tool.run(tmp_path / "told", *keys, "Engine.log_source_loss=True")
-    assert done.returncode == 0, done.stderr
+    tool.ok(tmp_path / "silent", *keys)
+    done = tool.ok(tmp_path / "told", *keys, "Engine.log_source_loss=True")
     assert losses(tmp_path / "told") == losses(tmp_path / "silent")
     assert "sources" not in records(tmp_path / "silent", "train")[0]
     for record in records(tmp_path / "told", "train"):
@@ -56,13 +54,11 @@ def test_named_evaluation_sets(both: Path, tmp_path: Path) -> None:
     sets = SETS.replace("TOY", str(both / "toy")).replace("NOISE", str(both / "noise"))
     keys = ["Engine.max_steps=4", "Engine.eval_freq=2", "Engine.save_load.save_steps=2"]
     named = [*keys, f"Data.Eval.sets={sets}", "Engine.save_load.keep_best=loss"]
-    done = tool.run(tmp_path / "whole", *named)
-    assert done.returncode == 0, done.stderr
+    done = tool.ok(tmp_path / "whole", *named)
     found = records(tmp_path / "whole", "eval")
     assert [(r["step"], r["set"]) for r in found] == [(n, s) for n in (0, 2, 4) for s in ("toy", "noise")]
     assert re.search(r"eval at global step 4, loss: .*, cost: \d+\.\d+ sec, set: noise\n", done.stdout)
-    alone = tool.run(tmp_path / "alone", *keys)
-    assert alone.returncode == 0, alone.stderr
+    tool.ok(tmp_path / "alone", *keys)
     expected = [r["loss"] for r in records(tmp_path / "alone", "eval")]
     assert [r["loss"] for r in found if r["set"] == "toy"] == expected, (
         "a set is evaluated as if it were alone"
@@ -72,14 +68,12 @@ def test_named_evaluation_sets(both: Path, tmp_path: Path) -> None:
     assert f"epoch_0_step_{best[1]}" in (tmp_path / "whole/best").read_text()
 
     shutil.rmtree(tmp_path / "whole/epoch_0_step_4")
-    again = tool.run(tmp_path / "whole", *named, "Engine.save_load.resume=auto")
-    assert again.returncode == 0, again.stderr
+    tool.ok(tmp_path / "whole", *named, "Engine.save_load.resume=auto")
     assert [{**r, "seconds": 0} for r in records(tmp_path / "whole", "eval")] == [
         {**r, "seconds": 0} for r in found
     ]
     ckpt = f"Engine.save_load.ckpt_dir={tmp_path}/whole"
-    judged = tool.run(tmp_path / "eval", f"Data.Eval.sets={sets}", ckpt, script="tools/eval.py")
-    assert judged.returncode == 0, judged.stderr
+    judged = tool.ok(tmp_path / "eval", f"Data.Eval.sets={sets}", ckpt, script="tools/eval.py")
     assert re.findall(r"loss: (\d\.\d{9}).*, set: (\w+)\n", judged.stdout) == [
         (f"{r['loss']:.9f}", r["set"]) for r in found[-2:]
     ]
@@ -111,8 +105,8 @@ def train_in_ranks(directory: str, output: str) -> None:
     """In each rank of a pool: the same training under some plans of its size."""
     import os
 
-    from ppfleetx.core.programs.launch import start_process
-    from ppfleetx.core.programs.train import train
+    from ppfleetx.commands.start_process import start_process
+    from ppfleetx.commands.training import train
 
     size = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
     for number, plan in enumerate(PLANS[1:] if size > 1 else PLANS[:1]):

@@ -11,33 +11,18 @@ import pytest
 
 from ppfleetx.config.plan import ParallelPlan
 from tests.e2e.conftest import losses, records
-from tests.e2e.program import GLOBAL_BATCH, SETTINGS, plan_overrides
+from tests.e2e.program import GLOBAL_BATCH, values_of
 from tests.helpers.ranks import Pools
 
 BAD = 5 * GLOBAL_BATCH + 3  # a sample of step 6
-CHANGED = {"max_steps": 9, "save_load.save_steps": 4}
+CHANGED = {"Engine.max_steps": 9, "Engine.save_load.save_steps": 4}
 SPIKE = {"window": 8, "min_steps": 3, "loss_deviations": 10.0, "grad_norm_deviations": 0}
-
-
-@pytest.fixture(scope="module")
-def pools():
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def run(pools: Pools, corpus: Path, output: Path, action: str, plan: ParallelPlan, **more: Any) -> list[str]:
     """Train; what each rank's program ended with."""
-    values = {
-        **SETTINGS,
-        **plan_overrides(plan),
-        **{f"Engine.{key}": value for key, value in CHANGED.items()},
-        **{f"Engine.spike.{key}": value for key, value in {**SPIKE, "action": action}.items()},
-        "Data.Train.dataset.input_dir": str(corpus),
-        "Data.Eval.dataset.input_dir": str(corpus),
-        "Engine.save_load.output_dir": str(output),
-        **more.pop("overrides", {}),
-    }
+    spike = {f"Engine.spike.{key}": value for key, value in {**SPIKE, "action": action}.items()}
+    values = values_of(plan, corpus, output, overrides={**CHANGED, **spike, **more.pop("overrides", {})})
     arguments = {"bad": [BAD], "once": False, "factor": 20.0, **more}
     target = "tests.e2e.spike_program:train_with_spikes"
     return pools(plan.world_size).run(
@@ -142,15 +127,7 @@ def test_too_many_spikes_in_a_row_end_the_run(pools, corpus, tmp_path):
 
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(pp=2)], ids=str)
 def test_a_slow_rank_is_named(pools, corpus, tmp_path, plan):
-    values = {
-        **SETTINGS,
-        **plan_overrides(plan),
-        "Engine.straggler_freq": 4,
-        "Engine.max_steps": 6,
-        "Data.Train.dataset.input_dir": str(corpus),
-        "Data.Eval.dataset.input_dir": str(corpus),
-        "Engine.save_load.output_dir": str(tmp_path),
-    }
+    values = values_of(plan, corpus, tmp_path, overrides={"Engine.straggler_freq": 4, "Engine.max_steps": 6})
     target = "tests.e2e.spike_program:train_with_a_slow_rank"
     pools(2).run(target, values=values, world=2, rank=1, seconds=1.0)
     [found] = records(tmp_path, "stragglers")

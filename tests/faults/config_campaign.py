@@ -1,21 +1,16 @@
-"""Mutated configurations and overrides: each is accepted or refused in words, soon and in little memory.
+"""Mutated configurations and overrides: each is accepted or refused in words, and soon.
 
 ``python -m tests.faults.config_campaign --files 2000 --overrides 600`` takes the shipped files, changes one
 to three things in each (keys, values, structure, bytes), and asks for the report of ``tools/train.py
---check``. It runs in a process of its own, whose memory is measured. Any failure can be made again from seed
-and number.
+--check``. Any failure can be made again from seed and number.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,15 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.check import check_report
 from tests.faults.config_mutations import mutated, override
+from tests.faults.harness import command_line, conclude
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "ppfleetx/configs"
 MAX_SECONDS = 5.0  # of the processor
-MAX_MIB = 500
 _MAX_MESSAGE = 6000
 _HANGS_AFTER = 60  # seconds, on a machine that others use too
 
@@ -50,7 +45,6 @@ class Tally:
     failures: list[str] = field(default_factory=list)
     slowest_seconds: float = 0.0
     slowest: str = ""
-    peak_mib: int = 0
 
     @property
     def cases(self) -> int:
@@ -142,8 +136,8 @@ def run_overrides(directory: Path, count: int, seed: int, tally: Tally) -> None:
 
 
 def campaign(files: int, overrides: int, seed: int) -> Tally:
-    """Run so many cases of both kinds, in this process; memory is what they take more than it had."""
-    tally, before = Tally(), _most_mib()
+    """Run so many cases of both kinds."""
+    tally = Tally()
 
     def hang(number: int, frame: FrameType | None) -> None:
         raise HangError(f"did not end within {_HANGS_AFTER} s")
@@ -161,47 +155,17 @@ def campaign(files: int, overrides: int, seed: int) -> Tally:
     finally:
         os.chdir(here)
         signal.signal(signal.SIGALRM, previous)
-    tally.peak_mib = _most_mib() - before
-    if tally.peak_mib > MAX_MIB:
-        tally.failures.append(f"{tally.peak_mib} MiB of memory")
     return tally
 
 
-def _most_mib() -> int:
-    """The most memory that this program has had. (``ru_maxrss`` counts the process that started it too.)"""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) >> 10
-
-
-def in_child(files: int, overrides: int, seed: int) -> Tally:
-    """:func:`campaign` in a process of its own."""
-    command = [sys.executable, "-m", "tests.faults.config_campaign", "--in-process", f"--files={files}"]
-    command += [f"--overrides={overrides}", f"--seed={seed}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
-        raise AssertionError(f"the campaign ended with {done.returncode}: {done.stderr[-2000:]}")
-    return Tally(**json.loads(done.stdout))
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--files", type=int, default=2000)
-    parser.add_argument("--overrides", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--in-process", action="store_true", help="print what in_child reads")
-    args = parser.parse_args()
-    if args.in_process:
-        print(json.dumps(vars(campaign(args.files, args.overrides, args.seed))))
-        return 0
-    tally = in_child(args.files, args.overrides, args.seed)
-    for failure in tally.failures:
-        print(failure)
-    print(
-        f"{tally.cases} cases: {tally.accepted} accepted, {tally.refused} refused in words, "
-        f"{len(tally.failures)} failures; at most {tally.slowest_seconds:.2f} s of the processor "
-        f"({tally.slowest}) and {tally.peak_mib} MiB"
+    args = command_line(__doc__, files=2000, overrides=600).parse_args()
+    tally = campaign(args.files, args.overrides, args.seed)
+    counts = {"accepted": tally.accepted, "refused in words": tally.refused}
+    slowest = f"{tally.slowest_seconds:.2f} s of the processor ({tally.slowest})"
+    return conclude(
+        counts, tally.failures, f"{len(tally.failures)} of {tally.cases} failed; at most {slowest}"
     )
-    return 1 if tally.failures else 0
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ import string
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from ppfleetx.config.field_types import all_keys, field_types, members, section_in
 from ppfleetx.config.registry import Registered
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.suggest import all_keys
-from ppfleetx.config.words import field_types, members, section_in
 
 _KEY = re.compile(rb"^(\s*)([A-Za-z_0-9]+):", re.MULTILINE)
 _VALUE = re.compile(rb"^(\s*[A-Za-z_0-9]+: )(\S.*)$", re.MULTILINE)
@@ -35,7 +34,7 @@ PLAUSIBLE, ODD = _PLAUSIBLE.split(), _ODD.split()
 
 
 def _long_values(rng: random.Random) -> str:
-    size = rng.choice((65, 300, 4301, 20_000))
+    size = rng.choice((65, 300, 4301))
     return rng.choice(
         (
             "9" * size,
@@ -43,13 +42,11 @@ def _long_values(rng: random.Random) -> str:
             "0." + "1" * size,
             "a" * size,
             "'" + "é" * size + "'",
-            "[" * min(size, 3000),
             "[" + "1, " * size + "]",
             "[" + "x, " * size + "]",
             "{" + ", ".join(f"k{i}: {i}" for i in range(size)) + "}",
             "1" + "_1" * size,
             "1," * size + "x",
-            "[&a [" + "x, " * 100 + "], " + "*a, " * (size // 4) + "]",
             "*" + "a" * size,
             '"' + "\\u00e9" * size + '"',
         )
@@ -178,7 +175,7 @@ def _change_lines(text: bytes, rng: random.Random) -> bytes:
     elif kind == 4:
         lines[one] = lines[one].lstrip()
     elif kind == 5:
-        lines[one] = lines[one] * rng.choice((2, 50, 3000))
+        lines[one] = lines[one] * rng.choice((2, 50))
     elif kind == 6:
         del lines[min(one, other) : max(one, other)]
     else:
@@ -189,7 +186,7 @@ def _change_lines(text: bytes, rng: random.Random) -> bytes:
 
 
 def _add_keys(text: bytes, rng: random.Random) -> bytes:
-    count = rng.choice((1, 20, 2000, 9000))
+    count = rng.choice((1, 20, 2000))
     indent = rng.choice(("", "  ", "    "))
     keys = "".join(f"{indent}k{i}: {i}\n" for i in range(count))
     lines = text.splitlines(keepends=True)
@@ -209,10 +206,8 @@ def _change_base(text: bytes, rng: random.Random) -> bytes:
             "x" * 300,
             "{a: b}",
             "[[a]]",
-            "[" + "mutated.yaml, " * 300 + "]",
             "5",
             '"\\0"',
-            "../../../" * 500,
         )
     )
     return re.sub(rb"^_base_:.*\n", b"", text, flags=re.MULTILINE) + f"\n_base_: {base}\n".encode()
@@ -238,7 +233,7 @@ def _change_bytes(text: bytes, rng: random.Random) -> bytes:
 
 
 def _nest(text: bytes, rng: random.Random) -> bytes:
-    depth = rng.choice((1, 3, 50, 500))
+    depth = rng.choice((1, 3, 50))
     lines = text.splitlines(keepends=True)
     head = b"".join(
         b"  " * level + rng.choice((b"Model", b"Engine", b"a")) + b":\n" for level in range(depth)
@@ -257,24 +252,13 @@ def _add_aliases(text: bytes, rng: random.Random) -> bytes:
 
 
 _MUTATIONS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    _change_key,
-    _change_key,
-    _change_value,
-    _change_value,
-    _change_value,
-    _change_value,
-    _change_value,
-    _change_value,
-    _add_value,
-    _add_value,
-    _add_value,
-    _add_value,
-    _change_lines,
-    _change_lines,
+    *[_change_key] * 2,
+    *[_change_value] * 6,
+    *[_add_value] * 4,
+    *[_change_lines] * 2,
+    *[_change_bytes] * 2,
     _add_keys,
     _change_base,
-    _change_bytes,
-    _change_bytes,
     _nest,
     _add_aliases,
 )
@@ -302,7 +286,7 @@ def override(rng: random.Random) -> str:
         parts[at] = _typo(parts[at], rng)
         key = ".".join(parts)
     elif kind < 0.2:
-        key += rng.choice((".0", ".1", ".²", ".x", ".-1", ".99999999999", ".a.b.c", "." * 3, ".a" * 1500))
+        key += rng.choice((".0", ".1", ".²", ".x", ".-1", ".99999999999", ".a.b.c", "..."))
     elif kind < 0.23:
         return value(rng)
     elif kind < 0.26:

@@ -1,4 +1,4 @@
-"""Ten ways in which a job comes to a halt: does each end in time with one sentence that is right?
+"""Ten ways in which a job comes to a halt: each must end in time with one sentence that is right.
 
 ``python -m tests.faults.hang_campaign`` runs the training program in ranks that communicate on the CPU, lets
 one of them stop, sleep, differ or die, and reads what the job says and its exit code. The lost link needs two
@@ -12,25 +12,21 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.resilience.explain import explain
 from ppfleetx.resilience.hang_report import latest, read_reports
-from tests.e2e.program import NANO, ROOT, SETTINGS, plan_overrides
-from tests.e2e.resumption import write_corpus
-from tests.helpers import programs
+from tests.faults.harness import Job, run_cases
 from tests.multinode.nodes import Node, two_nodes
 
 PROGRAM = "tests/faults/hang_program.py"
 TIMEOUT_SECONDS = 6.0
-START_SECONDS = 120.0
 SPARE_SECONDS = 20.0
 """Beyond the time-out: for the reports to be joined, and the launcher to end."""
 MEMORY_GROUP = Path("/sys/fs/cgroup/memory")
@@ -141,89 +137,42 @@ class Found:
     complaints: list[str]
 
 
-class Job:
-    """The training program under one launcher per host."""
+class Hang:
+    """A job that comes to a halt."""
 
     def __init__(
         self, case: Case, hosts: Sequence[Node | None], corpus: Path, directory: Path, device: str = "cpu"
     ) -> None:
-        self.case, self.hosts, self.directory = case, hosts, directory
+        self.case, self.directory = case, directory
         overrides = {
-            **SETTINGS,
-            **plan_overrides(case.plan),
             "Global.device": device,
-            "Engine.max_steps": 100000,
             "Engine.eval_freq": 4,
             "Engine.save_load.save_steps": 4,
             "Engine.hang_timeout": TIMEOUT_SECONDS,
-            "Engine.save_load.output_dir": directory / "run",
-            "Data.Train.dataset.input_dir": corpus,
-            "Data.Eval.dataset.input_dir": corpus,
         }
-        self._options = [word for key, value in overrides.items() for word in ("-o", f"{key}={value}")]
-        self.launchers = [self._start(number, host) for number, host in enumerate(hosts)]
-
-    def _start(self, number: int, host: Node | None) -> programs.Popen:
-        per_host = self.case.plan.world_size // len(self.hosts)
-        launcher = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", str(per_host)]
-        launcher += ["--log_dir", str(self.directory / f"log.{number}")]
-        if host is not None:
-            launcher += ["--master", f"{self.hosts[0].address}:38524", "--nnodes", str(len(self.hosts))]
-            launcher += ["--rank", str(number), "--host", host.address]
-        command = [*launcher, PROGRAM, "-c", str(NANO), *self._options]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HANG_DIR": str(self.directory),
-            "HANG_RANK": str(self.case.rank),
-            "HANG_CASE": self.case.name,
-        }
-        with (self.directory / f"launcher.{number}").open("w") as log:
-            return programs.Popen(
-                command if host is None else host.command(*command),
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=ROOT,
-                start_new_session=True,
-            )
-
-    def await_halt(self) -> None:
-        """Until the rank has come to its moment."""
-        deadline = time.monotonic() + START_SECONDS
-        while not (self.directory / "reached").exists():
-            ended = [launcher.poll() for launcher in self.launchers]
-            assert ended == [None] * len(ended), (
-                f"{self.case.name}: ended before the moment ({ended}){self.said()}"
-            )
-            assert time.monotonic() < deadline, f"{self.case.name}: the moment did not come"
-            time.sleep(0.02)
+        environment = {"HANG_DIR": str(directory), "HANG_RANK": str(case.rank), "HANG_CASE": case.name}
+        self.job = Job(PROGRAM, case.plan, hosts, corpus, directory, 38524, overrides, environment)
 
     def judge(self) -> Found:
         """Wait for the job's end, and read what it said."""
-        begin, codes = time.monotonic(), []
-        limit = TIMEOUT_SECONDS + SPARE_SECONDS
-        for launcher in self.launchers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                codes.append(launcher.wait(max(1.0, begin + limit - time.monotonic())))
+        begin, limit = time.monotonic(), TIMEOUT_SECONDS + SPARE_SECONDS
+        codes = self.job.wait_for_launchers(limit)
         seconds = time.monotonic() - begin
-        said = [line for line in self.said().splitlines() if "error:" in line or "Error:" in line]
+        said = [line for line in self.job.said().splitlines() if "error:" in line or "Error:" in line]
         fitting = [line for line in said if re.search(self.case.said, line)]
         complaints = []
-        if len(codes) < len(self.launchers):
+        if len(codes) < len(self.job.launchers):
             complaints.append(f"not ended after {limit:g} s")
         if self.case.said and not fitting:
             complaints.append(f"no such sentence, but {said}")
         if set(codes) - set(self.case.codes):
             complaints.append(f"exit codes {codes}")
-        if (
-            "Traceback" in self.said() and 1 not in self.case.codes
-        ):  # ranks out of step are a defect, with one
+        if "Traceback" in self.job.said() and 1 not in self.case.codes:  # ranks out of step are a defect
             complaints.append("a traceback")
-        reported = self._told_again(complaints)
+        reported = self._report(complaints)
         return Found(seconds, codes, fitting[0] if fitting else "", reported, complaints)
 
-    def _told_again(self, complaints: list[str]) -> str:
+    def _report(self, complaints: list[str]) -> str:
         """What ``ppfleetx hang-report`` reads from the directory."""
         if self.case.reported is None:
             return ""
@@ -236,14 +185,9 @@ class Job:
             complaints.append(f"reported is {sentence}")
         return sentence
 
-    def said(self) -> str:
-        """What the ranks have said."""
-        logs = sorted(self.directory.glob("log.*/workerlog.*"))
-        return "\n".join(path.read_text(errors="replace") for path in logs)
-
     def close(self) -> None:
         """End all that may be left."""
-        for launcher in self.launchers:
+        for launcher in self.job.launchers:
             for pid in _below(launcher.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -266,14 +210,14 @@ def _below(pid: int) -> list[int]:
 def run_case(case: Case, corpus: Path, directory: Path, device: str = "cpu") -> Found:
     """Let the job come to a halt, and see what it says. Ranks on GPUs need ``PPFLEETX_TESTS_EXECUTE=1``."""
     with _surroundings(case) as hosts:
-        job = Job(case, hosts, corpus, directory, device)
+        hang = Hang(case, hosts, corpus, directory, device)
         try:
-            job.await_halt()
+            hang.job.await_halt()
             if case.name == "link":
                 hosts[-1].unplug()
-            return job.judge()
+            return hang.judge()
         finally:
-            job.close()
+            hang.close()
 
 
 @contextlib.contextmanager
@@ -301,23 +245,16 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES])
     parser.add_argument("--keep", type=Path, help="directory for what the ranks say")
     arguments = parser.parse_args()
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="hangs-") as name:
-        corpus = Path(name) / "toy"
-        write_corpus(corpus)
-        for case in CASES:
-            if arguments.only and case.name not in arguments.only:
-                continue
-            directory = (arguments.keep or Path(name)) / case.name
-            directory.mkdir(parents=True)
-            found = run_case(case, corpus, directory)
-            failed += bool(found.complaints)
-            verdict = "; ".join(found.complaints) or "ok"
-            print(f"{case.name} ({case.plan}): {found.seconds:.1f} s, exit codes {found.codes}: {verdict}")
-            print(f"    {found.sentence}", flush=True)
-            print(f"    reported: {found.reported}", flush=True)
-    print(f"{failed} failed")
-    return 1 if failed else 0
+
+    def tried(case: Case, corpus: Path, directory: Path) -> tuple[str, list[str]]:
+        found = run_case(case, corpus, directory)
+        sentences = f"    {found.sentence}\n    reported: {found.reported}\n   "
+        return f"{found.seconds:.1f} s, exit codes {found.codes}\n{sentences}", found.complaints
+
+    chosen = [case for case in CASES if not arguments.only or case.name in arguments.only]
+    return run_cases(
+        [(f"{case.name} ({case.plan})", partial(tried, case)) for case in chosen], arguments.keep
+    )
 
 
 if __name__ == "__main__":

@@ -1,25 +1,16 @@
-"""Hostile foreign files to the public tools: each has to be refused in words, soon, in little memory.
+"""Bad files of other programs to the public tools: each has to be refused in words, soon, in little memory.
 
 ``python -m tests.faults.hostile_campaign`` gives each case of `hostile_files` to every tool that would read
-it, as a process of its own with a limit on its memory. It reports tracebacks, the largest memory and longest
-time, and whether anything that was planted has run.
+it, as a process of its own. It reports tracebacks, too much memory or time, and whether anything that was
+planted has run.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import os
-import resource
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +18,15 @@ import yaml
 
 from ppfleetx.checkpoint.slices import whole
 from ppfleetx.config.loader import load_config
+from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.models.gpt.hf_keys import model_keys
-from ppfleetx.models.gpt.shape import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes
 from tests.checkpoint.checkpoints import save
-from tests.checkpoint.foreign import hf_dirs
+from tests.conversion import hf_dirs
+from tests.e2e.program import NANO, ROOT
+from tests.faults.harness import Ended, command_line, conclude, run_to_end
 from tests.faults.hostile_files import FLEETX, HF, MEGATRON, OURS, TOKENIZER, Case, all_cases
 
-ROOT = Path(__file__).resolve().parents[2]
-NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
 GOLDEN_NETWORK = {
     "Model.vocab_size": 97,
     "Model.vocab_size_divisible_unit": 1,
@@ -44,13 +35,7 @@ GOLDEN_NETWORK = {
     "Data.Train.dataset.max_seq_len": 16,
     "Data.Eval.dataset.max_seq_len": 16,
 }
-MAX_SECONDS, MAX_BYTES = 20.0, 10**9
-_ADDRESSES = 3 << 29  # of a tool without Paddle, whose libraries alone take more
-_PATIENCE = 90.0  # seconds until a tool is ended that has its time to itself
-_DROP_CAPABILITY = 24  # PR_CAPBSET_DROP of prctl(2)
-_READ_EVERYTHING = (1, 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-
-# The tools that read a kind of directory. Those in the second half load Paddle first, and get fewer cases.
+# The tools that read a kind of directory. Those that load Paddle first get fewer cases.
 TOOLS = {
     HF: ("from_hf", "init_from"),
     FLEETX: ("from_fleetx", "verify", "init_from"),
@@ -62,50 +47,21 @@ WITH_PADDLE = ("init_from", "ckpt_dir", "generate")
 REFUSED, DAMAGED = 2, 1
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one tool.
-
-    Attributes:
-        tool: which.
-        code: its exit code; negative: the signal that ended it.
-        text: what it said.
-        seconds: of the clock, from start to end.
-        cpu_seconds: of the CPUs, that other programs have no part in.
-        num_bytes: most memory it had.
-    """
-
-    tool: str
-    code: int
-    text: str
-    seconds: float
-    cpu_seconds: float
-    num_bytes: int
-
-    def problem(self, case: Case) -> str | None:
-        """What is not as it has to be, if anything."""
-        if "Traceback" in self.text or "Fatal Python error" in self.text:
-            return "a traceback"
-        if self.code == -signal.SIGKILL or self.cpu_seconds > MAX_SECONDS:
-            return f"{self.seconds:.0f} seconds, {self.cpu_seconds:.0f} of the CPU"
-        if self.num_bytes > MAX_BYTES:
-            return f"{self.num_bytes >> 20} MiB"
-        if case.is_sound:
-            has_to_be_converted = self.tool == "init_from" and case.kind in (HF, MEGATRON)
-            is_right = self.code == (REFUSED if has_to_be_converted else 0)
-        elif self.tool == "verify":
-            is_right = self.code in (REFUSED, DAMAGED) or (case.is_readable and self.code == 0)
-        else:
-            is_right = (
-                self.code == REFUSED and self.text.startswith("error: ") + self.text.count("\nerror: ") == 1
-            )
-        if not is_right and not (case.may_pass and self.code == 0):
-            return f"exit code {self.code}"
-        return None
+def complaint(case: Case, tool: str, end: Ended) -> str | None:
+    """What is wrong with how a tool took a case; None: nothing."""
+    if case.is_sound:
+        has_to_be_converted = tool == "init_from" and case.kind in (HF, MEGATRON)
+        return end.complaint((REFUSED if has_to_be_converted else 0,), in_words=False)
+    codes = [REFUSED]
+    if tool == "verify":
+        codes.append(DAMAGED)
+    if case.may_pass or (tool == "verify" and case.is_readable):
+        codes.append(0)
+    return end.complaint(codes, in_words=tool != "verify")
 
 
 class Programs:
-    """Command lines of the tools, and what they need besides the hostile directory."""
+    """Command lines of the tools, and what they need besides the bad directory."""
 
     def __init__(self, work: Path) -> None:
         self._work = work
@@ -123,92 +79,59 @@ class Programs:
 
     def command(self, tool: str, directory: Path, out: Path) -> list[str]:
         """The command that gives a directory to a tool."""
-        if tool in ("from_hf", "from_fleetx", "from_megatron"):
-            source = tool.removeprefix("from_")
-            network = ["--config", str(self._network)] if source == "fleetx" else []
-            names = ["--from", source, "--to", "ppfleetx", *network]
-            return self._tool("convert_checkpoint", *names, "--input", directory, "--output", out)
-        if tool == "merge":
-            names = ["--from", "ppfleetx", "--to", "ppfleetx", "--merge"]
-            return self._tool("convert_checkpoint", *names, "--input", directory, "--output", out)
+        work = self._work
         if tool == "verify":
-            return self._tool("inspect_checkpoint", directory, "--verify")
+            return self._words("tools/inspect_checkpoint.py", directory, "--verify")
         if tool == "encode":
-            text = ["--input", self._work / "text.txt", "--output-prefix", out, "--workers", "1"]
-            return self._tool("preprocess_data", *text, "--tokenizer", directory)
+            text = ("--input", work / "text.txt", "--output-prefix", out, "--workers", "1")
+            return self._words("tools/preprocess_data.py", *text, "--tokenizer", directory)
+        if tool == "merge" or tool.startswith("from_"):
+            source = "ppfleetx" if tool == "merge" else tool.removeprefix("from_")
+            more = {"merge": ["--merge"], "from_fleetx": ["--config", self._network]}.get(tool, [])
+            names = ("--from", source, "--to", "ppfleetx", *more)
+            return self._words("tools/convert_checkpoint.py", *names, "--input", directory, "--output", out)
         if tool == "generate":
-            given = {"Engine.save_load.ckpt_dir": self._work / "nano", "Data.tokenizer.dir": directory}
+            program = "tasks/gpt/generation.py"
+            given = {"Engine.save_load.ckpt_dir": work / "nano", "Data.tokenizer.dir": directory}
             given |= {"Generation.prompt": "Hello", "Generation.max_dec_len": 4}
-            return self._program("tasks/gpt/generation.py", given)
-        given = {f"Engine.save_load.{tool}": directory, "Engine.save_load.output_dir": out}
-        data = {f"Data.{mode}.dataset.input_dir": self._work / "corpus" for mode in ("Train", "Eval")}
-        return self._program("tools/train.py", {**given, **data, **GOLDEN_NETWORK, "Engine.max_steps": 3})
+        else:
+            program = "tools/train.py"
+            given = {f"Engine.save_load.{tool}": directory, "Engine.save_load.output_dir": out}
+            given |= {f"Data.{mode}.dataset.input_dir": work / "corpus" for mode in ("Train", "Eval")}
+            given |= {**GOLDEN_NETWORK, "Engine.max_steps": 3}
+        overrides = [word for key, value in given.items() for word in ("-o", f"{key}={value}")]
+        return self._words(program, "-c", NANO, *overrides)
 
-    def _tool(self, name: str, *arguments: object) -> list[str]:
-        return [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, arguments)]
-
-    def _program(self, path: str, values: Mapping[str, object]) -> list[str]:
-        overrides = [word for key, value in values.items() for word in ("-o", f"{key}={value}")]
-        return [sys.executable, str(ROOT / path), "-c", str(NANO), *overrides]
-
-
-def run(tool: str, command: Sequence[str], work: Path) -> Outcome:
-    """Run a tool to its end, or to the end of its time."""
-    addresses = None if tool in WITH_PADDLE else _ADDRESSES
-
-    def limit() -> None:
-        if os.geteuid() == 0:  # root reads everything, whatever its permissions
-            for capability in _READ_EVERYTHING:
-                ctypes.CDLL(None).prctl(_DROP_CAPABILITY, capability, 0, 0, 0)
-        if addresses is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
-
-    said = work / "said.txt"
-    begun = time.monotonic()
-    with said.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=work, preexec_fn=limit
-        )
-        timer = threading.Timer(_PATIENCE, process.kill)
-        timer.start()
-        _, status, usage = os.wait4(process.pid, 0)
-        timer.cancel()
-    process.returncode = os.waitstatus_to_exitcode(status)
-    text = said.read_text(errors="replace")[-20_000:]
-    seconds = time.monotonic() - begun
-    cpu_seconds = usage.ru_utime + usage.ru_stime
-    return Outcome(tool, process.returncode, text, seconds, cpu_seconds, usage.ru_maxrss * 1024)
+    def _words(self, program: str, *arguments: object) -> list[str]:
+        return [str(ROOT / program), *map(str, arguments)]
 
 
-def tools_for(case: Case, number: int, every: int) -> list[str]:
-    """The tools for a case: all that are quick, and those with Paddle for each ``every``-th one (0: none)."""
-    with_paddle = every and (case.is_sound or number % every == 0)
-    return [tool for tool in TOOLS[case.kind] if with_paddle or tool not in WITH_PADDLE]
+def campaign(cases: Sequence[Case], work: Path, *, paddle_every: int) -> tuple[Counter[str], list[str]]:
+    """Run all cases; how often which tool ended with what, and a line for each wrong end.
 
-
-def campaign(cases: Sequence[Case], work: Path, *, paddle_every: int) -> tuple[list[Outcome], list[str]]:
-    """Run all cases; the outcomes, and a line for each that is not as it has to be."""
-    programs, outcomes, problems = Programs(work), [], []
+    Tools with Paddle get sound cases and each ``paddle_every``-th other one; 0: none.
+    """
+    programs, ends, problems = Programs(work), Counter(), []
     for number, case in enumerate(cases):
-        for tool in tools_for(case, number, paddle_every):
+        with_paddle = paddle_every and (case.is_sound or number % paddle_every == 0)
+        for tool in TOOLS[case.kind]:
+            if tool in WITH_PADDLE and not with_paddle:
+                continue
             with tempfile.TemporaryDirectory(dir=work, prefix="case-") as name:
-                directory = Path(name) / "hostile"
+                directory = Path(name) / "bad"
                 directory.mkdir()
                 case.make(directory)
                 command = programs.command(tool, directory, Path(name) / "out")
-                outcome = run(tool, command, work)
-            outcomes.append(outcome)
-            problem = outcome.problem(case)
-            if problem is not None:
-                last = (outcome.text.strip().splitlines() or ["nothing said"])[-1]
-                problems.append(f"{case.name} ({tool}): {problem}; it said: {last[:300]}")
+                end = run_to_end(command, work / "said.txt", cwd=work)
+            ends[f"{tool} ended with {end.code}"] += 1
+            if problem := complaint(case, tool, end):
+                problems.append(f"{case.name} ({tool}): {problem}: {end}")
                 print(problems[-1], flush=True)
-    return outcomes, problems
+    return ends, problems
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
+    parser = command_line(__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--paddle-every", type=int, default=8, help="one in so many goes to Paddle too")
     args = parser.parse_args()
@@ -216,23 +139,11 @@ def main() -> int:
         work = Path(name)
         canary = work / "canary"
         cases = [case for case in all_cases(canary, args.seed) if args.only in case.name]
-        outcomes, problems = campaign(cases, work, paddle_every=args.paddle_every)
+        ends, problems = campaign(cases, work, paddle_every=args.paddle_every)
         if canary.exists():
             problems.append("something that was planted has run")
-            print(problems[-1])
-    counts = Counter(f"{outcome.tool} ended with {outcome.code}" for outcome in outcomes)
-    for what, count in sorted(counts.items()):
-        print(f"{count:4d} {what}")
-    hostile = sum(not case.is_sound for case in cases)
-    print(f"{hostile} hostile directories, {len(outcomes)} runs of tools, {len(problems)} problems")
-    for with_paddle in (False, True):
-        of_kind = [o for o in outcomes if (o.tool in WITH_PADDLE) == with_paddle]
-        if of_kind:
-            memory, seconds = max(o.num_bytes for o in of_kind), max(o.seconds for o in of_kind)
-            cpu_seconds = max(o.cpu_seconds for o in of_kind)
-            what = "with Paddle" if with_paddle else "without Paddle"
-            print(f"{what}: at most {memory / 1e6:.0f} MB, {seconds:.1f} s, {cpu_seconds:.1f} s of the CPU")
-    return 1 if problems else 0
+    bad = sum(not case.is_sound for case in cases)
+    return conclude(ends, problems, f"{bad} bad directories, {ends.total()} runs, {len(problems)} problems")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ A run is a process forked from one that has imported Paddle, so that starting ag
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import sys
@@ -24,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.directory import newest_good, resolve_checkpoint
-from ppfleetx.checkpoint.foreign.layout import merge
+from ppfleetx.checkpoint.layout import merge
 from ppfleetx.checkpoint.ownership import RunRecord, read_run, run_of
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
 from ppfleetx.config.plan import ParallelPlan
-from tests.e2e.program import SETTINGS, losses, plan_overrides
+from tests.e2e.program import losses, values_of
 from tests.e2e.resumption import ONE, write_corpus
+from tests.faults.harness import command_line
+from tests.faults.program import EVERY_STEP
 from tests.helpers.ranks import Nursery, RankPool
 
 KEPT = 3
@@ -98,21 +99,13 @@ class Campaign:
 
     def _run(self, output_dir: Path, moment: float | None) -> bool:
         """Start or continue the run; kill it after ``moment`` seconds. Whether it got to its end."""
-        values = {
-            **SETTINGS,
-            **plan_overrides(self.plan),
-            "Model.num_layers": 4,
-            "Model.hidden_dropout_prob": 0.1,
-            "Model.attention_probs_dropout_prob": 0.1,
+        saving = {
+            **EVERY_STEP,
             "Engine.max_steps": self.steps,
-            "Engine.save_load.save_steps": 1,
             "Engine.save_load.keep_max": KEPT,
             "Engine.save_load.resume": "auto",
-            "Data.Train.dataset.input_dir": str(self.corpus),
-            "Data.Eval.dataset.input_dir": str(self.corpus),
-            "Engine.save_load.output_dir": str(output_dir),
-            **self.overrides,
         }
+        values = values_of(self.plan, self.corpus, output_dir, overrides={**saving, **self.overrides})
         pool = RankPool(self.nursery, self.plan.world_size)
         try:
             timer = threading.Timer(moment, pool.kill) if moment is not None else None
@@ -214,12 +207,7 @@ def _wait_until_gone(pids: list[int]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200, help="in each way of saving")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dp", type=int, default=1, help="replicas")
-    parser.add_argument("--mp", type=int, default=1, help="tensor-parallel ranks")
-    args = parser.parse_args()
+    args = command_line(__doc__, kills=200, dp=1, mp=1).parse_args()
     nursery = Nursery()
     try:
         for in_background in (False, True):

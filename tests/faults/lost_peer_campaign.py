@@ -1,4 +1,4 @@
-"""Ranks and hosts that are lost at chosen moments of a run: does every other rank end in time, and say why?
+"""Ranks and hosts that are lost at chosen moments of a run: every other rank must end in time and say why.
 
 ``python -m tests.faults.lost_peer_campaign --cases 20`` runs the training program under Paddle's launcher,
 on one host or on two (network namespaces, which need root), under plans of all kinds. At the start, or in
@@ -9,29 +9,24 @@ down, or its host goes down with all on it. Every rank that is left must end wit
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.utils.start import START_VARIABLE
-from tests.e2e.program import NANO, ROOT, SETTINGS, plan_overrides
-from tests.e2e.resumption import write_corpus
-from tests.helpers import programs
+from ppfleetx.utils.peers import START_VARIABLE
+from tests.faults.harness import Job, command_line, run_cases
 from tests.multinode.nodes import Node, two_nodes
 
 LIMIT_SECONDS = 60.0
-START_SECONDS = 120.0
 MEETING_SECONDS = 40  # a rank that never came was no peer yet: waiting for it has a limit of its own
 PROGRAM = "tests/faults/lost_peer_program.py"
 
@@ -106,58 +101,29 @@ def draw_cases(count: int, seed: int, *, hosts: bool = True) -> list[Case]:
     return cases
 
 
-class Job:
-    """The training program under one launcher per host."""
+class Loss:
+    """A job in which somebody is lost."""
 
     def __init__(self, case: Case, hosts: Sequence[Node | None], corpus: Path, directory: Path) -> None:
         self.case, self.hosts, self.directory = case, hosts, directory
         self._per_host = case.plan.world_size // len(hosts)
         overrides = {
-            **SETTINGS,
-            **plan_overrides(case.plan),
-            "Engine.max_steps": 100000,
             "Engine.eval_freq": 3,
             "Engine.save_load.save_steps": 3,
             "Engine.save_load.async_save": case.in_background,
-            "Engine.save_load.output_dir": directory / "run",
-            "Data.Train.dataset.input_dir": corpus,
-            "Data.Eval.dataset.input_dir": corpus,
         }
-        self._options = [word for key, value in overrides.items() for word in ("-o", f"{key}={value}")]
-        self.launchers = [self._start(number, host) for number, host in enumerate(hosts)]
-
-    def _start(self, number: int, host: Node | None) -> programs.Popen:
-        launcher = [sys.executable, "-m", "paddle.distributed.launch"]
-        launcher += ["--nproc_per_node", str(self._per_host), "--log_dir", str(self._log_dir(number))]
-        if host is not None:
-            launcher += ["--master", f"{self.hosts[0].address}:38523", "--nnodes", str(len(self.hosts))]
-            launcher += ["--rank", str(number), "--host", host.address]
-        command = [*launcher, PROGRAM, "-c", str(NANO), *self._options]
         environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "LOST_DIR": str(self.directory),
-            "LOST_RANK": str(self.case.rank),
-            "LOST_AT": self.case.at,
+            "LOST_DIR": str(directory),
+            "LOST_RANK": str(case.rank),
+            "LOST_AT": case.at,
             START_VARIABLE: str(MEETING_SECONDS),
         }
-        with (self.directory / f"launcher.{number}").open("w") as log:
-            return programs.Popen(
-                command if host is None else host.command(*command),
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=ROOT,
-                start_new_session=True,
-            )
+        self.job = Job(PROGRAM, case.plan, hosts, corpus, directory, 38523, overrides, environment)
 
-    def _log_dir(self, number: int) -> Path:
-        return self.directory / f"log.{number}"
-
-    def log(self, rank: int) -> str:
-        """What a rank has said."""
-        number, local = divmod(rank, self._per_host)
-        return (self._log_dir(number) / f"workerlog.{local}").read_text(errors="replace")
+    def await_halt(self) -> None:
+        """Wait until the rank has come to its moment, and all others have been started."""
+        pids = [self.directory / f"pid.{rank}" for rank in range(self.case.plan.world_size)]
+        self.job.await_halt(lambda: all(pid.exists() for pid in pids))
 
     def pid(self, rank: int) -> int:
         return int((self.directory / f"pid.{rank}").read_text())
@@ -167,18 +133,6 @@ class Job:
         with contextlib.suppress(OSError):
             return status.read_text().rpartition(")")[2].split()[0] != "Z"
         return False
-
-    def await_halt(self) -> None:
-        """Until the rank has come to its moment, and all others have been started."""
-        deadline = time.monotonic() + START_SECONDS
-        while not ((self.directory / "reached").exists() and self._all_started()):
-            ended = [launcher.poll() for launcher in self.launchers]
-            assert ended == [None] * len(ended), f"{self.case}: ended before the moment ({ended})"
-            assert time.monotonic() < deadline, f"{self.case}: the moment did not come"
-            time.sleep(0.02)
-
-    def _all_started(self) -> bool:
-        return all((self.directory / f"pid.{rank}").exists() for rank in range(self.case.plan.world_size))
 
     def strike(self) -> list[int]:
         """Let the loss happen; the ranks that are left."""
@@ -190,7 +144,7 @@ class Job:
         left = list(ranks)
         if self.case.event == "host":
             left = left[: self._per_host]
-            os.killpg(self.launchers[-1].pid, signal.SIGKILL)
+            os.killpg(self.job.launchers[-1].pid, signal.SIGKILL)
             for rank in ranks[self._per_host :]:
                 os.kill(self.pid(rank), signal.SIGKILL)
         (self.directory / "go").touch()
@@ -215,7 +169,7 @@ class Job:
             starting = self.ended_while_starting(rank, left)
             if code.exists() or not starting:
                 codes.append(code.read_text() if code.exists() else "none")
-            said = self.log(rank)
+            said = self.job.log(rank)
             if not starting and not self.names(rank, self.lost_by(rank)):
                 complaints.append(f"rank {rank} does not name a rank of {self.lost_by(rank)}")
             if "Traceback" in said:
@@ -224,10 +178,8 @@ class Job:
             complaints.append(f"{seconds:.0f} s")
         if {code.split()[0] for code in codes} != {"3"}:
             complaints.append(f"exit codes {codes}")
-        launchers = []
-        for launcher in self.launchers[:1] if self.case.event == "host" else self.launchers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                launchers.append(launcher.wait(30))
+        remaining = self.job.launchers[:1] if self.case.event == "host" else self.job.launchers
+        launchers = self.job.wait_for_launchers(30, remaining)
         # A launcher ends with the code of its first rank that failed; 247 is -9, as Paddle has it.
         first_was_killed = self.case.event == "kill" and self.case.rank == 0
         if set(launchers) - ({137, 247} if first_was_killed else {3}):
@@ -238,8 +190,8 @@ class Job:
         """Whether the last words of a rank are about one of the lost: where it was, if they had met."""
         others = "|".join(map(str, lost))
         met = rf"error: rank {rank}\b.*rank ({others}) at [\d.]+:\d+\b"
-        not_met = rf"error: rank {rank} waited \d+ s for rank ({others}) to come"
-        return re.search(not_met if self.case.at == "start:0" else met, self.log(rank)) is not None
+        not_met = rf"error: rank {rank}: .*\branks? [\d, ]*({others})[\d, ]* did not come to"
+        return re.search(not_met if self.case.at == "start:0" else met, self.job.log(rank)) is not None
 
     def ended_while_starting(self, rank: int, left: list[int]) -> bool:
         """Whether another rank of the same host gave up first, while they started, and named the lost.
@@ -258,7 +210,7 @@ class Job:
         for rank in range(self.case.plan.world_size):
             with contextlib.suppress(OSError):
                 os.kill(self.pid(rank), signal.SIGKILL)
-        for launcher in self.launchers:
+        for launcher in self.job.launchers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait(30)
@@ -267,13 +219,13 @@ class Job:
 def run_case(case: Case, corpus: Path, directory: Path) -> Found:
     """Lose somebody, and see what the others do."""
     with hosts_of(case) as hosts:
-        job = Job(case, hosts, corpus, directory)
+        loss = Loss(case, hosts, corpus, directory)
         try:
-            job.await_halt()
+            loss.await_halt()
             begin = time.monotonic()
-            return job.judge(job.strike(), begin)
+            return loss.judge(loss.strike(), begin)
         finally:
-            job.close()
+            loss.close()
 
 
 @contextlib.contextmanager
@@ -286,31 +238,18 @@ def hosts_of(case: Case) -> Iterator[Sequence[Node | None]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = command_line(__doc__, cases=20)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cases")
     parser.add_argument("--keep", type=Path, help="directory for what the ranks say")
     arguments = parser.parse_args()
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="lost-") as name:
-        corpus = Path(name) / "toy"
-        write_corpus(corpus)
-        for number, case in enumerate(draw_cases(arguments.cases, arguments.seed)):
-            if arguments.only and number not in arguments.only:
-                continue
-            directory = (arguments.keep or Path(name)) / f"case{number}"
-            directory.mkdir(parents=True)
-            found = run_case(case, corpus, directory)
-            failed += bool(found.complaints)
-            verdict = "; ".join(found.complaints) or "ok"
-            print(
-                f"{number:2d} {case}: {found.seconds:.1f} s, ranks {found.codes}, "
-                f"launchers {found.launchers}: {verdict}",
-                flush=True,
-            )
-    print(f"{failed} failed")
-    return 1 if failed else 0
+
+    def tried(case: Case, corpus: Path, directory: Path) -> tuple[str, list[str]]:
+        found = run_case(case, corpus, directory)
+        return f"{found.seconds:.1f} s, ranks {found.codes}, launchers {found.launchers}", found.complaints
+
+    cases = enumerate(draw_cases(arguments.cases, arguments.seed))
+    chosen = [(n, case) for n, case in cases if not arguments.only or n in arguments.only]
+    return run_cases([(f"{n:2d} {case}", partial(tried, case)) for n, case in chosen], arguments.keep)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from ppfleetx.checkpoint.shared_save import SharedSave
-from ppfleetx.cli.main import run_program
+from ppfleetx.commands.main import run_program
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.distributed.cpu import handshake as cpu_handshake
 from ppfleetx.distributed.cpu.transport import Mesh

@@ -10,8 +10,7 @@ from typing import Any
 from tests.e2e import program
 
 # Saves every step of a run of four; dropout is on.
-SETTINGS = {
-    **program.SETTINGS,
+EVERY_STEP = {
     "Model.num_layers": 4,
     "Model.hidden_dropout_prob": 0.1,
     "Model.attention_probs_dropout_prob": 0.1,

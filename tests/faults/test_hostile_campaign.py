@@ -3,8 +3,8 @@
 import pytest
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.foreign.convert import Conversion, convert, load_model_section
 from ppfleetx.config.errors import UserError
+from ppfleetx.conversion.convert import Conversion, convert, load_model_section
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.faults.hostile_campaign import Programs, campaign
 from tests.faults.hostile_files import FLEETX, OURS, TOKENIZER, all_cases
@@ -21,10 +21,10 @@ SOME = (
     "manifest: the same half twice",
     "tokenizer.json: a key twice",
     "a pipe for config.json",
-    "an endless device for model.pdparams",
+    "no byte for model.pdparams",
 )
 # They take seconds to make or to read.
-SLOW = ("wide", "tries for ever")
+SLOW = ("tries for ever",)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_every_hostile_directory_is_refused_in_words(tmp_path, network):
     """An exception that is not the user's fails, and so does a case that is accepted though it is wrong."""
     canary, accepted = tmp_path / "canary", []
     cases = [case for case in all_cases(canary, seed=0) if not any(slow in case.name for slow in SLOW)]
-    assert sum(not case.is_sound for case in cases) >= 300
+    assert sum(not case.is_sound for case in cases) >= 200
     for number, case in enumerate(cases):
         directory = tmp_path / f"{number}"
         directory.mkdir()
@@ -75,5 +75,5 @@ def test_the_tools_refuse_them(tmp_path):
     cases = {case.name: case for case in all_cases(canary, seed=0)}
     outcomes, problems = campaign([cases[name] for name in SOME], tmp_path, paddle_every=0)
     assert not problems
-    assert len(outcomes) >= len(SOME)
+    assert outcomes.total() >= len(SOME)
     assert not canary.exists()

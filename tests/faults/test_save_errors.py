@@ -9,8 +9,8 @@ import pytest
 from ppfleetx.checkpoint.directory import complete_checkpoints, newest_good, resolve_checkpoint
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.e2e.program import losses, plan_overrides
-from tests.faults.program import SETTINGS
+from tests.e2e.program import losses, values_of
+from tests.faults.program import EVERY_STEP
 
 BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
 
@@ -21,17 +21,11 @@ class Program:
     def __init__(self, pools, corpus, output_dir, plan=None, **save_load):
         self.plan, self.output_dir = plan or Plan(), output_dir
         self.pool = pools(self.plan.world_size)
-        self.values = {
-            **SETTINGS,
-            **plan_overrides(self.plan),
-            "Data.Train.dataset.input_dir": str(corpus),
-            "Data.Eval.dataset.input_dir": str(corpus),
-            "Engine.save_load.output_dir": str(output_dir),
-            **{
-                f"Engine.save_load.{key}": str(value) if isinstance(value, Path) else value
-                for key, value in save_load.items()
-            },
+        given = {
+            f"Engine.save_load.{key}": str(value) if isinstance(value, Path) else value
+            for key, value in save_load.items()
         }
+        self.values = values_of(self.plan, corpus, output_dir, overrides={**EVERY_STEP, **given})
 
     def call(self, target, **arguments):
         arguments = {"values": self.values, "world": self.plan.world_size, **arguments}

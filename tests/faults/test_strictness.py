@@ -225,7 +225,7 @@ def test_a_damaged_newest_checkpoint(pools, corpus, trained, tmp_path, how):
     program = Program(pools, corpus, tmp_path / "run", resume="auto")
     assert program.call(TRAIN)[0].error is None
     said = program.pool._logs[0].read_text()
-    assert f"passed over a checkpoint that is no good: {'' if how != 'torn' else 'checkpoint file '}" in said
+    assert f"skipped a damaged checkpoint: {'' if how != 'torn' else 'checkpoint file '}" in said
     assert f"resuming {good} (global step 3)" in said
     assert losses(tmp_path / "run") == losses(trained)
     assert open_checkpoint(newest).step == 4

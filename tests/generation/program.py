@@ -25,8 +25,8 @@ def generate_each(
     """
     import paddle
 
+    from ppfleetx.commands.generate import check_plan, generate, read_prompts
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.generate import check_plan, generate, read_prompts
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.distributed.init import init_distributed
 

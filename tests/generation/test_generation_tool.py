@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.generate import DEFAULT_PROMPT, generate, read_prompts
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.generate import DEFAULT_PROMPT, generate, read_prompts
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from tests.generation.conftest import RUN_MODEL, write_run

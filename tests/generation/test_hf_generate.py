@@ -8,10 +8,10 @@ import paddle
 import pytest
 
 from ppfleetx.config.sections.root import ModelConfig
+from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.search import Rules, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
-from ppfleetx.models.gpt.hf_keys import model_keys
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory

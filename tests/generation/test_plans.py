@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands.generate import check_plan, read_prompts
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.generate import check_plan, read_prompts
 from tests.generation.conftest import LLAMA_STYLE, write_run
 from tests.generation.program import generate_each
 from tests.helpers.ranks import Pools

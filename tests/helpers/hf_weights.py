@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.models.gpt.hf import rules
+from ppfleetx.conversion.huggingface.tensors import rules
 
 GetTensor = Callable[[str], np.ndarray]
 

@@ -7,10 +7,6 @@ import random
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.tokenizer.training import train_tokenizer
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 ALPHABETS = [
     (0x00, 0x20),
     (0x20, 0x7F),

@@ -7,12 +7,12 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.checkpoint.foreign.huggingface_config import describes, hf_config
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
-from ppfleetx.models.gpt.hf_keys import model_keys
-from ppfleetx.models.gpt.hf_rope import hf_rope, rope_keys, rope_notes
+from ppfleetx.conversion.huggingface.config_export import describes, hf_config
+from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.rope import hf_rope, rope_keys, rope_notes
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
 from tests.helpers.hf_weights import hf_to_canonical
@@ -149,7 +149,8 @@ def test_what_is_not_there_is_refused_in_words(settings, words):
 def test_what_is_passed_over_is_said():
     said = {name: " ".join(rope_notes(config)) for name, config in golden()[0].items()}
     assert (
-        "rope_scaling and rope_parameters, which differ; rope_scaling holds" in said["both, only one scales"]
+        "rope_scaling and rope_parameters, which differ; rope_scaling is used"
+        in said["both, only one scales"]
     )
     assert "differ" in said["both, the other way round"]
     assert "7000" in said["theta twice"]

@@ -122,6 +122,6 @@ def test_the_embedding_may_drop_less_than_the_layers_do():
 
     def dropped(**keys):
         stage = gpt_stages(tiny_config(**by_layers, **keys), LocalFactory())[0]
-        return stage.kwargs["dropout"]
+        return stage.kwargs["spec"].dropout
 
     assert [dropped(), dropped(embedding_dropout_prob=0.0)] == [0.5, 0.0]

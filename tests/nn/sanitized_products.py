@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ppfleetx.nn.cpu_ops.build import find_compiler
 from ppfleetx.nn.cpu_ops.ops import SOURCE
-from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
+from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 
 # What GCC calls the CPU, columns of a panel, and the flags that the form needs beside those of any x86-64.
 FORMS: dict[str, tuple[str, int, frozenset[str]]] = {

@@ -15,8 +15,8 @@ from paddle import _C_ops
 from paddle.base import core
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fused import FusedName
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.model import FusedName
 from ppfleetx.core.module.build import build_module
 from ppfleetx.distributed.checks import NonFiniteSearch
 from ppfleetx.distributed.context import ParallelContext

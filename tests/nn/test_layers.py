@@ -11,9 +11,11 @@ from ppfleetx.config.registries import ACTIVATIONS, ActivationTraits
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.init import Constant, Normal
 from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
+from ppfleetx.nn.layer_spec import LinearSpec, NormSpec
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.masks import attention_mask, blocked_score, flash_row_limits
 from ppfleetx.nn.mlp import MLP
+from ppfleetx.nn.mlp_spec import MLPSpec
 from ppfleetx.nn.rope import RotaryEmbedding
 
 RNG = np.random.default_rng(0)
@@ -41,7 +43,7 @@ def norm64(kind, x, gain, bias, eps):
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("training", [True, False])
 def test_norm(kind, training):
-    layer = LocalFactory().norm(kind, 10, epsilon=1e-3, gain=0.5)
+    layer = LocalFactory().norm(NormSpec(kind, 10, 1e-3, gain=0.5))
     layer.train() if training else layer.eval()
     assert layer.weight.info.init == Constant(0.5)
     gain, bias, x = RNG.normal(size=10), RNG.normal(size=10), RNG.normal(size=(3, 2, 10)) * 3 + 5
@@ -66,8 +68,8 @@ def test_norm(kind, training):
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("frozen", [{"x"}, {"weight"}, {"weight", "bias"}, {"bias", "x"}, {"linear"}])
 def test_frozen_inputs_and_parameters_get_no_gradient_and_the_rest_does(kind, frozen):
-    norm = LocalFactory().norm(kind, 8, epsilon=1e-5)
-    linear = LocalFactory().column_linear(8, 8, init=Normal(1.0), bias=True)
+    norm = LocalFactory().norm(NormSpec(kind, 8, 1e-5))
+    linear = LocalFactory().linear(LinearSpec(8, 8, "columns", True, Normal(1.0)))
     linear.weight.set_value(RNG.normal(size=(8, 8)).astype("float32"))
     x = tensor(RNG.normal(size=(3, 2, 8)), grad=True)
     tensors = {"x": x, **dict(norm.named_parameters()), "linear": linear.bias}
@@ -79,7 +81,7 @@ def test_frozen_inputs_and_parameters_get_no_gradient_and_the_rest_does(kind, fr
 
 def test_unknown_norm_is_refused():
     with pytest.raises(ConfigError, match=r"Model\.normalization = 'BatchNorm'"):
-        LocalFactory().norm("BatchNorm", 4, epsilon=1e-5)
+        LocalFactory().norm(NormSpec("BatchNorm", 4, 1e-5))
 
 
 def activation64(name, x):
@@ -109,9 +111,8 @@ def test_activation_and_its_gradient(name):
 
 
 def test_unknown_activation_is_refused():
-    sizes = {"hidden_size": 4, "ffn_hidden_size": 8, "bias": True}
     with pytest.raises(ConfigError, match=r"Model\.hidden_act = 'mish'"):
-        MLP(LocalFactory(), activation="mish", init=Normal(1.0), output_init=Normal(1.0), **sizes)
+        MLP(LocalFactory(), MLPSpec(4, 8, "mish", True, Normal(1.0), Normal(1.0)))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +131,8 @@ def test_unknown_activation_is_refused():
 def test_an_activation_is_what_its_traits_say(monkeypatch, part, gated, said):
     monkeypatch.setattr(ACTIVATIONS, "_entries", {**ACTIVATIONS._entries})
     ACTIVATIONS.register("own", part, traits=ActivationTraits(gated=gated))
-    sizes = {"hidden_size": 4, "ffn_hidden_size": 8, "bias": True}
     with pytest.raises(ConfigError, match=r"Model\.hidden_act = 'own': .*" + said):
-        MLP(LocalFactory(), activation="own", init=Normal(1.0), output_init=Normal(1.0), **sizes)
+        MLP(LocalFactory(), MLPSpec(4, 8, "own", True, Normal(1.0), Normal(1.0)))
 
 
 def test_rope_turns_pairs_of_halves_by_the_position():

@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.models.gpt.shape import parameter_shapes, trained_count
+from ppfleetx.models.gpt.spec import parameter_shapes, trained_count
 from ppfleetx.nn.stage import canonical_parameters
 from tests.models.gpt_builders import LLAMA_STYLE, assign, build, random_tokens, tiny_config
 

@@ -198,8 +198,8 @@ class _Step:
     def __call__(self, number: int) -> None:
         batch = self.batch(number)
         self._watch.before_step(batch, None, self._stop, number)
-        valid = self._watch.num_valid
-        self.runner.train_step(batch, step=number + 1, lr=1e-3, weight_decay=0.1, num_valid=valid)
+        counts = self._watch.counts
+        self.runner.train_step(batch, step=number + 1, lr=1e-3, weight_decay=0.1, counts=counts)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from tests.operators.kernel_log import KernelLog, kernel_of
 ROOT = str(Path(__file__).resolve().parents[2] / "ppfleetx") + "/"
 _PASSED_OVER = ("/distributed/cpu/", "/distributed/transfer.py", "/resilience/")
 # Paddle keeps AdamW's powers of beta in host memory on a GPU too (optimizer/adamw.py, device='cpu').
-ON_HOST = ("optims/fused_adamw.py:_power_on_host",)
+ON_HOST = ("optims/adamw.py:_power_on_host",)
 READS = ("numpy", "item", "tolist", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__")
 # Kernels that bring the size of their result to the host.
 WAITING = ("bincount", "masked_select", "nonzero", "unique", "unique_consecutive")

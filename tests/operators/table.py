@@ -37,14 +37,14 @@ def write_runs(directory: Path, small: Iterable[str] = ()) -> dict[str, Path]:
 
 def _quantized(directory: Path, style: str, way: str) -> Path:
     """A quantised model of widths that the GPU's kernel of 8-bit weights takes."""
-    from ppfleetx.core.programs.quantize import Request, run
+    from ppfleetx.commands.quantize import Quantize, quantize
     from tests.compress.runs import MODELS, write_run
 
     place, source = directory / f"{style} {way}", directory / f"{style} wide"
     if not source.exists():
         widths = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 4, "ffn_hidden_size": 128}
         write_run(source, {**MODELS[f"{style}_style"], **widths})
-    step = run(Request(checkpoint=str(source), output=str(place), **SMALL[way]))
+    step = quantize(Quantize(checkpoint=str(source), output=str(place), **SMALL[way]))
     base = {"_base_": str(step / "config.yaml"), "Model": {"module": "GPTGenerationModule"}}
     _generates(place / "generation.yaml", place, base)
     return place

@@ -7,9 +7,11 @@ import pytest
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.fused import TABLE, FusedOps, choose, obstacles
 from ppfleetx.nn.trials_apart import difference
-from ppfleetx.optims import fused_adamw, fused_trials
+from ppfleetx.optims import adamw, fused_trials
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.grad_clip import clip_by_global_norm, global_norm
+from ppfleetx.optims.optimizer import UpdatePlace
+from ppfleetx.optims.rule import ParamView
 from tests.optims.test_optimizer import make_params, section, set_grads
 
 
@@ -31,10 +33,10 @@ def steps(optimizer, params, *, missing=()):
 @pytest.mark.parametrize("missing", [(), ("decoder.final_norm.weight",)])
 def test_many_parameters_at_once_are_bit_for_bit_one_after_the_other(missing, monkeypatch):
     calls = []
-    run = fused_adamw.fused_adamw
-    monkeypatch.setattr(fused_adamw, "fused_adamw", lambda *a, **k: calls.append(len(a[0])) or run(*a, **k))
+    run = adamw.fused_adamw
+    monkeypatch.setattr(adamw, "fused_adamw", lambda *a, **k: calls.append(len(a[0])) or run(*a, **k))
     ours, theirs = (
-        steps(build_optimizer(section(), params, fused=fused), params, missing=missing)
+        steps(build_optimizer(section(), params, UpdatePlace(fused=fused)), params, missing=missing)
         for fused, params in ((True, make_params()), (False, make_params()))
     )
     assert ours.keys() == theirs.keys()
@@ -47,18 +49,12 @@ def test_many_parameters_at_once_are_bit_for_bit_one_after_the_other(missing, mo
 def test_on_a_gpu_only_parameters_of_as_many_steps_share_a_call(monkeypatch):
     """Its kernel reads the first one's power of beta for all."""
     params = make_params()
-    optimizer = build_optimizer(section(), params, fused=True)
+    optimizer = build_optimizer(section(), params, UpdatePlace(fused=True))
     steps(optimizer, params, missing=("decoder.final_norm.weight",))
-    kind = fused_adamw.FusedAdamW
-    monkeypatch.setattr(
-        kind,
-        "_powers",
-        lambda self, params: [self._get_accumulator_master("beta1_pow_acc", p).item() for p in params],
-    )
+    powers = lambda views: [view.states["beta1_pow"].item() for view in views]  # noqa: E731
+    monkeypatch.setattr(adamw, "_powers", powers)
     calls = []
-    monkeypatch.setattr(
-        fused_adamw, "fused_adamw", lambda parameters, *_, **__: calls.append(len(parameters))
-    )
+    monkeypatch.setattr(adamw, "fused_adamw", lambda parameters, *_, **__: calls.append(len(parameters)))
     set_grads(params, np.random.default_rng(0))
     optimizer.step(1e-2)
     assert sorted(calls) == [1, 1, 2]
@@ -66,7 +62,8 @@ def test_on_a_gpu_only_parameters_of_as_many_steps_share_a_call(monkeypatch):
 
 def test_16_bit_parameters_go_one_by_one():
     for parameter, gradient in ((paddle.float16, paddle.float32), (paddle.float16, paddle.float16)):
-        assert not fused_adamw._fits(paddle.zeros([2], parameter), paddle.zeros([2], gradient))
+        value, gradient = paddle.zeros([2], parameter), paddle.zeros([2], gradient)
+        assert not adamw._fits(ParamView("w", None, value, gradient, {}))
 
 
 def test_norm_and_clip_of_all_small_gradients_at_once():

@@ -8,12 +8,16 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
+from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES, OptimizerTraits
 from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig, WeightDecayScheduleConfig
+from ppfleetx.nn.init import Constant
+from ppfleetx.nn.param_spec import dense
+from ppfleetx.nn.stage import declare
+from ppfleetx.optims.adamw import AdamW
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.grad_clip import clip_by_global_norm, global_norm
 from ppfleetx.optims.groups import decays
-from ppfleetx.optims.rule import UpdateRule
+from ppfleetx.optims.rule import SGD, Group, Rule, StateSpec, UpdateRule
 from ppfleetx.optims.schedules import build_schedule
 
 SHAPES = {
@@ -217,23 +221,66 @@ def test_every_style_of_the_configuration_makes_its_schedule():
         assert schedule.lr(50) == pytest.approx(last[style]), style
 
 
-class Still(UpdateRule):
+class Still(Rule):
     """Moves nothing, and keeps two states."""
 
-    states = ("one", "two")
+    states = (StateSpec("one"), StateSpec("two"))
+
+    def update(self, group, *, lr, weight_decay):
+        """Leave them where they are."""
+
+
+class Descent(UpdateRule):
+    """The form of before."""
+
+    states = ("count",)
 
     def update(self, parameter, gradient, states, *, lr, weight_decay):
-        """Leave it where it is."""
+        states["count"].add_(paddle.ones([]))
+        parameter.subtract_(lr * (gradient + weight_decay * parameter))
+
+
+def test_a_rule_of_one_tensor_at_a_time_works_for_one_more_version(monkeypatch, caplog):
+    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+    OPTIMIZERS.register("Descent", Descent)
+    params = make_params()
+    before = {name: param.numpy() for name, param in params}
+    optimizer = build_optimizer(section(name="Descent"), params)
+    assert "make it a Rule" in caplog.text
+    grads = set_grads(params, np.random.default_rng(0))
+    optimizer.step(0.5, 0.1)
+    for name, param in params:
+        decay = 0.1 if param.ndim > 1 else 0.0
+        wanted = before[name] - 0.5 * (grads[name] + decay * before[name])
+        np.testing.assert_allclose(param.numpy(), wanted, rtol=1e-6)
+        assert (optimizer.state()[name, "count"].numpy() == 1).all()
+
+
+def test_groups_have_rules_and_states_of_their_own(monkeypatch):
+    def groups(cfg):
+        return [Group("matrices", SGD(cfg), lambda spec: spec.kind == "matrix"), Group("rest", AdamW(cfg))]
+
+    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+    OPTIMIZERS.register("Two", groups, traits=OptimizerTraits(states=2))
+    params = make_params()
+    for name, param in params:
+        declare(param, dense(tuple(param.shape), Constant(), "matrix" if "qkv.weight" in name else "other"))
+    before = params[1][1].numpy()
+    optimizer = build_optimizer(section(name="Two"), params)
+    grads = set_grads(params, np.random.default_rng(0))
+    optimizer.step(0.5, 0.1)
+    np.testing.assert_allclose(params[1][1].numpy(), before - 0.5 * grads[params[1][0]], rtol=1e-6)
+    assert {name for name, _ in optimizer.state()} == {name for name in SHAPES if "qkv.weight" not in name}
 
 
 @pytest.mark.parametrize(
     ("part", "said"),
     [
         (Still, "keeps 2 states for each parameter, and was registered with OptimizerTraits(states=1)"),
-        (dict, "must return an object of the type UpdateRule"),
-        (UpdateRule, "which lacks update"),
-        (lambda params, cfg: None, "does not take that: too many positional arguments"),
-        (lambda params, cfg, place: None, "must return an object of the type Optimizer. It returned None"),
+        (dict, "must return an object of the type Rule"),
+        (Rule, "which lacks update"),
+        (lambda params, cfg: None, "does not take that: missing a required argument"),
+        (lambda cfg: None, "must return an object of the type list. It returned None"),
     ],
 )
 def test_an_optimizer_of_ones_own_is_what_it_was_registered_as(monkeypatch, part, said):

@@ -78,16 +78,16 @@ def steps(
     from ppfleetx.config.loader import load_config
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.nn.factory import layer_factory
-    from ppfleetx.nn.fused import NO_FUSED_OPS
     from ppfleetx.parallel import parallelize
     from ppfleetx.parallel.precision import Precision
 
     with paddle.utils.unique_name.guard():
         cfg = load_config(CONFIG, overrides(plan, "gpt", "adamw", 2, {}), world_size=world_size)
         ctx = replace(init_distributed(cfg), ep=ep)
-        layer = toy(layer_factory(ctx), ctx)
+        factory = layer_factory(ctx)
+        layer = toy(factory, ctx)
         optimizer, sync = parallelize._optimizer_and_sync(
-            layer, [(0, layer)], cfg, ctx, Precision(), True, NO_FUSED_OPS
+            layer, [(0, layer)], cfg, ctx, Precision(), True, factory
         )
         norms = []
         for step in (1, 2):

@@ -118,7 +118,7 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
             take_step(runner, step, cfg, ctx)
             counts[0].append(len(values._tasks) + len(values._packed))
             stop = watch.before_step(micro_batches(step + 1, cfg, ctx), None, StopRequest(), step + 1)
-            assert not stop and watch.num_valid > 1, "what was read is not what was sent"
+            assert not stop and watch.counts[0] > 1, "what was read is not what was sent"
             counts[1].append(len(values._tasks) + len(values._packed))
     runner.finish_update()
     return counts

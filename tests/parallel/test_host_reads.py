@@ -2,8 +2,9 @@
 
 import paddle
 
+from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.parallel.step_sums import sum_of
-from tests.parity.training import build, take_step
+from tests.parity.training import build, micro_batches, take_step
 
 
 def test_a_step_reads_once(monkeypatch):
@@ -22,6 +23,17 @@ def test_a_step_reads_once(monkeypatch):
     take_step(runner, 1, cfg, ctx)
     assert cfg.batch.accumulate_steps == 4
     assert reads == ["numpy"]
+
+
+def test_counts_that_are_known_are_not_asked_for_again(monkeypatch):
+    """The engine sends the divisors of all metrics along with what the ranks tell each other anyway."""
+    import examples.penalized_gpt  # noqa: F401 registers the architecture
+
+    cfg, ctx, runner = build({}, 1, "gpt", "sgd", 4, {"Model.name": "PenalizedGPT", "Model.num_layers": 1})
+    monkeypatch.setattr(ParallelContext, "sum_over", None)
+    batch = micro_batches(0, cfg, ctx)
+    found = runner.train_step(batch, step=1, lr=0.1, weight_decay=0.0, counts=runner.count(batch))
+    assert found.metrics["trunk_size"].count == found.num_valid_tokens
 
 
 def test_sum_of_losses_is_that_of_the_host():

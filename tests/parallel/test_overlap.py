@@ -36,7 +36,7 @@ class Log:
 
     def _arrive(self, name: str, flat: paddle.Tensor) -> None:
         self.events.append(f"have {name}")
-        flat.scale_(2.0)
+        flat.detach().scale_(2.0)
 
 
 def _layers(log: Log) -> tuple[list[paddle.nn.Linear], BucketSums]:
@@ -98,6 +98,28 @@ def test_what_has_arrived_is_let_go():
     assert all((a == b).all() for a, b in zip(first, second, strict=True))
 
 
+def test_a_parameter_that_was_idle_in_the_first_steps_holds_nothing_up_later():
+    """The learned bound of an input has no gradient before there is a scale to bound."""
+    log = Log()
+    weight, bound = (paddle.create_parameter([8], "float32") for _ in range(2))
+    bound.is_idle = True
+    sums = BucketSums([Bucket([weight, bound], log.start("0"))])
+    orders = []
+    for step in range(4):
+        bound.is_idle = step < 2
+        log.events.clear()
+        sums.begin(2)
+        for _ in range(2):
+            (weight if bound.is_idle else weight * bound).sum().backward()
+        log.events.append("end")
+        sums.finish()
+        weight.clear_gradient(False)
+        bound.clear_gradient(False)
+        orders.append([event for event in log.events if event in ("send 0", "end")])
+    early, late = ["send 0", "end"], ["end", "send 0"]
+    assert orders == [late, early, late, early]
+
+
 def test_a_gradient_that_comes_too_late_is_an_error():
     log = Log()
     layers, sums = _layers(log)
@@ -105,7 +127,7 @@ def test_a_gradient_that_comes_too_late_is_an_error():
     sums.begin(1)
     layers[5](paddle.rand([4, 8])).sum().backward()
     with pytest.raises(RuntimeError, match=r"layer 5.*reduce_overlap"):
-        sums._on_gradient(layers[5].weight)
+        sums._order._on_gradient(layers[5].weight)
 
 
 def test_a_bucket_holds_one_kind_and_fills_up():

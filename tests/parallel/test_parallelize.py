@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ppfleetx.commands.training import build_runner
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.train import build_runner
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn import stage
 

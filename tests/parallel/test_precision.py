@@ -8,9 +8,13 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
-from ppfleetx.optims.adamw import sgd
+from ppfleetx.config.sections.optimizer import OptimizerConfig
+from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.gradients import add_to_main_gradient, drop_gradient, gradient_of
+from ppfleetx.optims.optimizer import UpdatePlace
 from ppfleetx.parallel.precision import LossScaler, Precision
+from tests.helpers.low_precision import emulated
+from tests.parity.training import build, take_step
 
 
 def megatron(scale, window, hysteresis, overflows, minimum=1.0):
@@ -137,7 +141,8 @@ def test_main_gradients_are_summed_in_float32():
 
 def test_sgd_moves_the_master_and_rounds_it_into_the_parameter():
     parameter, master = lowered([1.0, -2.0])
-    optimizer = sgd([("w", parameter)], multi_precision=True)
+    place = UpdatePlace(multi_precision=True)
+    optimizer = build_optimizer(OptimizerConfig(name="SGD"), [("w", parameter)], place)
     optimizer.keep_masters({"w": master})
     step = 2.0**-13  # below half of float16's spacing at 1: lost without a master
     for count in range(1, 9):
@@ -147,3 +152,22 @@ def test_sgd_moves_the_master_and_rounds_it_into_the_parameter():
         np.testing.assert_array_equal(master.numpy(), np.float32([1.0, -2.0]) - np.float32(count * step))
         np.testing.assert_array_equal(parameter.numpy(), master.numpy().astype(np.float16))
     assert parameter.numpy()[0] != 1.0
+
+
+def test_a_step_is_repeated_with_its_own_loss_scale():
+    """Spike replay compares bits: the scale may only change after the repetition."""
+    mixed = {"enable": True, "dtype": "float16", "level": "O1", "scale_loss": 8.0, "incr_every_n_steps": 1}
+    keys = {f"Engine.mix_precision.{key}": value for key, value in mixed.items()}
+    with emulated():
+        cfg, ctx, runner = build({}, 1, "gpt", "sgd", 8, {"Model.num_layers": 1, **keys})
+        seen = []
+
+        def judge(loss, grad_norm, repeat):
+            scale = runner._precision.loss_scale
+            seen.append((repeat() == (loss, grad_norm), scale))
+            return loss, grad_norm, True
+
+        runner.judge = judge
+        for step in range(2):
+            take_step(runner, step, cfg, ctx)
+    assert seen == [(True, 8.0), (True, 16.0)]

@@ -91,12 +91,12 @@ OPTIONS: dict[str, Option] = {
         {"Distributed.overlap_p2p_comm": True},
         {"pp": 2},
     ),
-    "sep": Option("ppfleetx.nn.factory:exchange", plan={"sep": 2}),
+    "sep": Option("ppfleetx.nn.attention_strategy:exchange", plan={"sep": 2}),
     "sharding_1": Option(
         "ppfleetx.parallel.param_broadcast:NewValues.updated", plan={**_SHARDED, "sharding_stage": 1}
     ),
     "sharding_2": Option(
-        "ppfleetx.parallel.sharding:Sharding._on_gradient", plan={**_SHARDED, "sharding_stage": 2}
+        "ppfleetx.parallel.sharding:Sharding._send_full", plan={**_SHARDED, "sharding_stage": 2}
     ),
     "sharding_3": Option(
         "ppfleetx.parallel.zero3:ParameterSharding._fetch", plan={**_SHARDED, "sharding_stage": 3}

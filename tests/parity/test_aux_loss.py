@@ -42,11 +42,11 @@ def train(
 
     Args:
         by: ``block``: the example; ``task``: the same loss, added up by the task (one card only); ``three``:
-            losses of each divisor.
+            losses of each divisor; ``experts``: the example of experts.
     """
     import paddle
 
-    import examples.penalized_gpt  # noqa: F401 registers the architecture
+    import examples.penalized_gpt
     from tests.helpers.low_precision import emulated
 
     values = {**SMALL, "Model.name": "PenalizedGPT", **extra}
@@ -55,6 +55,10 @@ def train(
         if by == "task":
             values |= {"Model.name": "ListedGPT", "Model.module": "AddedLoss"}
             _register_reference()
+        if by == "experts":
+            import examples.two_experts  # noqa: F401 registers the architecture
+
+            values["Model.name"] = "TwoExperts"
         if by == "three":
             values["Model.name"] = "ThreeLosses"
             _register_three()
@@ -108,10 +112,10 @@ def _register_three() -> None:
     from ppfleetx.nn.init import Normal
 
     class Three(Block):
-        def __init__(self, factory: Any, **arguments: Any) -> None:
-            super().__init__(factory, **arguments)
+        def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
+            super().__init__(factory, spec, **arguments)
             self.factory = factory
-            size = arguments["shape"].hidden_size
+            size = spec.hidden_size
             self.router = factory.whole_linear(size, 2, init=Normal(0.2), bias=False, of_trunk=True)
 
         def mlp_branch(self, hidden: Any) -> Any:
@@ -188,6 +192,16 @@ def test_each_divisor(
             assert found == pytest.approx(expected, rel=TOLERANCE)
 
 
+def test_experts_are_balanced_alike(comparison: Comparison) -> None:
+    """`examples/two_experts.py`: a sequence's balance is the same whichever ranks have its positions."""
+    (expected,) = run(comparison.pools, Plan(), {}, by="experts")
+    for plan, extra in ((Plan(dp=2, mp=2), {}), (Plan(mp=2, sep=2, sequence_parallel=True), RECOMPUTE)):
+        for rank in run(comparison.pools, plan, extra, by="experts"):
+            for found, one in zip(rank, expected, strict=True):
+                assert found == pytest.approx(one, rel=TOLERANCE)
+    assert all(1.0 < balance < 2.0 for _, _, balance, _ in expected)
+
+
 @pytest.mark.parametrize("plan", [Plan(), Plan(pp=2)], ids=str)
 def test_loss_scaling(comparison: Comparison, one_card: list[list[float]], plan: Plan) -> None:
     """The scale multiplies this gradient too: without it the norm would be that of the tokens' loss."""
@@ -197,16 +211,17 @@ def test_loss_scaling(comparison: Comparison, one_card: list[list[float]], plan:
         assert rank[0] == pytest.approx(one_card[0], rel=2e-4)
 
 
-def test_an_undeclared_metric_is_refused_on_every_rank(comparison: Comparison) -> None:
+@pytest.mark.parametrize("declared", [["other"], []])
+def test_an_undeclared_metric_is_refused_on_every_rank(comparison: Comparison, declared: list[str]) -> None:
     with pytest.raises(RanksFailedError) as told:
-        comparison.pools(2).run("tests.parity.test_aux_loss:train_undeclared")
+        comparison.pools(2).run("tests.parity.test_aux_loss:train_undeclared", declared=declared)
     for rank in range(2):
         assert f"rank {rank}: ConfigError: Model.module" in str(told.value)
     assert "not declared: trunk_size" in str(told.value)
 
 
-def train_undeclared() -> None:
-    """Only the second of two pipeline ranks attaches a loss, and its name is not the one that is declared."""
+def train_undeclared(declared: list[str]) -> None:
+    """Only the second of two pipeline ranks attaches a loss, and its name is not one that is declared."""
     from examples.penalized_gpt import PenalizedBlock
     from ppfleetx.config.registries import ARCHITECTURES, ArchitectureTraits
     from ppfleetx.models.gpt.stages import gpt_stages
@@ -214,5 +229,6 @@ def train_undeclared() -> None:
     def stages(cfg: Any, factory: Any) -> list[Any]:
         return [*gpt_stages(cfg, factory)[:-3], *gpt_stages(cfg, factory, block=PenalizedBlock)[-3:]]
 
-    ARCHITECTURES.register("Undeclared", stages, traits=ArchitectureTraits(metrics=("other",)))
-    train(fields_of(Plan(pp=2)), 2, 4, {"Model.name": "Undeclared"})
+    name = "".join(["Undeclared", *declared])
+    ARCHITECTURES.register(name, stages, traits=ArchitectureTraits(metrics=tuple(declared)))
+    train(fields_of(Plan(pp=2)), 2, 4, {"Model.name": name})

@@ -83,16 +83,17 @@ def test_the_losses_of_rows():
 
 def _head(tied, hidden, vocab, pieces):
     from ppfleetx.models.gpt.layers import Head, TiedHead
+    from ppfleetx.models.gpt.spec import HeadSpec
     from ppfleetx.nn.factory import LocalFactory
     from ppfleetx.nn.init import Normal
+    from ppfleetx.nn.layer_spec import LinearSpec, TableSpec
     from ppfleetx.nn.stage import Stage, build_stage
 
-    factory, sizes = LocalFactory(), {"hidden_size": hidden, "padded_vocab_size": vocab}
-    kwargs = {"factory": factory, "loss_chunks": pieces, **sizes}
-    if tied:
-        stage = Stage("head", TiedHead, {**kwargs, "word_init": Normal(0.5)})
-    else:
-        stage = Stage("head", Head, {**kwargs, "bias": True, "init": Normal(0.5)}, wraps=True)
+    factory = LocalFactory()
+    words = TableSpec(vocab, hidden, Normal(0.5)) if tied else None
+    linear = None if tied else LinearSpec(hidden, vocab, "columns", True, Normal(0.5), "head")
+    kwargs = {"factory": factory, "spec": HeadSpec(vocab, linear, words, pieces)}
+    stage = Stage("head", TiedHead if tied else Head, kwargs, wraps=not tied)
     paddle.seed(7)
     return build_stage(stage, 1), factory.token_loss
 

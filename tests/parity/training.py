@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -327,27 +326,27 @@ def offloaded_updates(plan: dict[str, Any], world_size: int) -> dict[str, list[s
         the kernel ``shared``, and when each step's ``changes`` of the states happened.
     """
     import paddle
-    from paddle.optimizer import adamw
+
+    from ppfleetx.optims import adamw
 
     with paddle.utils.unique_name.guard():
         cfg, ctx, runner = build(plan, world_size, "gpt", "adamw", 4, {})
-        names = {parameter.name: name for name, parameter in runner._optimizer.named_params}
         memory = dict(runner._optimizer.named_params)
-        kernel, updated, shared, changes = adamw._C_ops.adamw_, set(), set(), []
+        kernel, updated, shared, changes = adamw.adamw, set(), set(), []
 
-        def record(value: Any, gradient: Any, *rest: Any) -> Any:
-            name = names[value.name]
-            updated.add(name)
-            parameter = memory[name]
-            if {value.data_ptr(), gradient.data_ptr()} & {parameter.data_ptr(), parameter.grad.data_ptr()}:
-                shared.add(name)
-            return kernel(value, gradient, *rest)
+        def record(view: Any, *arguments: Any, **options: Any) -> None:
+            updated.add(view.name)
+            parameter = memory[view.name]
+            pointers = {view.value.data_ptr(), view.gradient.data_ptr()}
+            if pointers & {parameter.data_ptr(), parameter.grad.data_ptr()}:
+                shared.add(view.name)
+            kernel(view, *arguments, **options)
 
         def states() -> dict[Any, bytes]:
             return {key: tensor.numpy().tobytes() for key, tensor in runner.optimizer_state().items()}
 
         before: dict[Any, bytes] = {}
-        with mock.patch.object(adamw, "_C_ops", SimpleNamespace(adamw_=record)):
+        with mock.patch.object(adamw, "adamw", record):
             for step in range(2):
                 start = states()
                 runner.before_update = lambda: before.update(states())

@@ -1,18 +1,17 @@
 """Parts of the planner against numbers worked out by hand."""
 
-import argparse
 import json
 from dataclasses import replace
 
 import pytest
 
-from ppfleetx.cli.plan import add_arguments, run
+from ppfleetx.commands.plan import Plan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.shape import flops_per_step, parameter_count
-from ppfleetx.planner.activations import layer_tape
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.planner.cards import card_names, load_card
 from ppfleetx.planner.case import Case, Precision, case_of, uses_flash
 from ppfleetx.planner.flops import step_flops
@@ -37,9 +36,10 @@ def case(plan=ParallelPlan(), recompute="none", **model):  # noqa: B008
 def test_a_layer_keeps_what_the_formula_says():
     """34 s b h + 5 a s^2 b bytes (Korthikanti et al. 2022, equation 1)."""
     published = replace(case(), kernels="fused")
-    assert layer_tape(published, "none").kept == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
-    assert layer_tape(published, "core_attn").kept == 34 * LENGTH * 2 * H
-    assert layer_tape(published, "full").kept == 2 * LENGTH * 2 * H
+    block, work = published.spec.blocks[0], published.work
+    assert block.tape(work, "none").kept == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
+    assert block.tape(work, "core_attn").kept == 34 * LENGTH * 2 * H
+    assert block.tape(work, "full").kept == 2 * LENGTH * 2 * H
 
 
 def test_operations_follow_the_papers():
@@ -58,6 +58,20 @@ def test_stages_hold_the_whole_model(tied):
     two = [held_parameters(case(ParallelPlan(pp=2), tie_word_embeddings=tied), stage) for stage in (0, 1)]
     copies = VOCAB * H if tied else 0
     assert sum(held.values for held in two) == one.values + copies
+
+
+def test_frozen_small_weights_take_their_own_bytes():
+    """Adapters on weights of 4 bits: codes and scales as they are stored, the rest in the model's type."""
+    plain = case(lora={"rank": 4})
+    small = replace(plain, compress=CompressConfig(Weights={"bits": 4, "group_size": 16}))
+    before, after = (held_parameters(one, 0) for one in (plain, small))
+    matrices = LAYERS * 12 * H**2
+    scales = matrices // 16 + VOCAB
+    assert after.stored == matrices // 2 + VOCAB * H + 4 * scales and before.stored == 0
+    assert before.values - after.values == matrices + VOCAB * H
+    assert after.trained == before.trained == LAYERS * 4 * 16 * H
+    memory, other = (stage_memory(one, Cluster(load_card("A100-80GB")), 0) for one in (plain, small))
+    assert other.parameters == 2 * after.values + after.stored < memory.parameters
 
 
 def test_sharding_divides_states():
@@ -156,9 +170,7 @@ def test_a_card_of_ones_own(tmp_path):
 
 
 def planned(capsys, *arguments, config=CONFIG):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    run(parser.parse_args(["-c", config, *arguments]))
+    Plan.parse(["-c", config, *arguments]).run()
     return capsys.readouterr().out
 
 

@@ -9,7 +9,8 @@ from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.case import case_of
 from ppfleetx.planner.configured import read_written
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.prediction import Prediction, plan_words
+from ppfleetx.planner.plan_words import plan_words
+from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
 
 BIG = "ppfleetx/configs/nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml"

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.engine.callbacks.forecast import Forecast
-from ppfleetx.core.programs.check import check_report
 from ppfleetx.planner.cards import GIB, load_card
 from ppfleetx.planner.summary import run_prediction, verdict
 

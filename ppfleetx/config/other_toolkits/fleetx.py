@@ -215,7 +215,7 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 
 def _task_of_program(tree: Node) -> Iterator[str]:
     """The task that a file of the later layout leaves to the program it is for (``finetune/run.py``,
-    ``offline-eval/run.py``), told by its data sets."""
+    ``offline-eval/run.py``), recognised by its data sets."""
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
         ("Eval", _OFFLINE, "GPTEvalModule"),

@@ -1,35 +1,42 @@
-"""``-o Section.key=value`` overrides."""
+"""Single values over those of the files: ``-o Section.key=value``, and what other options give."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.field_types import field_types, is_text_only, item_type, section_in
 from ppfleetx.config.fields import Section
-from ppfleetx.config.reading.parse import MAX_DEPTH, Budget, key_problem, parse_yaml
-from ppfleetx.config.reading.tree import Node, copy_tree, is_index, plain_value, same_value
-from ppfleetx.config.words import field_types, is_text_only, item_type, section_in
-
-_MAX_OVERRIDES = 1000
+from ppfleetx.config.reading.parse import key_problem, parse_yaml
+from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, plain_value, same_value
 
 
-class Override(str):
-    """``Section.key=value`` that another option than ``-o``, or an argument in Python, stands for.
+@dataclass(frozen=True)
+class Setting:
+    """A value that an option other than ``-o``, or an argument in Python, gives to a key.
 
     Attributes:
-        place: its name, for messages: ``--output``, ``CHECKPOINT``, ``output_dir``.
+        key: dotted.
+        value: plain Python: a scalar, a list, a mapping.
+        place: name of the option or argument, for messages: ``--output``, ``CHECKPOINT``, ``output_dir``.
     """
 
+    key: str
+    value: Any
     place: str
 
-    def __new__(cls, text: str, place: str) -> Override:
-        self = super().__new__(cls, text)
-        self.place = place
-        return self
+
+Override = str | Setting
+"""The text of an ``-o``, or a typed value."""
+
+
+def overridden_keys(overrides: Iterable[Override]) -> set[str]:
+    """The dotted keys that the overrides give a value to."""
+    return {one.key if isinstance(one, Setting) else one.partition("=")[0].strip() for one in overrides}
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class _Read:
         return self.node.place
 
 
-def apply_overrides(tree: Node, overrides: Sequence[str], root: type[Section]) -> Node:
+def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Section]) -> Node:
     """``tree`` with the overrides applied in order; unknown keys are found when the result is validated.
 
     What an override says holds in the end: a later one may say the same or more, but not something else.
@@ -53,12 +60,11 @@ def apply_overrides(tree: Node, overrides: Sequence[str], root: type[Section]) -
     Raises:
         ConfigError: an override cannot be read, contradicts another, or does not fit the tree.
     """
-    if len(overrides) > _MAX_OVERRIDES:
-        raise ConfigError(f"{len(overrides):,} overrides are given; a file holds more than {_MAX_OVERRIDES}")
-    budget = Budget()
     numbers = count(1)
-    places = [one.place if isinstance(one, Override) else f"-o override {next(numbers)}" for one in overrides]
-    read = [_read(text, place, root, budget) for text, place in zip(overrides, places, strict=True)]
+    read = [
+        _typed(one) if isinstance(one, Setting) else _read(one, f"-o override {next(numbers)}", root)
+        for one in overrides
+    ]
     _refuse_contradictions(read)
     tree = copy_tree(tree)
     for one in read:
@@ -66,22 +72,29 @@ def apply_overrides(tree: Node, overrides: Sequence[str], root: type[Section]) -
     return tree
 
 
-def _read(text: str, place: str, root: type[Section], budget: Budget) -> _Read:
+def _typed(one: Setting) -> _Read:
+    return _Read(one.key, _path_of(one.key, one.place), node_of(one.value, one.place, one.key))
+
+
+def _read(text: str, place: str, root: type[Section]) -> _Read:
     key, equals, value = text.partition("=")
     key = key.strip()
-    path = tuple(key.split("."))
-    if not equals or not all(path):
+    if not equals or not all(key.split(".")):
         raise ConfigError(
             f"{shown(text)} is not of the form Section.key=value.",
             place=place,
             hint="Example: Engine.max_steps=10.",
         )
-    if len(path) > MAX_DEPTH:
-        raise ConfigError(f"has {len(path):,} parts; no key has so many", key=key, place=place)
+    path = _path_of(key, place)
+    return _Read(key, path, _read_value(value, _annotation_at(root, path), key, place))
+
+
+def _path_of(key: str, place: str) -> tuple[str, ...]:
+    path = tuple(key.split("."))
     for part in path:
         if problem := key_problem(part):
             raise ConfigError(problem, key=key, place=place)
-    return _Read(key, path, _read_value(value, _annotation_at(root, path), key, place, budget))
+    return path
 
 
 def _refuse_contradictions(read: Sequence[_Read]) -> None:
@@ -129,15 +142,14 @@ def _annotation_at(root: type[Section], path: Sequence[str]) -> Any:
     return annotation
 
 
-def _read_value(text: str, annotation: Any, key: str, place: str, budget: Budget) -> Node:
+def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
     text_field = annotation is not None and is_text_only(annotation)
     if problem := _unusable(text):
         raise ConfigError(problem, key=key, value=text, place=place)
     try:
-        node = parse_yaml(text, place, budget)
+        node = parse_yaml(text, place)
     except ConfigError as error:
         if text_field:
-            budget.take(1, len(text), place)
             return Node(text, place)
         inner = "" if error.key is None else f" (at {error.key})"
         about = f"in the value{inner}," if error.rule.startswith("the ") else f"the value{inner}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +58,27 @@ def is_index(text: str) -> bool:
 def is_argument(place: str) -> bool:
     """Whether a value was given with the call, on a command line or in Python, and not in a file."""
     return place.startswith("-") or place.isidentifier()
+
+
+def node_of(value: Any, place: str, key: str | None = None) -> Node:
+    """Python values as a tree; ``key`` is the dotted key of ``value``.
+
+    Raises:
+        ConfigError: something that a configuration cannot hold.
+    """
+    above = "" if key is None else f"{key}."
+    if isinstance(value, Mapping):
+        items = {str(name): node_of(item, place, f"{above}{name}") for name, item in value.items()}
+        return Node(items, place)
+    if isinstance(value, list | tuple):
+        return Node([node_of(item, place, f"{above}{i}") for i, item in enumerate(value)], place)
+    if isinstance(value, os.PathLike):
+        return Node(os.fspath(value), place)
+    if value is None or isinstance(value, bool | str):
+        return Node(value, place)
+    if isinstance(value, int | float):
+        return Node(value, place, str(value))
+    raise ConfigError(f"a configuration holds no {type(value).__name__}", key=key, place=place)
 
 
 def copy_tree(node: Node) -> Node:

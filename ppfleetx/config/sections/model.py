@@ -21,7 +21,6 @@ from ppfleetx.config.fields import (
     Size,
     UnitFloat,
 )
-from ppfleetx.config.fused import FusedName
 from ppfleetx.config.registries import (
     ACTIVATIONS,
     ARCHITECTURES,
@@ -34,6 +33,22 @@ from ppfleetx.config.registries import (
 from ppfleetx.config.registry import Registered
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
+
+FusedName = Literal[
+    "adamw",
+    "grad_norm",
+    "grad_scale",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "causal_softmax",
+    "packed_attention",
+    "plugin_attention",
+    "linear_grad_add",
+    "weight_cast",
+]
+"""Fused operators that ``Model.fused_ops`` may list; ``ppfleetx.nn.fused`` says what each does and where it
+runs."""
 
 
 class ModelConfig(Section):

@@ -162,3 +162,20 @@ def plan_of(cfg: RunConfig) -> ParallelPlan:
         pp_schedule=distributed.pp_schedule,
         pp_layers=distributed.layers_of_chunks(cfg.Model.num_layers, cfg.Model.virtual_pp_degree),
     )
+
+
+def data_sets(cfg: RunConfig, mode: str = "Eval") -> dict[str | None, RunConfig]:
+    """{name: configuration whose ``Data.<mode>`` is that set alone}, in the order of the file.
+
+    A section without named sets is one set with the name None; without ``Data.<mode>`` there are none.
+    """
+    section = getattr(cfg.Data, mode)
+    if section is None:
+        return {}
+    if not isinstance(section, EvalConfig) or not section.sets:
+        return {None: cfg}
+    return {name: _with(cfg, section.of_set(name)) for name in section.sets}
+
+
+def _with(cfg: RunConfig, section: EvalConfig) -> RunConfig:
+    return cfg.model_copy(update={"Data": cfg.Data.model_copy(update={"Eval": section})})

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ppfleetx.checkpoint.foreign.weights import network_of
 from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.weights import network_of
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.resume_policy import Change, Effect, changes, network
 from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig

@@ -20,6 +20,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.record import run_record
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.weight_sources import sources
 from ppfleetx.core.engine.run_directory import (
     CKPT_DIR,
     CONFIG_FILE,
@@ -31,7 +32,6 @@ from ppfleetx.core.engine.run_directory import (
     output_dir_of,
 )
 from ppfleetx.core.loggers.csv_file import CSV_FILE
-from ppfleetx.core.programs.sources import sources
 from ppfleetx.utils.files import atomic_write, put_aside, remove_unfinished
 from ppfleetx.utils.log import get_logger
 

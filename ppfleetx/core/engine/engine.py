@@ -271,7 +271,7 @@ class Engine:
                 step=step,
                 lr=lr,
                 weight_decay=weight_decay,
-                num_valid=self._watch.num_valid,
+                counts=self._watch.counts,
             )
         except NonFiniteError as error:
             told = self._watch.describe(error, self.runner, micro_batches, step)

@@ -39,7 +39,7 @@ class Watch:
 
     Attributes:
         pace_of_ranks: how long each rank's steps take.
-        num_valid: tokens of the whole job's batch that count, as of the last :meth:`before_step`.
+        counts: ``Runner.count`` of the whole job's batch, from the last :meth:`before_step`.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Watch:
         cfg: RunConfig,
         ctx: ParallelContext,
         samples_per_epoch: float,
-        count: Callable[[Sequence[MicroBatch]], float],
+        count: Callable[[Sequence[MicroBatch]], Sequence[float]],
     ) -> None:
         self._count = count
         self._ctx, self._level = ctx, cfg.Engine.checks if ctx.world_size > 1 else "off"
         self.pace_of_ranks = StragglerTable(ctx, cfg.Engine.straggler_freq)
-        self.num_valid: float | None = None
+        self.counts: Sequence[float] | None = None
         train = cfg.Data.Train
         self._distinct = samples_per_epoch >= cfg.batch.global_batch_size and not (
             train is not None and train.shuffles_for_training
@@ -75,15 +75,14 @@ class Watch:
             UserError: on all ranks, when one brings an error or the batches are not what they should be.
         """
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
-        valid = np.float64(self._count(micro_batches or ())).view(np.int64)  # its bits
-        numbers = [stop.signal_name is not None, error is not None, digest, valid, *self.pace_of_ranks.own]
+        counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # their bits
+        numbers = [stop.signal_name is not None, error is not None, digest, *counts, *self.pace_of_ranks.own]
         told = gather_numbers(self._ctx, numbers)
         if told[:, 1].any():
             raise_on_all_ranks(self._ctx, error)
-        self.num_valid = self._ctx.sum_of_data_ranks(
-            np.ascontiguousarray(told[:, 3]).view(np.float64).tolist()
-        )
-        self.pace_of_ranks.add(told[:, 4:], step)
+        of_ranks = np.ascontiguousarray(told[:, 3 : 3 + len(counts)].T).view(np.float64)
+        self.counts = [self._ctx.sum_of_data_ranks(values) for values in of_ranks.tolist()]
+        self.pace_of_ranks.add(told[:, 3 + len(counts) :], step)
         if stop.agree(told[:, 0].any()):
             return True
         if self._level != "off":

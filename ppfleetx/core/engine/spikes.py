@@ -1,9 +1,9 @@
-"""Steps whose loss or gradient norm jumps (``Engine.spike``): found before the update, decided on all ranks.
+"""Finds steps whose loss or gradient norm jumps (``Engine.spike``), before the update and on all ranks.
 
-A value is a spike when it lies above the median of the last steps by more than so many deviations. The
-deviation is 1.4826 times the median absolute deviation (MAD), which for normally distributed values is
-their standard deviation, and at least 1 % of the median: a window of nearly equal values would otherwise
-make a spike of everything.
+A value is a spike if it exceeds the median of the last steps by a number of deviations. The deviation is
+1.4826 times the median absolute deviation (MAD), which for normally distributed values is the standard
+deviation, and at least 1 % of the median, because in a window of nearly equal values everything would be a
+spike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ppfleetx.distributed.together import any_rank
 
 _MAD_TO_DEVIATION = 1.4826
 _LEAST_SHARE = 0.01
-_SAME = 1e-3  # relative; what float32 sums in another order may differ by, with room
+_SAME = 1e-3  # relative; float32 sums in another order differ by less
 
 Repeat = Callable[[], tuple[float, float]]
 
@@ -33,15 +33,14 @@ class Spike:
 
     Attributes:
         step: the optimizer step, which was not taken unless ``action`` is ``repeated``.
-        what: ``loss`` or ``grad_norm``: which one jumped; the loss when both did.
+        what: ``loss`` or ``grad_norm``, whichever jumped; the loss if both did.
         loss, grad_norm: of the step.
-        median, deviation: of ``what`` over the window; None where nothing had to be compared, because the
-            value is not finite.
+        median, deviation: of ``what`` over the window; None if the value is not finite.
         action: ``skip``, ``rewind``, ``stop``, or ``repeated``: the same step, computed again, was no spike.
-        repeated_loss, repeated_grad_norm: of the step computed again; None where it was not.
+        repeated_loss, repeated_grad_norm: of the step computed again, if it was.
         to_step: with ``rewind``, the step of the checkpoint that the run went back to.
-        samples: the samples of the step in the training order, as [first, one past the last]. After
-            going back, the samples between the checkpoint and these are left out too.
+        samples: the samples of the step in the training order, as [first, one past the last]. After a rewind,
+            the samples between the checkpoint and these are left out too.
     """
 
     step: int
@@ -63,7 +62,7 @@ class Spike:
 
     @property
     def verdict(self) -> str:
-        """``data``, ``machine`` or ``unknown``: what the repeated step says of the cause."""
+        """The cause according to the repeated step: ``data``, ``machine`` or ``unknown``."""
         if self.repeated_loss is None or self.repeated_grad_norm is None:
             return "unknown"
         same = _is_same(self.loss, self.repeated_loss) and _is_same(self.grad_norm, self.repeated_grad_norm)
@@ -99,10 +98,10 @@ class Spike:
         return text + again + done
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
-        """The spike with what became of it.
+        """The spike with its outcome.
 
         Args:
-            to_step: where the run has gone back to; None: nowhere. A rewind is then a skip.
+            to_step: the step that the run has gone back to; None: it has not, and a rewind is a skip.
             samples: of the step.
         """
         action = "skip" if self.action == "rewind" and to_step is None else self.action
@@ -110,11 +109,11 @@ class Spike:
 
 
 class SpikeGuard:
-    """Looks at each step before its update, with what it remembers of the last ones.
+    """Judges each step before its update, by the last steps.
 
     Args:
-        options: ``Engine.spike``, whose action is not ``off``.
-        ctx: this process's place.
+        options: ``Engine.spike``, with an action other than ``off``.
+        ctx: the place of this process.
     """
 
     def __init__(self, options: SpikeConfig, ctx: ParallelContext) -> None:
@@ -127,20 +126,21 @@ class SpikeGuard:
         self._found: Spike | None = None
 
     def expect(self, step: int) -> None:
-        """The next step to be judged."""
+        """Announce the next step."""
         self._step, self._found = step, None
 
     @property
     def found(self) -> Spike | None:
-        """The spike of the step judged last."""
+        """The spike of the last step, if it was one."""
         return self._found
 
     def judge(self, loss: float, grad_norm: float, repeat: Repeat) -> tuple[float, float, bool]:
-        """Whether the step is taken, the same on all ranks, and with which loss and gradient norm.
+        """Decide whether to take the step, the same on all ranks.
+
+        Returns the loss and the gradient norm to use, and the decision.
 
         Args:
-            repeat: computes the step again, with the same weights and the same samples; the gradients are
-                then those of the repetition.
+            repeat: computes the step again, with the same weights and samples; leaves the new gradients.
         """
         spike = self._agreed(loss, grad_norm)
         again: tuple[float, float] | None = None
@@ -161,11 +161,11 @@ class SpikeGuard:
 
     @property
     def gives_up(self) -> bool:
-        """Whether more steps in a row were spikes than ``Engine.spike.max_in_a_row`` allows."""
+        """Whether more than ``Engine.spike.max_in_a_row`` steps in a row were spikes."""
         return self._in_a_row > self._options.max_in_a_row
 
     def gives_up_at(self, spike: Spike) -> str:
-        """Why the run is not to go on after a spike that was answered; "" when it is."""
+        """Why the run must end after a spike; "" if it need not."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
             if count > self._options.max_in_a_row:
@@ -175,14 +175,14 @@ class SpikeGuard:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: JSON values."""
+        """The state for a checkpoint: JSON values."""
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave; from nothing, begin anew.
+        """Restore what :meth:`state` gave; an empty state starts from the beginning.
 
         Raises:
-            CheckpointError: it is no such thing.
+            CheckpointError: it is something else.
         """
         losses, norms = state.get("losses", []), state.get("grad_norms", [])
         in_a_row = state.get("in_a_row", 0)
@@ -193,7 +193,7 @@ class SpikeGuard:
         self._in_a_row = in_a_row
 
     def _agreed(self, loss: float, grad_norm: float) -> str | None:
-        """What has jumped on this rank, when something has on any: their sums may differ in the last bit."""
+        """What has jumped, if it has on any rank: their sums may differ in the last bit."""
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"

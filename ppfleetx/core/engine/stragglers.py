@@ -1,10 +1,9 @@
-"""Which ranks hold the others up: each rank's own time a step, compared with the others'.
+"""Finds slow ranks by the time per step in which a rank does not wait for others.
 
-Ranks that train together take equally long for a step, because the fast ones wait for the slow ones. What
-tells them apart is the time that a rank does *not* wait for others: its own. A job whose slowest rank has an
-own time of 1.3 s, and the others of 1.0 s, loses 0.3 s a step. The stages of a pipeline have different work,
-so a rank is compared with those of its own stage; one that is alone in its stage, with those of the others,
-and it is slow only when it takes half as long again.
+All ranks of a job take equally long for a step, because fast ones wait for slow ones. They differ in the time
+in which they do *not* wait, their own time. If it is 1.3 s for the slowest rank and 1.0 s for the others, the
+job loses 0.3 s per step. Pipeline stages have different work, so a rank is compared with those of its stage.
+One that is alone in its stage is compared with the other stages, and is slow if it takes half as long again.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather
 
 LEAST_COST = 0.05
-"""Share of the step's time from which a slow rank is worth a line."""
-_UNLIKE = 1.5  # so many times what other stages take a stage may take because it has more work
+"""The share of a step from which a slow rank is reported."""
+_UNLIKE = 1.5  # times what other stages take: a stage may have more work
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that takes longer than most; seconds a step.
+    """A slow rank; times in seconds per step.
 
     Attributes:
-        data, compute: waiting for data, and the rest of its own time.
-        usual: own time of the median rank; of two, the faster one's.
+        data, compute: its wait for data, and the rest of its own time.
+        usual: the own time of the median rank; with two ranks that of the faster one.
         alone: it is the only one of its pipeline stage, and is compared with other stages.
     """
 
@@ -55,13 +54,13 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The ranks that held a job up over the last steps.
+    """The slow ranks of the last steps.
 
     Attributes:
         step: the last of the steps.
-        steps: how many they were.
+        steps: their number.
         step_seconds: mean time of one.
-        cost: share of it that would be saved if the slowest ranks were like the median one.
+        cost: the share of it that would be saved if the slowest ranks were like the median one.
         slowest: the slow ranks, slowest first.
     """
 
@@ -82,12 +81,7 @@ class Stragglers:
 
 
 class StragglerTable:
-    """Sums the ranks' times over so many steps.
-
-    Args:
-        ctx: this process's place.
-        every: steps between two looks; 0: none is had.
-    """
+    """Sums the times of all ranks, and compares them every ``every`` steps (0: never)."""
 
     def __init__(self, ctx: ParallelContext, every: int) -> None:
         self._ctx, self._every = ctx, every if ctx.world_size > 1 else 0
@@ -98,18 +92,18 @@ class StragglerTable:
         self.found: Stragglers | None = None
 
     def took(self, total: float, data: float, waited: float) -> None:
-        """This rank's last step took ``total`` seconds, of which it waited for data and for other ranks."""
+        """Note the seconds of this rank's last step, and how long it waited for data and for other ranks."""
         self._own = [int(1e6 * seconds) for seconds in (total, data, waited)]
 
     @property
     def own(self) -> list[int]:
-        """What the other ranks are told: microseconds of the last step, as of :meth:`took`."""
+        """What is sent to the other ranks: the arguments of :meth:`took` in microseconds."""
         return self._own
 
     def add(self, times: np.ndarray, step: int) -> None:
-        """Take in what all ranks have told, int64 ``[rank, 3]``, after ``step`` steps; all ranks call this.
+        """Add :attr:`own` of all ranks, int64 ``[rank, 3]``, after ``step`` steps; all ranks call this.
 
-        :attr:`found` is then what a look has found, on all ranks; None where none was due or nobody is slow.
+        :attr:`found` is then the result on all ranks; None if no comparison was due or nobody is slow.
         """
         self.found = None
         if not self._every or not times.any():
@@ -128,11 +122,7 @@ class StragglerTable:
 def judged(
     times: np.ndarray, stages: Sequence[int], hosts: Sequence[str], step: int, steps: int
 ) -> Stragglers | None:
-    """The slow ranks among those whose mean times ``[rank, (total, data, waited)]`` are given in seconds.
-
-    Args:
-        stages: of the pipeline, by rank.
-    """
+    """The slow ranks, from mean seconds ``[rank, (total, data, waited)]`` and the pipeline stages."""
     total, data, waited = times.T
     own = np.maximum(total - waited, data)
     alone = [list(stages).count(stage) == 1 and len(stages) > 1 for stage in stages]

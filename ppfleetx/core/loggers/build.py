@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
+from ppfleetx.config.config_notes import refuse_absent
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loggers import refuse_absent
 from ppfleetx.config.registries import LOGGERS
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.loggers.base import LogWriter

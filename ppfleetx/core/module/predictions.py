@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.data_sets import data_sets
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import EvalRecord, Run
 from ppfleetx.data.tasks.glue import TASKS, GlueTask

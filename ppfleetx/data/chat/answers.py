@@ -9,7 +9,7 @@ from ppfleetx.data.chat.sandbox import Span
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, Message
 
 ASSISTANT = "assistant"
-# Stand for the contents of two messages, so that it can be seen where a template writes them.
+# Contents of two messages that show where a template writes them.
 _BEFORE, _HERE = "\ue000\uf8f0\ue001", "\ue002\uf8f1\ue003"
 
 

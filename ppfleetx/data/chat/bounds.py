@@ -1,7 +1,7 @@
 """How much a chat template may do: steps of its code, and the size of what it makes.
 
-A template comes with a model, from whoever made it. Jinja's sandbox keeps it away from Python; nothing keeps
-it from running for ever, or from asking for a text of a billion characters. Both are refused here.
+A template comes with a model, from an unknown author. Jinja's sandbox keeps it away from Python, but not from
+running for ever or making a text of a billion characters. Both are errors here.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def _bounded_output(value: Any) -> Any:
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    takes_more = hasattr(function, "jinja_pass_arg")  # the environment or its like goes first
+    takes_more = hasattr(function, "jinja_pass_arg")  # the environment or the context comes first
 
     @functools.wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:

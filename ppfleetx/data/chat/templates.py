@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-"""``role``, ``content`` (a text, or None) and what else a template reads."""
+"""``role``, ``content`` (a text, or None) and any other keys that a template reads."""
 DEFAULT = "default"
 MAX_TEMPLATE = 1 << 18
 _REASONING = ("reasoning_content", "thinking", "reasoning")

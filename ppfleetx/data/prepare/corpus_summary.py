@@ -8,10 +8,10 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.data.checksums import read_checksums
-from ppfleetx.data.prefixes import open_tokens
+from ppfleetx.data.corpus_paths import open_tokens
 from ppfleetx.data.token_store import TokenStore
 
-_CHUNK = 1 << 22  # tokens looked at together
+_CHUNK = 1 << 22  # tokens read at a time
 
 
 def summary(prefix: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class ChunkResult:
         lengths: for each key the int32 number of tokens of each document.
         num_documents: documents kept.
         num_text_bytes: UTF-8 bytes of the texts encoded.
-        num_seen: lines, paragraphs or files looked at.
+        num_seen: lines, paragraphs or files read.
         skipped: for each kind of problem how often it occurred.
         places: for each kind of problem the positions (0 is the chunk's first document) of the first ones.
     """
@@ -40,7 +40,7 @@ class ChunkResult:
     places: dict[str, list[int]] = field(default_factory=dict)
 
     def skip(self, problem: str) -> None:
-        """Note a problem with the document being looked at."""
+        """Note a problem with the current document."""
         self.skipped[problem] += 1
         places = self.places.setdefault(problem, [])
         if len(places) < _PLACES_KEPT:

@@ -66,7 +66,7 @@ class ChatDataset(RecordDataset):
         """Conversation ``index``, or for `PADDING` one whose loss mask is 0.
 
         Returns:
-            As of ``PromptResponseDataset``.
+            As in ``PromptResponseDataset``.
 
         Raises:
             DataError: the template refuses the conversation; with file and line.

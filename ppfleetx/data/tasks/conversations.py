@@ -33,7 +33,7 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 
 def read_conversation(line: bytes, place: str) -> dict[str, Any]:
-    """The record in a line: ``messages`` with an answer among them, and what else it has.
+    """The record of a line: ``messages``, with at least one answer, and its other keys.
 
     Raises:
         DataError: it is none; with its place.

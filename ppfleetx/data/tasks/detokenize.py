@@ -1,9 +1,9 @@
-"""Texts of the perplexity benchmarks as they were before somebody put spaces around every sign.
+"""Texts of the perplexity benchmarks without the spaces that were put around every sign.
 
 WikiText and Penn Treebank are published as words and signs separated by spaces. A model that has read
 ordinary text is measured on ordinary text, so the spaces are taken out again. The rules, and their order, are
 those behind the published numbers of GPT-2 and Megatron-LM (Radford et al. 2019; Shoeybi et al. 2019): a
-better rule would give numbers that compare with nobody's.
+better rule would give numbers that compare with no others.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class SlidingWindows(EvaluationSet):
 
 
 class LastWords(EvaluationSet):
-    """Texts whose end is to be told from what comes before it, the longest first: little padding.
+    """Texts whose end is predicted from what comes before it, the longest first to save padding.
 
     Attributes:
         order: number among the given windows of each one here.

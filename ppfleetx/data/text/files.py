@@ -1,4 +1,4 @@
-"""Text files, compressed or not, as a stream: whole or refused, and bounded by what they can really hold."""
+"""Text files, compressed or not, as a stream of bytes; damaged and cut-off files are errors."""
 
 from __future__ import annotations
 
@@ -8,51 +8,49 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.text.zstd_frames import FrameFollower
 from ppfleetx.utils.foreign_files import opened
 
 MAX_LINE_BYTES = 64_000_000
-"""Longest line of a file of records; longer ones are no text anybody trains on."""
+"""Longest line of a file of records."""
 
-# Text shrinks to a third or a tenth, logs full of repetitions to a hundredth. What unpacks to more than this
-# was made to fill memory or disk.
+# Text shrinks to a third or a tenth, repetitive logs to a hundredth. A file that unpacks to more than this
+# holds no text, and would fill memory or disk.
 _MAX_EXPANSION, _FREE_BYTES = 200, 4_000_000
 _PACKED = (".gz", ".zst")
 _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip", ".7z", ".z")
 _TEXT = (".jsonl", ".json", ".txt", ".text", ".ndjson")
-_PACKED_BYTES = 8192  # read at a time, so that what comes out can be held against them
+_PACKED_BYTES = 2048  # decompressed at a time: at most some 64 MB come out
 _BLOCK_BYTES = 1 << 20
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the name says that the file is compressed, in a way that can be read."""
+    """Whether the name ends in that of a supported compression."""
     return path.suffix in _PACKED
 
 
 def refuse_other_packing(path: Path) -> None:
-    """Raise DataError for text that is compressed in a way, or named in a way, that cannot be read: it would
-    be passed over as no text."""
+    """Raise DataError for text in an unsupported compression, which would be skipped silently otherwise."""
     packed = path.suffix.lower() in (*_PACKED, *_OTHER_PACKING) and not is_packed(path)
     if packed and path.with_suffix("").suffix.lower() in _TEXT:
         raise DataError(
-            f"{path} is compressed in a way that is not read here. Unpack it, or pack it as .gz or .zst (in "
-            "small letters)"
+            f"{path} is in an unsupported compression. Unpack it, or compress it as .gz or .zst (in lower "
+            "case)"
         )
 
 
 class TextFile:
     """The bytes of a file, unpacked if its name ends in ``.gz`` or ``.zst``; a context manager.
 
-    Several gzip members or zstandard frames, one after the other, are one text. Each must be whole.
+    Consecutive gzip members or zstandard frames are one text. Each must be complete.
 
     Args:
         path: the file.
 
     Raises:
-        DataError: it is no file, cannot be read, is damaged, is cut off, or unpacks to what no text is.
+        DataError: the file cannot be read, is damaged or cut off, or expands far more than text does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,19 +71,14 @@ class TextFile:
 
     @property
     def position(self) -> int:
-        """Bytes of the file on disk that were read so far."""
+        """Bytes of the file on disk that have been read."""
         return self._raw.tell()
 
-    def _unpacked(self) -> BinaryIO:
+    def _unpacked(self) -> BinaryIO | _ZstdFile:
         if self._path.suffix == ".gz":
             return gzip.GzipFile(fileobj=self._raw)
         if self._path.suffix == ".zst":
-            import zstandard
-
-            source = FrameFollower(self._raw)
-            return zstandard.ZstdDecompressor().stream_reader(
-                source, read_size=_PACKED_BYTES, read_across_frames=True
-            )
+            return _ZstdFile(self._raw)
         return self._raw
 
     def read(self, num_bytes: int) -> bytes:
@@ -100,7 +93,7 @@ class TextFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_all(self, limit: int | None = None) -> bytes | None:
-        """What is left of the text; None when that is more than ``limit`` bytes."""
+        """The rest of the text; None when it is longer than ``limit`` bytes."""
         content = io.BytesIO()
         while part := self._read_some(_BLOCK_BYTES):
             content.write(part)
@@ -124,11 +117,39 @@ class TextFile:
         self._num_bytes += len(part)
         if self._is_packed and self._num_bytes > _FREE_BYTES + _MAX_EXPANSION * self.position:
             raise DataError(
-                f"{self._path} cannot be read: {self._num_bytes:,} bytes came out of {self.position:,}, more "
-                f"than {_MAX_EXPANSION} times as much, which text does not do; if it is wanted anyway, "
+                f"{self._path} cannot be read: it expands more than {_MAX_EXPANSION} times, from "
+                f"{self.position:,} to {self._num_bytes:,} bytes, which text does not do; if you trust it, "
                 "unpack the file first"
             )
         return part
+
+
+class _ZstdFile:
+    """The text of a zstandard file, which must end where a frame ends.
+
+    The library's own reader does not notice that a file is cut off.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        import zstandard
+
+        self._file, self._decompressor = file, zstandard.ZstdDecompressor()
+        self._frame: Any = None  # a zstandard.ZstdDecompressionObj inside a frame
+        self._packed, self._text = b"", memoryview(b"")
+
+    def read(self, num_bytes: int) -> bytes:
+        """Up to ``num_bytes`` of the text; empty at its end."""
+        while not self._text:
+            packed = self._packed or self._file.read(_PACKED_BYTES)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("it is cut off within a zstandard frame")
+                return b""
+            frame = self._frame or self._decompressor.decompressobj()
+            self._text = memoryview(frame.decompress(packed))
+            self._frame, self._packed = (None, frame.unused_data) if frame.eof else (frame, b"")
+        part, self._text = self._text[:num_bytes], self._text[num_bytes:]
+        return bytes(part)
 
 
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
@@ -138,7 +159,7 @@ def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tup
 
     Args:
         path: the file.
-        see: is given all bytes in order, for a hash of them.
+        see: called with all bytes in order, to hash them.
 
     Raises:
         DataError: as `TextFile`, or a line is longer than `MAX_LINE_BYTES`.

@@ -1,4 +1,4 @@
-"""Records of JSON, one a line or in an array; a line takes no more memory than its texts explain."""
+"""JSON records: one per line, or the items of one array."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from typing import Any
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.text.files import read_lines
 
-_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-# An empty object takes 24 times the bytes it is written with, a text hardly more than its own. So what lies
-# outside of texts is measured, in lines long enough to matter.
-_MAX_STRUCTURE_BYTES = 4_000_000
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """(line where it begins, text) of each record of a file: of each line that is not empty, or, in a
-    ``.json`` file that begins with ``[``, of each item of the array.
+    """The records of a file, as (line where it begins, text of it).
+
+    Records are the lines that are not empty or, in a ``.json`` file that begins with ``[``, the items of the
+    array.
 
     Args:
-        path: the file; its name may end as `read_lines` takes it.
-        see: is given all bytes in order, for a hash of them.
+        path: the file, compressed or not.
+        see: called with all bytes in order, to hash them.
 
     Raises:
-        DataError: as `read_lines`, or the array is not JSON. Of a line, nothing is known yet.
+        DataError: as in `read_lines`, or the array is not JSON. Lines are not parsed yet.
     """
     lines = read_lines(path, see)
     first = next(((number, line) for number, line in lines if line.strip()), None)
@@ -59,7 +57,7 @@ def _items(
             start = _SPACE.match(text, after + 1).end()
         end = start if is_empty else after
         if not text.startswith("]", end) or _SPACE.match(text, end + 1).end() != len(text):
-            raise json.JSONDecodeError("the array does not end here as it should", text, end)
+            raise json.JSONDecodeError("the array does not end here", text, end)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{first[0] + error.lineno - 1}: this is not JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:
@@ -67,16 +65,13 @@ def _items(
 
 
 def load_line(line: bytes) -> Any:
-    """The value a line holds.
+    """The value of a line of JSON.
 
     Raises:
         UnicodeDecodeError: it is not UTF-8.
-        ValueError: it is not JSON, or JSON of too many or too deeply nested values.
+        ValueError: it is not JSON, or too deeply nested.
     """
-    text = line.decode("utf-8")
-    if len(line) > _MAX_STRUCTURE_BYTES and len(_STRINGS.sub(b"", line)) > _MAX_STRUCTURE_BYTES:
-        raise ValueError(f"more than {_MAX_STRUCTURE_BYTES:,} bytes beside its texts")
     try:
-        return json.loads(text)
+        return json.loads(line.decode("utf-8"))
     except RecursionError:
         raise ValueError("too deeply nested") from None

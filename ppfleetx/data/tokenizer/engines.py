@@ -17,30 +17,21 @@ from ppfleetx.data.tokenizer.files import END_OF_DOCUMENT, merge_pairs, token_to
 from ppfleetx.data.tokenizer.special_tokens import SpecialTokens
 from ppfleetx.utils.log import get_logger
 
-# How ByteLevel(use_regex=True) cuts text up, that is
+# How ByteLevel(use_regex=True) splits text, that is
 #   's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 # rewritten so that tiktoken needs less backtracking: the white space at the end of the text first, then a run
 # without its last character, then that character.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s"
 _WHOLE_TEXT = r"(?s:.+)"
+# Patterns of a Split step that match the same under both libraries and leave no text out.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 # tiktoken's regular expressions keep a stack entry for each character inside `\s+(?!\S)`, a million at most.
 _LONG_RUN = 100_000
-_MOST_SPLITTING = 20_000_000  # splitting a token takes time with the square of its length
-_WHITE_SPACE = "".join(map(chr, [*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B)]))
-_WHITE_SPACE += "\u2028\u2029\u202f\u205f\u3000"
-_NOT_WHITE_SPACE = re.compile(f"[^{_WHITE_SPACE}]")
-# Texts on which a pattern of the user's must behave alike under both libraries before it is trusted.
-_PROBES = (
-    "",
-    "Hello world's  12345 x_y\n\n  def f(a, b):\r\n\treturn a+=b;   \n \n",
-    "I'LL WE'VE don't 'S '\u017f 'Re ''d \u017f K \u212a",
-    " \u00a0\u2003x\u3000\u2028 y\x1c z\x85w \u200b\ufeff",
-    "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u0e2a\u0e27\u0e31\u0e2a e\u0301\u0308",
-    "\u0661\u00bd\u2167 \u01c5\u02b0",
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001d7d8\U0001f1e9\U0001f1ea \U00010400",
-    "\x00\x01\x7f<|endoftext|> https://a.b/c?d=e&f=%20  ....!!!??? --- /* */ // ### $$$",
-    "3.14e-10 0x1F 1,000,000 a\r\r\n \n\t \n  b \r c\n\n\n\n    d     ",
-)
+_WHITE_SPACE = re.compile(r"\s+")
 
 
 class Engine(Protocol):
@@ -54,10 +45,10 @@ class Engine(Protocol):
         """Id of each vocabulary entry, added tokens included."""
 
     def identity(self, written: dict[str, Any]) -> Any:
-        """All that decides the ids, as JSON-able data that does not depend on the file format.
+        """Everything that determines the ids, as JSON data independent of the file format.
 
         Args:
-            written: the definition as the file has it, to which nothing was added.
+            written: the definition as it is in the file, without tokens of other files.
         """
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
@@ -78,11 +69,11 @@ class Engine(Protocol):
 
 
 class Unsupported(Exception):  # noqa: N818 - control flow between the two engines, never shown as an error
-    """tiktoken cannot express this tokenizer; the message says what it is about."""
+    """tiktoken cannot express this tokenizer; the message says why."""
 
 
 def build_engine(definition: dict[str, Any], place: str) -> Engine:
-    """The quick engine if it gives the right ids, else the general one (which is logged)."""
+    """The tiktoken engine if it gives the same ids, else the general one, with a warning."""
     try:
         return TiktokenEngine(definition, place)
     except Unsupported as reason:
@@ -104,7 +95,7 @@ class TokenizersEngine:
         self._library(special=False, continues=False)
 
     def _library(self, *, special: bool, continues: bool) -> Any:
-        """The library's tokenizer of one kind, made when it is asked for: its options are no arguments."""
+        """The library's tokenizer with these options, which it takes as attributes, not as arguments."""
         if (special, continues) not in self._made:
             import tokenizers
 
@@ -139,7 +130,7 @@ class TokenizersEngine:
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
         marked = np.zeros(len(made.ids), dtype=bool)
         for start, end in spans:
-            # Some characters have no token: spaces that a tokenizer takes away.
+            # Some characters have no token: spaces that a tokenizer strips.
             tokens = [one for place in range(start, end) if (one := made.char_to_token(place)) is not None]
             if tokens:
                 marked[tokens[0] : tokens[-1] + 1] = True
@@ -150,7 +141,7 @@ class TokenizersEngine:
 
 
 def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer that puts no space before a text and is otherwise the same."""
+    """The same tokenizer, except that it puts no space before a text."""
 
     def changed(part: Any) -> Any:
         if not isinstance(part, dict):
@@ -171,7 +162,7 @@ def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-    """What ``tokenizers`` raises (nothing narrower than Exception, or a panic of Rust) as DataError."""
+    """Raise the errors of ``tokenizers``, plain Exceptions or Rust panics, as DataError."""
     try:
         yield
     except BaseException as error:
@@ -198,29 +189,15 @@ class TiktokenEngine:
         _check_model(definition, model)
         self._pattern, self._prefix_space = _pre_tokenizer(definition.get("pre_tokenizer"))
         ranks, self._id_of_rank = _ranks_and_ids(model)
-        try:
-            self._encoding = tiktoken.Encoding(
-                "ppfleetx",
-                pat_str=self._pattern,
-                mergeable_ranks=ranks,
-                # Never allowed, so never produced; without any special token encode_to_numpy is half as fast.
-                special_tokens={END_OF_DOCUMENT: max(ranks.values()) + 1},
-            )
-        except ValueError as error:
-            raise Unsupported(f"its pattern is not one of tiktoken's ({error})") from error
-        self._token_lengths = None
+        self._encoding = tiktoken.Encoding(
+            "ppfleetx",
+            pat_str=self._pattern,
+            mergeable_ranks=ranks,
+            # Never allowed, so never produced; without any special token encode_to_numpy is half as fast.
+            special_tokens={END_OF_DOCUMENT: max(ranks.values()) + 1},
+        )
         added = definition.get("added_tokens") or []
         self._special = SpecialTokens(added) if SpecialTokens.can_be_found(added) else None
-        if self._pattern not in (GPT2_PATTERN, _WHOLE_TEXT):
-            self._check_custom_pattern(ranks)
-
-    def _check_custom_pattern(self, ranks: dict[bytes, int]) -> None:
-        self._token_lengths = np.zeros(max(ranks.values()) + 1, dtype=np.int64)
-        for token, rank in ranks.items():
-            self._token_lengths[rank] = len(token)
-        for probe in _PROBES:
-            if not np.array_equal(self._encode_text(probe, False), self._exact.encode(probe)):
-                raise Unsupported("its pattern cuts text up in another way under tiktoken")
 
     @cached_property
     def _exact(self) -> TokenizersEngine:
@@ -260,59 +237,22 @@ class TiktokenEngine:
         return self._exact.encode_marked(text, spans, special=special)  # tiktoken does not say what is where
 
     def _encode_text(self, text: str, continues: bool) -> np.ndarray:
+        if _has_long_run(text):
+            return self._exact.encode(text, continues=continues)
         if self._prefix_space and not continues and text and not text.startswith(" "):
             text = " " + text
-        if self._token_lengths is not None:
-            return self._encode_custom(text)
-        parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in self._parts(text)]
-        ranks = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
-
-    def _parts(self, text: str) -> Iterator[str]:
-        """The text, cut around very long runs of white space, where the pattern ends a piece anyway."""
-        begin = 0
-        if self._pattern == GPT2_PATTERN:
-            for start, stop in _long_runs(text):
-                # If something follows the run, its last character is no longer part of the piece.
-                stop = stop if stop == len(text) else stop - 1
-                yield text[begin:start]
-                yield text[start:stop]
-                begin = stop
-        yield text[begin:]
-
-    def _encode_custom(self, text: str) -> np.ndarray:
-        """Encode with a pattern of the user's; where tiktoken fails or drops text, with ``tokenizers``.
-
-        What the pattern does not match is dropped by tiktoken and kept by ``tokenizers``.
-        """
-        if next(_long_runs(text), None) is not None:
-            return self._exact.encode(text)
-        try:
-            ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # out of stack, raised by Rust outside Exception
-                raise
-            return self._exact.encode(text)
-        if self._token_lengths[ranks].sum() != len(text.encode("utf-8")):
-            return self._exact.encode(text)
+        ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
         return ranks if self._id_of_rank is None else self._id_of_rank[ranks]
 
     def decode(self, ids: list[int]) -> str:
         raise NotImplementedError("byte-level tokens are decoded by Tokenizer")
 
 
-def _long_runs(text: str) -> Iterator[tuple[int, int]]:
-    """Borders of the runs of at least `_LONG_RUN` white-space characters; costs nothing on other texts."""
-    stop = 0
-    for probe in range(_LONG_RUN - 1, len(text), _LONG_RUN):  # such a run cannot pass between two probes
-        if probe < stop or text[probe] not in _WHITE_SPACE:
-            continue
-        before = max(stop, probe - _LONG_RUN)
-        start = before + len(text[before:probe].rstrip(_WHITE_SPACE))
-        after = _NOT_WHITE_SPACE.search(text, probe)
-        stop = len(text) if after is None else after.start()
-        if stop - start >= _LONG_RUN:
-            yield start, stop
+def _has_long_run(text: str) -> bool:
+    """Whether there is more white space in a row than tiktoken can take."""
+    if len(text) < _LONG_RUN:
+        return False
+    return any(run.end() - run.start() >= _LONG_RUN for run in _WHITE_SPACE.finditer(text))
 
 
 def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
@@ -350,10 +290,10 @@ def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
         or use_regex
         or prefix_space
         or not is_plain_split
-        or not isinstance(pattern, str)
         or steps[0].get("behavior") != "Isolated"
+        or pattern not in (LLAMA3_PATTERN, QWEN2_PATTERN)
     ):
-        raise Unsupported("its pre-tokenizer is not ByteLevel, alone or after one Split by a pattern")
+        raise Unsupported("its pre-tokenizer is not ByteLevel, alone or after one Split by a known pattern")
     return pattern, False
 
 
@@ -386,8 +326,6 @@ def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list
     tiktoken does the same, except that it would also join two neighbours to such a token.
     """
     extra = [token for token in id_of if len(token) > 1 and token not in live]
-    if sum(len(token) ** 2 for token in extra) > _MOST_SPLITTING:
-        raise Unsupported("too many of its tokens are made by no merge")
     for token in extra:
         if len(split_by_ranks(token, live)) == 2:
             raise Unsupported(f"its token {token!r} is made by no merge, though its halves are tokens")

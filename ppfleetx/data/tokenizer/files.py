@@ -22,18 +22,14 @@ GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinj
 SIDE_FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
 """Files beside the definition that belong to the tokenizer."""
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Directory of further chat templates, one a file, by their names."""
+"""Directory of further chat templates, one file each, named after them."""
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_TEMPLATES = 32
 _SENTENCEPIECE_FILE = "tokenizer.model"
 GPT2_FILES = "https://huggingface.co/openai-community/gpt2"
-"""Where vocab.json and merges.txt of GPT-2 are, for people; nothing here opens it."""
-# Far beyond any tokenizer there is; without bounds a file of some megabytes asks for gigabytes or hours.
+"""Where users find vocab.json and merges.txt of GPT-2; nothing is downloaded."""
 _MAX_MERGES_BYTES = 16 * 1024 * 1024
-_MAX_ID = (1 << 24) - 1
-_MAX_VOCABULARY = 1 << 19
-_MAX_TOKEN = 4096
-_MAX_MERGED = 8_000_000
+_MAX_ID = (1 << 24) - 1  # tables are as long as the highest id
 
 
 def _byte_characters() -> list[str]:
@@ -63,11 +59,11 @@ def token_to_bytes(token: str) -> bytes | None:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What was read of a tokenizer.
+    """The files of a tokenizer.
 
     Attributes:
         definition: the dictionary a ``tokenizer.json`` holds.
-        has_definition: it was read from such a file, not made of ``vocab.json`` and ``merges.txt``.
+        has_definition: read from such a file, not made of ``vocab.json`` and ``merges.txt``.
         side_texts: the other files of its directory, of `SIDE_FILES`, by name.
     """
 
@@ -79,7 +75,7 @@ class TokenizerFiles:
 def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     """Read a tokenizer from a directory, a ``tokenizer.json``, or a ``vocab.json`` with its ``merges.txt``.
 
-    Only of a directory the other files count.
+    The other files are read only from a directory.
 
     Raises:
         DataError: nothing there, or what is there is damaged.
@@ -122,8 +118,7 @@ def _side_texts(directory: Path) -> dict[str, str]:
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
     """``texts`` of side files with the templates of ``additional_chat_templates/``, if there are any.
 
-    All chat templates are then listed in ``tokenizer_config.json``, which transformers reads as well: what
-    belongs to a tokenizer stays in one directory.
+    All chat templates are then listed in ``tokenizer_config.json``, which transformers reads as well.
 
     Raises:
         DataError: one cannot be read, or there are too many.
@@ -207,7 +202,7 @@ def make_definition(vocab: dict[str, int], merges: list[list[str]], special: lis
 
 
 def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> None:
-    """Write what `file_texts` gives."""
+    """Write the files of `file_texts` to a directory."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -244,7 +239,7 @@ def _made_config(eod: str | None) -> str:
 
 
 def _is_like_gpt2(definition: dict[str, Any]) -> bool:
-    """Whether vocabulary and merges are enough to make it again."""
+    """Whether vocabulary and merges determine all of it."""
     pre_tokenizer = definition.get("pre_tokenizer") or {}
     is_plain = pre_tokenizer.get("type") == "ByteLevel" and not definition.get("normalizer")
     return is_plain and definition["model"]["type"] == "BPE"
@@ -265,7 +260,7 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 
 def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Check what the rest of the code relies on: a vocabulary of distinct ids and merges within it."""
+    """The definition, once it has a vocabulary of distinct ids and merges within it."""
     model = definition.get("model")
     if not isinstance(model, dict):
         raise _damaged(path, "it has no model")
@@ -292,14 +287,10 @@ def _check_added(tokens: Any, path: Path) -> None:
 def _check_vocabulary(vocab: Any, path: Path) -> None:
     if not isinstance(vocab, dict) or not vocab:
         raise _damaged(path, "a BPE model needs a vocabulary")
-    if len(vocab) > _MAX_VOCABULARY:
-        raise DataError(f"{path}: a vocabulary of {len(vocab)} tokens; the most are {_MAX_VOCABULARY}")
     if not all(map(_is_id, vocab.values())):
         raise DataError(f"{path}: token ids must be integers from 0 to {_MAX_ID}")
     if len(set(vocab.values())) != len(vocab):
         raise _damaged(path, "two tokens share an id")
-    if longest := next((token for token in vocab if len(token) > _MAX_TOKEN), None):
-        raise DataError(f"{path}: the token {shown(longest)} is longer than {_MAX_TOKEN} characters")
 
 
 def _check_merges(model: dict[str, Any], path: Path) -> None:
@@ -308,7 +299,6 @@ def _check_merges(model: dict[str, Any], path: Path) -> None:
         raise _damaged(path, "a BPE model needs merges")
     if wrong := [merge for merge in merges if not isinstance(merge, str | list)]:
         raise _damaged(path, f"merge {shown(wrong[0])} is not a pair")
-    length = 0
     for pair in merge_pairs(model):
         if len(pair) != 2 or not all(isinstance(half, str) for half in pair):
             raise _damaged(path, f"merge {shown(pair)} is not a pair")
@@ -317,9 +307,6 @@ def _check_merges(model: dict[str, Any], path: Path) -> None:
             raise DataError(
                 f"{path}: merge {shown(' '.join(pair))} needs {shown(missing[0])}, not in the vocabulary"
             )
-        length += len(pair[0]) + len(pair[1])
-    if length > _MAX_MERGED:
-        raise DataError(f"{path}: its merges make more than {_MAX_MERGED} characters of tokens")
 
 
 def _is_id(value: Any) -> bool:

@@ -231,7 +231,7 @@ class Tokenizer:
                 ``split_special_tokens``.
 
         Raises:
-            DataError: as of `encode`.
+            DataError: as in `encode`.
         """
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
@@ -240,7 +240,7 @@ class Tokenizer:
         """Token ids of a text that follows another one: no token and no space is put before it.
 
         Raises:
-            DataError: as of `encode`.
+            DataError: as in `encode`.
         """
         return self._encode(text, special=parse_special_tokens, continues=True).tolist()
 
@@ -257,7 +257,7 @@ class Tokenizer:
             ids ``[n]`` int64 and marks ``[n]`` bool.
 
         Raises:
-            DataError: as of `encode`.
+            DataError: as in `encode`.
         """
         with _surrogate_errors(text):
             return self._engine.encode_marked(text, spans, special=self._side.parses_special_tokens)

@@ -29,7 +29,7 @@ _SEND_GRACE_SECONDS = 10.0
 class Answering:
     """Context of one request under way: its events, the client's leaving and the time limit in one queue.
 
-    Whatever ends it, the model's thread is told to stop when it has not finished.
+    However it ends, the model's thread is stopped if it has not finished.
     """
 
     def __init__(

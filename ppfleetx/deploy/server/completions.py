@@ -39,7 +39,7 @@ def _count_of_top(value: Any) -> int | None:
     if value is False:
         return None
     if type(value) is not int or not 0 <= value <= MOST_TOP:
-        raise ValueError(f"must be a number from 0 to {MOST_TOP}: of so many likeliest tokens")
+        raise ValueError(f"must be a number from 0 to {MOST_TOP}: the alternatives of each token")
     return value
 
 

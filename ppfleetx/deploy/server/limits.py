@@ -38,7 +38,7 @@ def check_key(request: Request, api_key: str | None) -> None:
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request that says it is JSON.
+    """The body of a JSON request.
 
     Asking for the content type keeps web pages of other origins out: a browser lets them send other types
     without asking us.

@@ -22,7 +22,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token stands for in a text; pieces with U+2581 begin with a space."""
+        """The text of a token; pieces with U+2581 begin with a space."""
         value = self._tokenizer.token_bytes(token)
         if self._tokenizer.is_byte_level:
             return value

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ppfleetx.deploy.server.errors import ApiError, bad_request
 
 MOST_TOP = 20
-"""Most likeliest tokens that are told with each token."""
+"""The most alternatives that are listed for each token."""
 _MAX_STOPS = 4
 _MAX_STOP_LENGTH = 256
 _MAX_QUOTED = 64
@@ -90,7 +90,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def num_top(self) -> int | None:
-        """How many likeliest tokens are told with each token; None: nothing is told of tokens."""
+        """How many alternatives are listed for each token; None: no token scores at all."""
         raise NotImplementedError
 
     @property

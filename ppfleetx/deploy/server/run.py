@@ -1,4 +1,4 @@
-"""The program ``tools/serve.py``: configuration, port and key first, Paddle and the model last."""
+"""The server around a model: its address and key, its parts, and the time it runs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError, UserError
-from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
 from ppfleetx.config.sections.serve import API_KEY_VARIABLE
-from ppfleetx.core.programs.generate import check_checkpoint
-from ppfleetx.core.programs.launch import start_process, world_size
 from ppfleetx.utils.cli import EXIT_INTERRUPTED
 from ppfleetx.utils.log import get_logger
 
@@ -27,27 +24,11 @@ if TYPE_CHECKING:
     from ppfleetx.data.chat.templates import ChatTemplate
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
     from ppfleetx.deploy.server.app import Service
-    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.generation.generator import Generator
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
 _MORE_SECONDS = 5.0  # between the model's last event and the end of the last connection
 _MORE_CONNECTIONS = 256  # beside those that wait for an answer: metrics, health, refusals
-
-
-def run(path: ConfigSource, overrides: Sequence[str]) -> None:
-    """Serve the checkpoint ``Engine.save_load.ckpt_dir`` until SIGINT or SIGTERM.
-
-    Raises:
-        UserError: anything that cannot be served, in words; most of it before Paddle is loaded.
-    """
-    cfg = load_config(path, overrides)
-    check_libraries()
-    check_plan(cfg, os.environ)
-    check_checkpoint(cfg)
-    api_key = read_api_key(cfg, os.environ)
-    with open_socket(cfg) as listener:
-        cfg, ctx = start_process(path, overrides)
-        serve(build_service(cfg, ctx, api_key), listener)
 
 
 def check_libraries() -> None:
@@ -61,13 +42,13 @@ def check_libraries() -> None:
         raise ConfigError(f"serving needs {', '.join(missing)}: pip install 'ppfleetx[serve]'")
 
 
-def check_plan(cfg: RunConfig, environ: Mapping[str, str]) -> None:
+def check_plan(cfg: RunConfig, processes: int) -> None:
     """Whether one process is to hold the model.
 
     Raises:
         ConfigError: it is not.
     """
-    if cfg.plan.world_size > 1 or world_size(environ) > 1:
+    if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
             f"the server is one process with the whole model, which this plan ({cfg.plan}) is not; a "
             "checkpoint of any plan can be served: set the degrees to 1, and start it without the launcher",
@@ -101,7 +82,7 @@ def open_socket(cfg: RunConfig) -> socket.socket:
     """A socket bound to the address; it listens once the model is loaded.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be bound.
     """
     host, port = cfg.Serve.host, cfg.Serve.port
     try:
@@ -130,20 +111,18 @@ def _address_error(cfg: RunConfig, key: str, error: OSError) -> ConfigError:
     )
 
 
-def build_service(cfg: RunConfig, ctx: ParallelContext, api_key: str | None) -> Service:
-    """Load the model and put the parts together.
+def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> Service:
+    """The server's parts around a loaded model.
 
     Raises:
-        UserError: see :func:`ppfleetx.core.programs.generate.load_generator`.
+        ConfigError: ``Serve.chat_template`` cannot be used.
     """
-    from ppfleetx.core.programs.generate import load_generator
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.logprobs import TokenTexts
     from ppfleetx.deploy.server.metrics import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler
 
-    generator = load_generator(cfg, ctx)
     model = generator.next_token_model.model
     model.eval()
     item_size = next(iter(model.parameters())).element_size()
@@ -222,7 +201,7 @@ def _warn_if_open(cfg: ServeConfig, *, has_key: bool) -> None:
         is_local = cfg.host == "localhost"
     if not is_local and not has_key:
         get_logger().warning(
-            "Serve.host = %s: whoever reaches this machine may use the model; set %s to ask for a key",
+            "Serve.host = %s: anyone who reaches this machine can use the model; set %s to require a key",
             cfg.host,
             API_KEY_VARIABLE,
         )

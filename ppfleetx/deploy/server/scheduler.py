@@ -18,10 +18,9 @@ from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.running import Running, Waiting
 from ppfleetx.deploy.server.work import Event, Failed, Progress, Scored, Work
 from ppfleetx.generation.continuous import ContinuousBatch
-from ppfleetx.generation.prefixes import PrefixStore
+from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, worthwhile
-from ppfleetx.generation.sampling import TokenScore, choose_tokens, score_tokens
-from ppfleetx.generation.scoring import score_prompt
+from ppfleetx.generation.sampling import TokenScore, choose_tokens, score_prompt, score_tokens
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.utils.log import get_logger
 
@@ -35,11 +34,11 @@ class Scheduler:
     cancelled leave, and waiting ones join as far as there is room. A thread without work sleeps.
 
     Args:
-        model: gives the logits; nobody else uses it while the thread runs.
+        model: gives the logits; nothing else may use it while the thread runs.
         tokenizer: of the model.
         end_ids: tokens that end an answer.
         cfg: limits.
-        metrics: told of what happens.
+        metrics: counts what happens.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Scheduler:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the thread works, or has ended because it was told to."""
+        """Whether the thread works, or has ended on request."""
         return not self._died
 
     @property
@@ -109,7 +108,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, work: Work) -> None:
-        """Nobody waits for the answer any more: its sequences leave at the next step."""
+        """Drop a work whose client is gone: its sequences leave at the next step."""
         with self._changed:
             work.cancelled = True
             self._changed.notify()

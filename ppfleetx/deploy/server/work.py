@@ -61,7 +61,7 @@ class Job:
         ids: tokens, at least one.
         copies: continuations.
         max_new_tokens: fits the model together with ``ids``; 0: nothing is generated.
-        num_top: how many of the likeliest tokens are told with each token's score; None: there are no scores.
+        num_top: how many alternatives are listed with each token's score; None: no scores.
         scores_prompt: the tokens of the prompt get scores, too.
     """
 
@@ -84,7 +84,7 @@ class Work:
 
     Attributes:
         deliver: called in the thread of the event loop.
-        cancelled: nobody waits for the answer any more; what is under way is dropped at the next step.
+        cancelled: no client waits for the answer any more; it is dropped at the next step.
     """
 
     jobs: Sequence[Job]

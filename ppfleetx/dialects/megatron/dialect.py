@@ -8,22 +8,27 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.files import read_text, shown_path
-from ppfleetx.config.reading.parse import Budget, parse_yaml, read_yaml
+from ppfleetx.config.reading.parse import parse_yaml, read_yaml
 from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name
 from ppfleetx.dialects.keys import KeyTable
 from ppfleetx.dialects.launchers import without_launcher, world_of
-from ppfleetx.dialects.megatron import deepspeed, network_rules, run_rules
-from ppfleetx.dialects.megatron.flags import FLAGS, MANY
-from ppfleetx.dialects.megatron.keys import TABLES
+from ppfleetx.dialects.megatron import network_rules, run_rules
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.tables import read_file, tables_of
 from ppfleetx.dialects.translate import Rule, translate
 from ppfleetx.dialects.translation import Translation
 
 TITLE = "Megatron"
-ALL_KEYS = KeyTable([*(key for group in TABLES.values() for key in group), *deepspeed.KEYS], normal_name)
-
-KNOWN = frozenset(key.name for group in TABLES.values() for key in group)
+_DEEPSPEED = "deepspeed_config"
+_FILE = read_file("megatron")
+FLAGS = frozenset(_FILE["flags"].split())
+"""Options that take no value and are true when they are given."""
+MANY = frozenset(_FILE["many"].split())
+"""Options that take every word up to the next option."""
+TABLES = tables_of(_FILE, {"deepspeed": f"{_DEEPSPEED}."})
+ALL_KEYS = KeyTable([key for keys in TABLES.values() for key in keys], normal_name)
+OPTIONS = frozenset(key.name for name, keys in TABLES.items() if name != "deepspeed" for key in keys)
 
 
 def rules(world_size: int | None) -> list[Rule]:
@@ -55,15 +60,15 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
     Raises:
         ConfigError: what cannot be translated, with the argument.
     """
-    told, argv, first = without_launcher(argv)
-    given = list(given_arguments(argv, FLAGS, MANY, KNOWN, first=first))
-    return of_given(given, network_rules.COMMAND_LINE, world_size or told or world_of(os.environ))
+    world, argv, first = without_launcher(argv)
+    given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))
+    return of_given(given, network_rules.COMMAND_LINE, world_size or world or world_of(os.environ))
 
 
 def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:
     """The translation of arguments, and of the file that ``deepspeed_config`` names among them."""
     given = list(given)
-    files = [one for one in given if normal_name(one.key) == "deepspeed_config" and one.value is not None]
+    files = [one for one in given if normal_name(one.key) == _DEEPSPEED and one.value is not None]
     for one in files:
         given += _deepspeed(one)
     return translate(TITLE, place, given, ALL_KEYS, rules(world_size))
@@ -71,11 +76,11 @@ def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Tran
 
 def of_file(path: Path, argv: Sequence[str]) -> Translation:
     """The translation of a YAML file of arguments (``tensor_model_parallel_size: 2``) and of further ones."""
-    tree = read_yaml(path, Budget(), is_ours=False)
+    tree = read_yaml(path, is_ours=False)
     arguments = tree.value.get("MODEL_ARGS")
     if arguments is not None and not isinstance(arguments.value, dict):
         raise ConfigError("must be a mapping of arguments", key="MODEL_ARGS", place=arguments.place)
-    given = [*given_in(arguments or tree), *given_arguments(argv, FLAGS, MANY, KNOWN)]
+    given = [*given_in(arguments or tree), *given_arguments(argv, FLAGS, MANY, OPTIONS)]
     result = of_given(given, shown_path(path), world_of(os.environ))
     others = [key for key in tree.value if key != "MODEL_ARGS"] if arguments else []
     if others:
@@ -87,24 +92,21 @@ def _deepspeed(one: Given) -> Iterator[Given]:
     path = Path(str(one.value))
     text = read_text(path, key=one.key, value=str(one.value), place=one.place)
     # JSON may be indented with tabs, which YAML does not know; its strings hold none.
-    tree = parse_yaml(text.replace("\t", " "), shown_path(path), Budget(), with_lines=True, is_ours=False)
+    tree = parse_yaml(text.replace("\t", " "), shown_path(path), with_lines=True, is_ours=False)
     if tree is None or not isinstance(tree.value, dict):
         raise ConfigError(
             "is not a mapping of DeepSpeed's keys", key=one.key, value=one.value, place=one.place
         )
-    yield from given_in(tree, f"{deepspeed.PREFIX}.")
+    yield from given_in(tree, f"{_DEEPSPEED}.")
 
 
 DIALECT = Dialect(
     name="megatron",
     title=TITLE,
-    tables={
-        **{name: KeyTable(keys, normal_name) for name, keys in TABLES.items()},
-        "deepspeed": KeyTable(deepspeed.KEYS, normal_name),
-    },
+    tables={name: KeyTable(keys, normal_name) for name, keys in TABLES.items()},
     of_file=of_file,
     of_arguments=of_arguments,
     programs=frozenset({"pretrain_gpt.py"}),
-    keys_of_files=KNOWN | {"MODEL_ARGS"},
-    options=KNOWN,
+    keys_of_files=OPTIONS | {"MODEL_ARGS"},
+    options=OPTIONS,
 )

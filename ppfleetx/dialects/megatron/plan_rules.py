@@ -312,7 +312,7 @@ def _chunk_sizes(result: Translation) -> list[int]:
 
 
 def _first_of_chunks(result: Translation, counts: list[int]) -> list[int]:
-    """The first so many layers of each chunk, numbered over the model."""
+    """The first ``count`` layers of each chunk, numbered over the model."""
     layers, start = [], 0
     for size, count in zip(_chunk_sizes(result), counts, strict=False):
         layers += range(start, start + min(size, count))

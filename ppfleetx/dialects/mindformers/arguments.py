@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.reading.parse import Budget
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.dialects.given import Given, given_arguments, normal_name
-from ppfleetx.dialects.keys import Key, KeyTable, fixed, joint, unused
+from ppfleetx.dialects.keys import Key, KeyTable, Kind
 from ppfleetx.dialects.mindformers.files import option, put, read_with_bases
 
 RUN_MODES = ("train", "finetune", "eval", "predict")
@@ -43,17 +42,21 @@ def _flag(name: str) -> Key:
     target = {**_FIRST, **_LAST}.get(name)
     if target is None:
         target = f"train_dataset.{_OF_DATASET[name]} or eval_dataset.{_OF_DATASET[name]}, by the run mode"
-    return joint(f"--{name}", (), f"sets {target}")
+    return Key(f"--{name}", Kind.MAPPED, says=f"sets {target}")
 
 
 FLAGS = KeyTable(
     [
-        joint("--config", (), "the YAML file; needed"),
+        Key("--config", Kind.MAPPED, says="the YAML file; needed"),
         *map(_flag, (*_FIRST, *_LAST, *_OF_DATASET)),
-        joint("--options", (), "block.key=value ..., each read as YAML reads it: True is true, [1,2] a list"),
-        joint("--check", (), "ours: print plan, parameters and batch arithmetic, and run nothing"),
-        unused("--dataset_id", "ModelArts passes it; there is none here"),
-        fixed("--help", "prints the flags"),
+        Key(
+            "--options",
+            Kind.MAPPED,
+            says="block.key=value ..., each read as YAML reads it: True is true, [1,2] a list",
+        ),
+        Key("--check", Kind.MAPPED, says="ours: print plan, parameters and batch sizes; run nothing"),
+        Key("--dataset_id", Kind.UNUSED, says="ModelArts passes it; there is none here"),
+        Key("--help", Kind.FIXED, says="prints the flags"),
     ],
     normal=lambda name: f"--{normal_name(name)}",
 )
@@ -94,12 +97,11 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         given[normal_name(one.key)] = one
     if "config" not in given:
         raise ConfigError("is needed: the YAML file of the run", key="--config")
-    budget = Budget()
     path = Path(_text(given["config"]))
-    tree = read_with_bases(path, budget)
+    tree = read_with_bases(path)
     _put_flags(tree, given, _FIRST)
     for text in _options(given.get("options")):
-        put(tree, *option(text, given["options"].place, budget))
+        put(tree, *option(text, given["options"].place))
     block = "eval_dataset" if _run_mode(tree) == "eval" else "train_dataset"
     _put_flags(tree, given, {name: f"{block}.{key}" for name, key in _OF_DATASET.items()})
     _put_flags(tree, given, _LAST)

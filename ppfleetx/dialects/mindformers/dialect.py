@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.dialects.given import given_in
+from ppfleetx.dialects.keys import KeyTable
 from ppfleetx.dialects.launchers import without_launcher
 from ppfleetx.dialects.mindformers import plan, run
 from ppfleetx.dialects.mindformers.arguments import FLAGS, CommandLine, read_command_line
-from ppfleetx.dialects.mindformers.keys import TABLE
 from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.tables import read_file, tables_of
 from ppfleetx.dialects.translate import translate
 from ppfleetx.dialects.translation import Translation
 
+TABLE = KeyTable([key for keys in tables_of(read_file("mindformers")).values() for key in keys])
 _RULES = (
     run.network,
     plan.device,

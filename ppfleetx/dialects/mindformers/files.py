@@ -6,13 +6,11 @@ import os
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.reading.parse import Budget, key_problem, parse_yaml, read_yaml
+from ppfleetx.config.reading.parse import key_problem, parse_yaml, read_yaml
 from ppfleetx.config.reading.tree import Node, is_index, merge, plain_value
 
-_MAX_CHAIN = 8
 
-
-def read_with_bases(path: Path, budget: Budget, chain: tuple[str, ...] = (), **entry: str) -> Node:
+def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> Node:
     """The tree of ``path`` over its bases.
 
     Of several bases that hold the same top-level block, the last one's replaces the others' whole; the file
@@ -23,18 +21,17 @@ def read_with_bases(path: Path, budget: Budget, chain: tuple[str, ...] = (), **e
         entry: key, value and place of the ``base_config`` that names the file.
 
     Raises:
-        ConfigError: a file that cannot be read, or files that name each other in a circle.
+        ConfigError: a file cannot be read, or the files form a circle.
     """
     here = os.path.realpath(path) if "\0" not in str(path) else str(path)
-    if here in chain or len(chain) >= _MAX_CHAIN:
-        rule = "the files name each other in a circle" if here in chain else "files are named too deeply"
-        raise ConfigError(rule, **(entry or {"place": str(path)}))
-    tree = read_yaml(path, budget, is_ours=False, **entry)
+    if here in chain:
+        raise ConfigError("the files form a circle", **entry)
+    tree = read_yaml(path, is_ours=False, **entry)
     bases = tree.value.pop("base_config", None)
     below = Node({}, tree.place)
     for item in _items(bases):
         about = {"key": "base_config", "value": item.value, "place": item.place}
-        base = read_with_bases(path.parent / item.value, budget, (*chain, here), **about)
+        base = read_with_bases(path.parent / item.value, (*chain, here), **about)
         below.value.update(base.value)
     return merge(below, tree)
 
@@ -54,7 +51,7 @@ def _items(bases: Node | None) -> list[Node]:
     return items
 
 
-def option(text: str, place: str, budget: Budget) -> tuple[list[str], Node]:
+def option(text: str, place: str) -> tuple[list[str], Node]:
     """Key and value of one ``a.b=c`` of ``--options``; the value is read as YAML reads it.
 
     Raises:
@@ -67,7 +64,7 @@ def option(text: str, place: str, budget: Budget) -> tuple[list[str], Node]:
         rule = problem or f"{shown(text)} is not of the form block.key=value"
         raise ConfigError(rule, key="--options", place=place)
     try:
-        node = parse_yaml(_list_of(value.strip()), place, budget)
+        node = parse_yaml(_list_of(value.strip()), place)
     except ConfigError as error:
         raise ConfigError(f"the value {error.rule}", key=key.strip(), value=value, place=place) from None
     return path, node or Node(None, place, "")

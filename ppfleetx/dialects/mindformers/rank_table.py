@@ -79,8 +79,7 @@ def read_rank_table(path: Path) -> RankTable:
     """Read a rank table and check it.
 
     Raises:
-        ConfigError: no such file, no JSON, wrong counts, missing ranks, or ranks or hosts that are there
-            twice.
+        ConfigError: there is no such file, it is not JSON, or counts, ranks or hosts are wrong.
     """
     text = read_text(path)
     try:
@@ -188,10 +187,10 @@ def _check_ranks(table: RankTable, place: str) -> None:
 
 
 def this_host() -> str:
-    """The address under which other hosts reach this one, as far as it can be told.
+    """The address under which other hosts reach this one, as far as can be determined.
 
     Raises:
-        ConfigError: it has none but that of itself.
+        ConfigError: it has only a loopback address.
     """
     for find in (_by_name, _by_route):
         address = find()

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.files import shown_path
-from ppfleetx.config.reading.parse import Budget, read_yaml
+from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name
 from ppfleetx.dialects.launchers import without_launcher, world_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
-from ppfleetx.dialects.megatron.flags import FLAGS, MANY
+from ppfleetx.dialects.megatron.dialect import FLAGS, MANY
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.mindspeed import rules
-from ppfleetx.dialects.mindspeed.keys import TABLE, documented
-from ppfleetx.dialects.mindspeed.names import ALIASES, plain
+from ppfleetx.dialects.mindspeed.keys import ALIASES, TABLE, documented, plain
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translate import Rule, translate
 from ppfleetx.dialects.translation import Translation
@@ -36,7 +35,7 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
     Raises:
         ConfigError: what cannot be translated, with the line or the argument.
     """
-    tree = read_yaml(path, Budget(), is_ours=False)
+    tree = read_yaml(path, is_ours=False)
     given = [_without_empty_text(one) for one in given_in(tree)]
     _refuse_two_answers(given)
     given += given_arguments(argv, FLAGS, MANY)
@@ -46,11 +45,11 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
     """The translation of a command line, ``[msrun ...] pretrain_gpt.py --yaml-cfg FILE [ARGUMENTS]``."""
-    told, argv, _ = without_launcher(argv)
+    world, argv, _ = without_launcher(argv)
     path, rest = file_of(argv)
     if path is None:
         raise ConfigError("names no file; give --yaml-cfg FILE", key="--yaml-cfg", place="the command line")
-    return of_file(path, rest, world_size or told)
+    return of_file(path, rest, world_size or world)
 
 
 def file_of(argv: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -4,74 +4,51 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
-from typing import Any
 
 from ppfleetx.config.errors import shown_key
 from ppfleetx.dialects.given import normal_name
-from ppfleetx.dialects.keys import Key, KeyTable, fixed, joint, mapped, refused, unused
-from ppfleetx.dialects.megatron.dialect import ALL_KEYS
-from ppfleetx.dialects.mindspeed.names import ALIASES, plain
-from ppfleetx.dialects.translate import choice, flag, number
+from ppfleetx.dialects.keys import Key, KeyTable
+from ppfleetx.dialects.megatron.dialect import ALL_KEYS, TABLES
+from ppfleetx.dialects.tables import read_file, tables_of
 
 LLM, PRECISION = "model_config.llm", "accelerate_config.precision"
-_FLOAT32 = ("float32", "fp32")
+_FILE = read_file("mindspeed")
+OWN = tables_of(_FILE)["own"]
+_SECTIONS = {
+    "model_config": "model recomputation",
+    "training_config": "training profiler parallelism others",
+    "dataset_config": "data",
+    "optimizer_config": "optimizer training parallelism others",
+    "parallel_config": "parallelism recomputation",
+}  # section: the tables of Megatron whose keys may stand in it
+# In place of the train_config block of the example, its sections may stand at the top.
+_PREFIXES = ("train_config.ms_training_config.", "train_config.")
 
 
-def _betas(value: Any) -> dict[str, Any]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("must be a list of two numbers")
-    return {f"Optimizer.beta{place}": number(beta) for place, beta in enumerate(value, start=1)}
-
-
-def _norm(value: Any) -> str:
-    kinds = {
-        "RMSNorm": "RMSNorm",
-        "FusedRMSNorm": "RMSNorm",
-        "LayerNorm": "LayerNorm",
-        "FusedLayerNorm": "LayerNorm",
+def _megatron_names() -> dict[str, str]:
+    return {
+        f"{section}.{key.name}": key.name
+        for section, tables in _SECTIONS.items()
+        for table in tables.split()
+        for key in TABLES[table]
     }
-    return choice(kinds)(value)
 
 
-OWN: tuple[Key, ...] = (
-    mapped("optimizer_config.betas", "Optimizer.beta1 Optimizer.beta2", _betas, "both, in a list"),
-    mapped("optimizer_config.clip_grad", "Optimizer.grad_clip.clip_norm"),
-    mapped("model_config.normalization", "Model.normalization", _norm, "fused or not: RMSNorm or LayerNorm"),
-    mapped("model_config.qkv_has_bias", "Model.add_qkv_bias", flag),
-    mapped("model_config.mlp_has_bias", "Model.add_mlp_bias", flag),
-    fixed(
-        "training_config.loss_scale_factor",
-        "the loss scale doubles and halves; for hysteresis "
-        "(training_config.hysteresis) the guide's table names this key by mistake",
-        (2, 2.0),
-    ),
-    joint(f"{PRECISION}.softmax_compute_dtype", "Model.softmax_in_fp32", "float32: true"),
-    fixed(f"{PRECISION}.logits_compute_dtype", "the loss is computed in float32", _FLOAT32),
-    fixed(f"{PRECISION}.grad_accumulation_dtype", "gradients are summed in float32", _FLOAT32),
-    joint(
-        f"{PRECISION}.residual-connection", (), "the type of compute_dtype, or float32 in a run in float32"
-    ),
-    joint(
-        f"{PRECISION}.fused_operators",
-        (),
-        "flash_attention sets Model.use_flash_attn; others change speed alone",
-    ),
-    fixed(f"{PRECISION}.nofused_operators", "which operations share a kernel changes speed alone"),
-    joint(f"{LLM}.tokenizer.divided_by", "Model.vocab_size_divisible_unit", "must divide padded_size"),
-    unused(f"{LLM}.tokenizer.use_fast", "there is one tokenizer"),
-    mapped(f"{LLM}.blocks.layernorm.norm_type", "Model.normalization", _norm),
-    joint(f"{LLM}.blocks.attention.attention_type", "Model.num_query_groups", "MHA, MQA or GQA"),
-    joint(f"{LLM}.blocks.attention.kv_group_size", "Model.num_query_groups", "of GQA: key/value heads"),
-    mapped(f"{LLM}.blocks.attention.qkv_bias", "Model.add_qkv_bias", flag),
-    mapped(f"{LLM}.blocks.ffn.mlp_bias", "Model.add_mlp_bias", flag),
-    mapped(f"{LLM}.head.shared_embedding", "Model.tie_word_embeddings", flag),
-    refused("model_config.moe_config.**", "mixtures of experts are not built"),
-    refused("model_config.lora_config.**", "adapters are Model.lora of a configuration of this program"),
-)
+ALIASES: dict[str, str] = _megatron_names() | _FILE["aliases"]
+"""A dotted name of MindSpeed-Core-MS -> the argument of Megatron that says the same."""
+
+
+def plain(name: str) -> str:
+    """``name`` without the ``train_config`` block around a section, or around training keys themselves."""
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            return rest if rest.split(".")[0] in _SECTIONS else f"training_config.{rest}"
+    return name
 
 
 class _Names(KeyTable):
-    """Keys under the names of MindSpeed-Core-MS, and under Megatron's where they stand alone."""
+    """Keys under the names of MindSpeed-Core-MS, or under Megatron's if they are not in a section."""
 
     def __init__(self) -> None:
         own = {key.name for key in OWN}

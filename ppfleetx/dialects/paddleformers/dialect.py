@@ -8,17 +8,20 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.files import read_text, shown_path
-from ppfleetx.config.reading.parse import Budget, parse_yaml
+from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.dialects.given import Given, given_arguments, given_in
 from ppfleetx.dialects.keys import KeyTable
 from ppfleetx.dialects.launchers import without_launcher, world_of
 from ppfleetx.dialects.paddleformers import rules
-from ppfleetx.dialects.paddleformers.keys import CONFIG, TABLE, TABLES
+from ppfleetx.dialects.paddleformers.rules import CONFIG
 from ppfleetx.dialects.registry import Dialect
+from ppfleetx.dialects.tables import read_file, tables_of
 from ppfleetx.dialects.translate import Rule, translate
 from ppfleetx.dialects.translation import Translation
 
 TITLE = "PaddleFormers"
+TABLES = tables_of(read_file("paddleformers"))
+TABLE = KeyTable([key for keys in TABLES.values() for key in keys])
 _FILES = (".yaml", ".yml", ".json")
 _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
@@ -38,13 +41,13 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
     """The translation of a command line: a launcher and a program, or not; then a file, or arguments."""
-    told, argv, _ = without_launcher(argv)
+    world, argv, _ = without_launcher(argv)
     words = (
         [word for word in argv if word not in ("paddleformers-cli", "train")]
         if argv[:1] == ["paddleformers-cli"]
         else list(argv)
     )
-    world_size = world_size or told
+    world_size = world_size or world
     if words and words[0].endswith(_FILES):
         return of_file(Path(words[0]), words[1:], world_size)
     return _translated(list(_arguments(words)), "the command line", world_size)
@@ -95,10 +98,10 @@ def _arguments(argv: Sequence[str]) -> Iterable[Given]:
 
 
 def _read(path: Path, prefix: str, *, one: Given | None = None) -> Iterator[Given]:
-    told = {} if one is None else {"key": one.key, "value": str(one.value), "place": one.place}
+    entry = {} if one is None else {"key": one.key, "value": str(one.value), "place": one.place}
     # JSON may be indented with tabs, which YAML does not know; its strings hold none.
-    text = read_text(path, **told).replace("\t", " ")
-    tree = parse_yaml(text, shown_path(path), Budget(), with_lines=True, is_ours=False)
+    text = read_text(path, **entry).replace("\t", " ")
+    tree = parse_yaml(text, shown_path(path), with_lines=True, is_ours=False)
     if tree is None or not isinstance(tree.value, dict):
         raise ConfigError("is not a mapping of keys", place=shown_path(path))
     yield from given_in(tree, prefix)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.dialects.paddleformers.keys import ACTIVATIONS, CONFIG
 from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, expected_device, of_recipe
@@ -23,6 +22,9 @@ _DEGREES = {
 _SHARDING = ("sharding_parallel_size", "sharding_parallel_degree", "sharding_degree")
 _DATA = ("data_parallel_size", "data_parallel_degree")
 
+CONFIG = "config.json"
+_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}
+
 
 def network(reading: Reading, result: Translation) -> None:
     """What kind of network ``config.json`` describes."""
@@ -31,7 +33,7 @@ def network(reading: Reading, result: Translation) -> None:
         return
     kind = reading.choice(kind_key, ("gpt2", "llama"))
     origins = reading.origins(kind_key)
-    act = ACTIVATIONS[reading.choice(f"{CONFIG}.activation_function", ACTIVATIONS, "gelu_new")]
+    act = _ACTIVATIONS[reading.choice(f"{CONFIG}.activation_function", _ACTIVATIONS, "gelu_new")]
     shape = {
         "gpt2": {
             "position_embedding_type": "learned_absolute",

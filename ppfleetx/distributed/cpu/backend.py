@@ -1,30 +1,101 @@
 """Process groups for the CPU build of Paddle, on which fleet's own tensor and pipeline code runs unmodified.
 
-A backend for development and continuous integration: Paddle's Gloo groups lack half of the operations
+A backend for development and continuous integration: Paddle's Gloo groups lack half of the operations that
 fleet uses and collide with each other. On a build with CUDA ``install()`` does nothing and NCCL does the
-work. ``docs/cpu_backend.md`` tells how it works, what it promises and what is in which file;
+work. ``docs/cpu_backend.md`` explains how it works, what it promises and which file does what;
 ``patches.py`` lists every attribute of Paddle that is replaced.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from ppfleetx.distributed.cpu.job import close, reset_traffic, traffic
-from ppfleetx.distributed.cpu.patches import apply_patches
+import paddle
+
+from ppfleetx.distributed.cpu.group import CpuProcessGroup
+from ppfleetx.distributed.cpu.handshake import local_address
+from ppfleetx.distributed.cpu.transport import Mesh, time_limit
 from ppfleetx.distributed.device import is_built_for_gpus
+from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
 
-__all__ = ["close", "install", "reset_traffic", "traffic"]
+_mesh: Mesh | None = None
+_creations: dict[int, int] = {}
+_groups: list[CpuProcessGroup] = []
 
 
 def install() -> bool:
     """Make Paddle's "gloo" process groups those of this module. Call before ``fleet.init``; idempotent.
 
     Returns:
-        Whether it is in force: False on a build with CUDA, where nothing is touched.
+        Whether it is in force: False on a build with CUDA, where nothing is replaced.
     """
+    from ppfleetx.distributed.cpu.patches import apply_patches  # which imports this module
+
     if is_built_for_gpus():
         return False
     os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # as the launcher does where there are no cards
     apply_patches()
     return True
+
+
+def traffic() -> dict[int, dict[str, Any]]:
+    """What this rank has communicated since the start or :func:`reset_traffic`, by group id.
+
+    Returns:
+        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``.
+        ``payload`` counts the bytes that the operations were called with, ``sent`` those that one rank sends
+        in the textbook algorithm (n ranks; S = bytes of the whole tensor, i.e. of the output of an all-gather
+        and of the input of a reduce-scatter, scatter or all-to-all):
+
+        ========================== =========================================
+        all_reduce (ring)          2 (n-1)/n S
+        all_gather, reduce_scatter (n-1)/n S
+        all_to_all                 (n-1)/n S, or the bytes that leave the rank
+        broadcast, reduce          (n-1)/n S (mean over the ranks: each but one receives, or sends, S)
+        gather                     S/n but for the destination
+        scatter                    (n-1)/n S by the source
+        send                       S
+        ========================== =========================================
+
+        What actually crosses the wire differs: small all-reduces go to all ranks at once, and only the source
+        sends a broadcast.
+    """
+    return {
+        group.group_id: {
+            "ranks": list(group.ranks),
+            "operations": {k: dict(v) for k, v in group.counts.items()},
+        }
+        for group in _groups
+        if group.counts
+    }
+
+
+def reset_traffic() -> None:
+    """Start counting again."""
+    for group in _groups:
+        group.counts.clear()
+
+
+def close() -> None:
+    """Say goodbye to the other ranks. Python's exit does it too; call it before ``os._exit``."""
+    if _mesh is not None:
+        _mesh.close()
+
+
+def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
+    """Create a process group in place of ``ProcessGroupGloo.create``.
+
+    The first one is the default group, which all ranks create together: it opens the connections. Later ones
+    need no communication.
+    """
+    global _mesh
+    if _mesh is None:
+        env = paddle.distributed.ParallelEnv()
+        _mesh = Mesh.connect(env.rank, env.world_size, address=local_address(), timeout=time_limit())
+        RECORD.record_class(CpuProcessGroup, OPERATIONS)
+        RECORD.blocked_on = lambda: _mesh.blocked_on
+    generation = _creations[group_id] = _creations.get(group_id, 0) + 1
+    group = CpuProcessGroup(_mesh, rank, size, group_id, generation)
+    _groups.append(group)
+    return group

@@ -1,4 +1,4 @@
-"""What the ranks that one waits for are doing: to tell ranks out of step from slow ones."""
+"""Asks the ranks that one waits for what they are doing: to tell ranks out of step from slow ones."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 
 from ppfleetx.distributed.cpu.inbox import mismatch
 from ppfleetx.distributed.cpu.operation import Operation
-from ppfleetx.distributed.cpu.peer_status import Ends
+from ppfleetx.distributed.cpu.peer_status import EndedRanks
 from ppfleetx.distributed.cpu.wire import QUERY, STATE, OutOfStepError, Peer, Signature, make_header
 
 
 class Inquiry:
-    """Questions of a rank that has waited for long, and its answers to those of others.
+    """The questions of a rank that has waited for long, and its answers to other ranks' questions.
 
     Args:
         rank: this one.
         peers: the others.
-        state: guards what reader threads and the program share.
+        state: the lock of what reader threads and the program share.
         pending: this rank's operations under way.
 
     Attributes:
@@ -34,7 +34,7 @@ class Inquiry:
         self._answers: dict[int, tuple[Signature | None, bool, str]] = {}
 
     def remember(self, operation: Operation) -> None:
-        """This rank runs the operation; of each group the last 256 are known."""
+        """Note that this rank runs the operation; the last 256 of each group are kept."""
         with self._state:
             issued = self._issued.setdefault(operation.group, {})
             issued[operation.number] = operation.signature
@@ -51,8 +51,8 @@ class Inquiry:
         with self._state:
             self.blocked = None
 
-    def ask(self, operation: Operation, ends: Ends) -> None:
-        """Ask the ranks waited for, but those that have ended, what they are doing."""
+    def ask(self, operation: Operation, ends: EndedRanks) -> None:
+        """Ask the ranks waited for that have not ended what they are doing."""
         with self._state:
             self._answers.clear()
             missing = [rank for rank in operation.missing() if rank not in ends]
@@ -66,7 +66,7 @@ class Inquiry:
                 )
 
     def answer(self, peer: Peer, group: int, number: int, point_to_point: int) -> None:
-        """Tell ``peer`` what this rank ran as that operation, and what it waits for."""
+        """Reply to ``peer`` what this rank ran as that operation, and what it waits for."""
         with self._state:
             issued = None if point_to_point else self._issued.get(group, {}).get(number)
             blocked = self.blocked
@@ -77,22 +77,22 @@ class Inquiry:
             frame = make_header(
                 STATE, issued, flags, group, peer.frames_sent, len(payload), peer.frames_received
             )
-        peer.send_control(frame + payload)
+        peer.reply(frame + payload)
 
     def take_answer(
         self, peer: Peer, issued: Signature, flags: int, sent: int, received: int, text: str
     ) -> None:
-        """What ``peer`` answered, with the frames it has sent and received; the caller holds the state."""
-        # Nothing is on its way when each side has received what the other one sent.
+        """Note an answer, and how many frames ``peer`` has sent and received. The caller holds the state."""
+        # No message is on its way when each side has received what the other has sent.
         quiet = (sent, received) == (peer.frames_received, peer.frames_sent)
         self._answers[peer.rank] = (issued if flags & 1 else None, bool(flags & 2) and quiet, text)
 
     def judge(self, operation: Operation, suspicion: int) -> int:
-        """Read the answers of the ranks waited for: another operation, or waiting for us as we for them?
+        """Look for ranks that run another operation, or that wait for this rank as it waits for them.
 
         Args:
             operation: what is waited for.
-            suspicion: what the last call gave, 0 at first.
+            suspicion: what the last call returned, 0 at first.
 
         Raises:
             OutOfStepError: a rank runs another operation, or each waits for the other.
@@ -100,12 +100,12 @@ class Inquiry:
         waiting = False
         for rank in operation.missing():
             issued, waits_for_us, text = self._answers.get(rank, (None, False, ""))
-            # The same operation, of which a message has still to come: its link, or its sender, is slow.
+            # If it is the same operation, its message is still to come: the link or the sender is slow.
             if issued is not None and issued != operation.signature:
                 raise OutOfStepError(mismatch(self._rank, rank, operation.text, issued))
             if waits_for_us and len(self._pending) == 1:
                 waiting = True
-                # Twice, so that an answer that crossed a message on its way is not believed.
+                # Only after several answers: one may have crossed a message on its way.
                 if suspicion >= 2:
                     raise OutOfStepError(
                         f"rank {self._rank}: waiting for rank {rank} in {operation.text}, while rank {rank} "
@@ -114,8 +114,8 @@ class Inquiry:
                     )
         return suspicion + 1 if waiting else 0
 
-    def told(self, operation: Operation) -> str:
-        """The ranks waited for, and what they last said that they were doing."""
+    def describe(self, operation: Operation) -> str:
+        """The ranks waited for, and what they last said they were doing."""
         missing = operation.missing()
         known = [f"rank {r} was in {self._answers[r][2]}" for r in missing if r in self._answers]
         names = ", ".join(self._peers[rank].name for rank in missing)

@@ -1,14 +1,14 @@
 """A CPU process group: collectives and messages between two ranks, as Paddle calls them.
 
-Reductions are done in rank order, 16-bit floats in float32, and every element by one rank or by all in the
-same way: all ranks get the same bits, in every run.
+Reductions add in rank order, 16-bit floats in float32, and each element is reduced by one rank, or by all in
+the same way: all ranks get the same bits in every run.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,18 @@ from ppfleetx.distributed.cpu.arrays import DTYPE_CODES, SUM, TensorMemory, boun
 from ppfleetx.distributed.cpu.member import CODES, Member
 from ppfleetx.distributed.cpu.operation import Operation, Steps
 from ppfleetx.distributed.cpu.wire import POINT_TO_POINT, Signature
+from ppfleetx.resilience.flight_recorder import OPERATIONS
 
 TensorOrList = paddle.Tensor | list[paddle.Tensor]
-# Up to here every rank sends all it has to all: one message time instead of two.
+# Up to this size every rank sends everything to all others: one message time instead of two.
 _SMALL_BYTES = 1 << 14
 
 
 class CpuProcessGroup(Member):
-    """What fleet calls a process group: the methods of Paddle's ``core.ProcessGroup`` on CPU tensors.
+    """The methods of Paddle's ``core.ProcessGroup`` on CPU tensors.
 
-    Ranks in arguments are ranks in the group. A method without ``_on_calc_stream`` returns a task; with
-    ``sync_op=False`` the task is complete only after its ``wait()``, a send's too.
+    Ranks in arguments are ranks in the group. Methods return a task, which with ``sync_op=False`` is complete
+    only after its ``wait()``, also that of a send.
     """
 
     def all_reduce(self, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True) -> Operation:
@@ -74,7 +75,7 @@ class CpuProcessGroup(Member):
         return self._run("all_gather", steps, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
-        """Also Paddle's older ``all_gather(tensor, out)``, told from this one by the missing ``sync_op``."""
+        """Without ``sync_op`` it is Paddle's older ``all_gather(tensor, out)``."""
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
         memory = TensorMemory()
@@ -142,7 +143,7 @@ class CpuProcessGroup(Member):
         return self._run("broadcast", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=src)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
-        """The sum in member ``dst``; the others' part has left, and may be on its way, when they are done."""
+        """Sum into member ``dst``. The others are done when their part has left."""
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         array = memory.write(tensor)
         self._count("reduce", array.nbytes, (self._size - 1) / self._size * array.nbytes)
@@ -152,7 +153,7 @@ class CpuProcessGroup(Member):
             yield from self._exchange(number, signature, 0, {}, theirs)
             self._reduce_parts(array, theirs, array, int(op), code)
             self._release(theirs)
-            self._tell_end(number, signature)
+            self._announce_end(number, signature)
             memory.finish()
 
         def send(number: int, signature: Signature, first: list[tuple[int, Signature]]) -> Steps:
@@ -178,7 +179,7 @@ class CpuProcessGroup(Member):
     def scatter(
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
-        """Also Paddle's older ``scatter(tensor, out, src)``, told by the missing ``sync_op``."""
+        """Without ``sync_op`` it is Paddle's older ``scatter(tensor, out, src)``."""
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
         memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
@@ -246,7 +247,7 @@ class CpuProcessGroup(Member):
             outs[self._rank][:] = parts[self._rank]
             memory.finish()
 
-        # Parts may differ in size from rank to rank, so no size is agreed on; each message has its own.
+        # Parts may differ in size between ranks, so the signature has no size; each message has its own.
         return self._run("all_to_all", steps, sync=sync, dtype=code)
 
     def all_to_all(
@@ -286,16 +287,16 @@ class CpuProcessGroup(Member):
     def _transfer(
         self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: TensorMemory
     ) -> Operation:
-        """One message of a pair of members; the n-th send meets the n-th receive."""
+        """One message between two members; the n-th send meets the n-th receive."""
         counter = self._from if incoming else self._to
         with self._lock:
             number = counter.get(peer, 0)
             counter[peer] = number + 1
         signature = Signature(CODES["send"], code, array.nbytes, -1)
         other = self.ranks[peer]
-        # A send that nobody waits for yet travels in the background; a receive only has to be posted.
+        # A send with sync_op=False travels in the background; a receive only has to be posted.
         background = not sync and not incoming and self._coalesced is None
-        if background:  # Paddle's pipelines free what they send at once: a GPU's streams keep the memory
+        if background:  # Paddle's pipelines free it at once: on GPUs, the stream keeps the memory
             array = array.copy()
 
         def steps() -> Steps:
@@ -347,41 +348,26 @@ class CpuProcessGroup(Member):
         self._coalesced = []
 
     def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
-        """Complete what the batch began: a receive is only posted until here, so no order deadlocks."""
+        """Complete the batch. Until here receives are only posted, so no order of calls deadlocks."""
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()
 
-    # -- Paddle's other spellings ---------------------------------------------------------
-
-    def _on_calc_stream(method: Callable) -> Callable:  # noqa: N805
-        def call(self: CpuProcessGroup, *args: Any, **kwargs: Any) -> Operation:
-            return method(self, *args, **kwargs)
-
-        call.__doc__ = f"``{method.__name__}``; there is one stream on the CPU."
-        return call
-
-    all_reduce_on_calc_stream = _on_calc_stream(all_reduce)
-    all_gather_on_calc_stream = _on_calc_stream(all_gather)
-    all_gather_into_tensor_on_calc_stream = _on_calc_stream(all_gather_into_tensor)
-    all_gather_partial_on_calc_stream = _on_calc_stream(all_gather_partial)
-    reduce_scatter_on_calc_stream = _on_calc_stream(reduce_scatter)
-    reduce_scatter_tensor_on_calc_stream = _on_calc_stream(reduce_scatter_tensor)
-    broadcast_on_calc_stream = _on_calc_stream(broadcast)
-    reduce_on_calc_stream = _on_calc_stream(reduce)
-    scatter_on_calc_stream = _on_calc_stream(scatter)
-    scatter_tensor_on_calc_stream = _on_calc_stream(scatter_tensor)
-    all_to_all_on_calc_stream = _on_calc_stream(all_to_all)
-    all_to_all_tensor_on_calc_stream = _on_calc_stream(all_to_all_tensor)
-    all_to_all_single_on_calc_stream = _on_calc_stream(all_to_all_single)
-    send_on_calc_stream = _on_calc_stream(send)
-    recv_on_calc_stream = _on_calc_stream(recv)
-    send_partial_on_calc_stream = _on_calc_stream(send_partial)
-    recv_partial_on_calc_stream = _on_calc_stream(recv_partial)
-    allreduce = _on_calc_stream(all_reduce)
-
     def eager_connect(self) -> None:
-        """The connections are there already."""
+        """The connections exist already."""
 
     def eager_connect_ring_exchange(self) -> None:
-        """The connections are there already."""
+        """The connections exist already."""
+
+
+def _add_paddles_spellings() -> None:
+    """``*_on_calc_stream`` is the same: there is one stream on a CPU."""
+    ending = "_on_calc_stream"
+    for name in (one for one in OPERATIONS if one.endswith(ending)):
+        method = getattr(CpuProcessGroup, name.removesuffix(ending), None)
+        if method is not None:
+            setattr(CpuProcessGroup, name, method)
+    CpuProcessGroup.allreduce = CpuProcessGroup.all_reduce
+
+
+_add_paddles_spellings()

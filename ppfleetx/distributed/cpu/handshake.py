@@ -1,8 +1,7 @@
-"""The connections between the ranks of a CPU job: each pair proves to each other that it belongs to the job.
+"""The ranks of a CPU job meet and connect; both ends of each connection prove that they belong to the job.
 
-One connection for each pair carries what they communicate; two ranks on different hosts have a second one,
-which tells when the other host is gone (``cpu_watch.py``). Both ends prove that they know the job's token; a
-stranger is turned away, and delays nobody.
+One connection for each pair of ranks carries their communication. Two ranks on different hosts have a second
+one, which shows when the other host is gone (``watch.py``). Strangers are turned away and delay nobody.
 """
 
 from __future__ import annotations
@@ -20,12 +19,21 @@ import time
 import numpy as np
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.distributed.cpu.rendezvous import Members, meet
 from ppfleetx.distributed.cpu.wire import CommError, Peer, StartError, read_memory
+from ppfleetx.distributed.rendezvous import (
+    Address,
+    Member,
+    Members,
+    RendezvousError,
+    meeting_point,
+    receive,
+    visit,
+)
+from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
 HANDSHAKE_SECONDS = 30.0
-MESSAGES, WATCH = range(2)  # what a connection is for
+MESSAGES, WATCH = range(2)  # the roles of connections
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
@@ -49,19 +57,37 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
         ) from error
     with listener:
         members = meet(rank, world_size, (address, listener.getsockname()[1]))
-        meeting = _Meeting(rank, members)
+        connections = _Connections(rank, members)
         listener.settimeout(0.02)
-        acceptor = threading.Thread(target=meeting.accept, args=(listener,), daemon=True)
+        acceptor = threading.Thread(target=connections.accept, args=(listener,), daemon=True)
         acceptor.start()
         for other in range(rank):
-            for role in meeting.roles(other):
-                meeting.add(_dial(rank, other, members, role), role)
+            for role in connections.roles(other):
+                connections.add(_dial(rank, other, members, role), role)
         acceptor.join(HANDSHAKE_SECONDS + 1.0)
-    return meeting.peers()
+    return connections.peers()
 
 
-class _Meeting:
-    """Who has connected so far."""
+def meet(rank: int, world_size: int, own: Address) -> Members:
+    """Learn the token of the job and the addresses at which all ranks listen; ``own`` is this one's.
+
+    Raises:
+        ConfigError: the environment does not say where the ranks meet.
+        StartError: not all ranks came in time, one of them ended, or they cannot meet there.
+    """
+    point, seconds = meeting_point(), start_timeout()
+    member = Member("rank {} at {}:{}".format(rank, *own), rank, own)
+    try:
+        members = (visit if rank else receive)(point, world_size, member, seconds)
+    except RendezvousError as error:
+        limit = f"{START_VARIABLE} sets the limit of the wait"
+        raise StartError(f"rank {rank}: {error}; {error.cure}. {limit}") from error
+    members.close()
+    return members
+
+
+class _Connections:
+    """The connections that have been made so far."""
 
     def __init__(self, rank: int, members: Members) -> None:
         self._rank, self._members = rank, members
@@ -69,24 +95,24 @@ class _Meeting:
         self._connected: dict[tuple[int, int], Peer] = {}  # (rank, role) -> connection
 
     def roles(self, other: int) -> tuple[int, ...]:
-        """What there are connections with ``other`` for; nobody's own host vanishes."""
+        """The connections with ``other``: ranks on one host need no watch."""
         addresses = self._members.addresses
         return (MESSAGES,) if addresses[other][0] == addresses[self._rank][0] else (MESSAGES, WATCH)
 
     def accept(self, listener: socket.socket) -> None:
-        """Take the connections of the higher ranks; a stranger is turned away and forgotten."""
+        """Accept the connections of the higher ranks, and turn strangers away."""
         higher = range(self._rank + 1, len(self._members.addresses))
         expected = {(other, role) for other in higher for role in self.roles(other)}
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         while not expected <= set(self._connected) and time.monotonic() < deadline:
             try:
                 connection, _ = listener.accept()
-                # In a thread of its own, so that one who connects and stays silent delays nobody.
+                # In a thread of its own, so a stranger that says nothing delays nobody.
                 threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
             except TimeoutError:
                 pass
             except OSError:
-                return  # this rank has given up meanwhile, and closed it
+                return  # this rank has given up and closed the listener
             with self._state:
                 self._state.wait_for(lambda: expected <= set(self._connected), 0.001)
 
@@ -101,7 +127,7 @@ class _Meeting:
             connection.close()
 
     def add(self, peer: Peer, role: int) -> bool:
-        """Take note of a connection; False where there is one already."""
+        """Note a connection; False if there is one already."""
         with self._state:
             if (peer.rank, role) in self._connected:
                 return False
@@ -122,20 +148,20 @@ class _Meeting:
             connections = [self._connected.get((other, role)) for role in self.roles(other)]
             if None in connections:
                 raise StartError(
-                    f"rank {self._rank}: {self._members.name(other)} did not connect within "
+                    f"rank {self._rank}: {self._members.names[other]} did not connect within "
                     f"{HANDSHAKE_SECONDS:g} s"
                 )
             peers[other] = peer = connections[MESSAGES]
-            peer.name = self._members.name(other)
+            peer.name = self._members.names[other]
             peer.watch = connections[WATCH].connection if len(connections) > 1 else None
         return peers
 
 
 def local_address() -> str:
-    """The address other ranks reach this one at.
+    """The address at which the other ranks reach this one.
 
-    ``GLOO_SOCKET_IFNAME``'s, else the host of ``PADDLE_CURRENT_ENDPOINT``, as Paddle's own Gloo takes
-    its interface from the first and the launcher announces the second.
+    It is that of the interface ``GLOO_SOCKET_IFNAME``, as for Paddle's Gloo, else the host in
+    ``PADDLE_CURRENT_ENDPOINT``, which the launcher announces.
 
     Raises:
         ConfigError: the interface has no address.
@@ -162,9 +188,9 @@ def _proof(token: bytes, side: str, *parts: bytes) -> bytes:
 
 
 def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
-    """Connect to ``other`` and prove to each other that both know the job's token.
+    """Connect to ``other``; both ends prove that they know the job's token.
 
-    HMAC-SHA256 over both sides' random challenges, their ranks and what the connection is for; the token
+    The proof is HMAC-SHA256 over both random challenges, both ranks and the role of the connection; the token
     itself is not sent.
     """
     try:
@@ -176,16 +202,16 @@ def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
         connection.sendall(ends + ours + _proof(members.token, "dial", theirs, ours, ends))
         proof = _proof(members.token, "welcome", ours, theirs, ends)
         if not hmac.compare_digest(_receive_bytes(peer, 32), proof):
-            raise StartError(f"rank {rank}: {members.name(other)} does not know this job's token")
+            raise StartError(f"rank {rank}: {members.names[other]} does not know this job's token")
         if role == MESSAGES:
             _probe_memory(peer)
     except (OSError, EOFError) as error:
-        raise StartError(f"rank {rank}: no connection to {members.name(other)}: {error}") from error
+        raise StartError(f"rank {rank}: no connection to {members.names[other]}: {error}") from error
     return peer
 
 
 def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, int]:
-    """The other end of :func:`_dial`: who has connected, and what for."""
+    """The other end of :func:`_dial`; returns who has connected, and in which role."""
     connection.settimeout(HANDSHAKE_SECONDS)
     peer = Peer(-1, connection)
     ours = secrets.token_bytes(32)
@@ -201,7 +227,7 @@ def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, 
 
 
 def _probe_memory(peer: Peer) -> None:
-    """Find out whether each side may read the other's memory: same host, same user, kernel willing."""
+    """Find out whether each side can read the other's memory: same host and user, allowed by the kernel."""
     secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
     wanted = os.environ.get(DIRECT_VARIABLE, "1") != "0"
     pid = os.getpid() if wanted else 0

@@ -1,12 +1,13 @@
-"""Matches the messages that arrive at a rank of a CPU job with its receives.
+"""Matches the messages that arrive at a rank of a CPU job with its receives, and bounds what is kept of them.
 
-A reader thread takes what arrives straight into the receiver's memory where the receive is posted already,
-and into a spare buffer where it is not.
+A reader thread reads a message straight into the receiver's memory if the receive is posted already, and into
+a spare buffer if it is not. :class:`Window` limits how far ahead of its receiver a sender may be.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -15,7 +16,7 @@ from ppfleetx.distributed.cpu.wire import Key, OutOfStepError, Signature
 
 
 class Batch:
-    """Receives that one step of an operation waits for together."""
+    """The receives of one step of an operation."""
 
     __slots__ = ("remaining",)
 
@@ -43,12 +44,12 @@ class Inbox:
     """Posted receives that wait for their message, and messages that wait for their receive.
 
     Args:
-        rank: of this process, for messages to people.
-        state: lock of what all threads share; its waiters are told when a step's receives are complete.
+        rank: of this process, for error messages.
+        state: the lock of everything the threads share; its waiters are notified when receives complete.
         pool: where spare buffers come from.
 
     Attributes:
-        most_early: the most bytes of messages kept at a time that nobody had begun to receive.
+        most_early: most bytes of messages kept at a time before their receive was posted.
     """
 
     def __init__(self, rank: int, state: threading.Condition, pool: BufferPool) -> None:
@@ -58,7 +59,7 @@ class Inbox:
         self._arrived: dict[Key, tuple[Signature, np.ndarray]] = {}
 
     def post(self, wanted: Iterable[tuple[Key, Signature, memoryview]]) -> list[Receive]:
-        """Post receives that are waited for together."""
+        """Post the receives of one step."""
         batch = Batch()
         receives = [Receive(key, signature, view, batch) for key, signature, view in wanted]
         with self._state:
@@ -80,7 +81,7 @@ class Inbox:
                     del self._posted[receive.key]
 
     def settle(self, receive: Receive, text: str) -> None:
-        """Move a payload that came before its receive, and check that it is the right one.
+        """Move a payload that arrived before its receive into place, and check that it is the right one.
 
         Raises:
             OutOfStepError: the payload belongs to another operation.
@@ -95,7 +96,7 @@ class Inbox:
         self._pool.give(buffer)
 
     def take(self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]) -> None:
-        """In a reader thread: a message of ``length`` bytes has come, which ``read`` gets."""
+        """In a reader thread: ``read`` the message of ``length`` bytes that has arrived."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
@@ -115,14 +116,14 @@ class Inbox:
 
 
 def mismatch(own_rank: int, rank: int, text: str, other: Signature | None) -> str:
-    """What is wrong when ``rank`` sent something else than the operation ``text`` waits for."""
+    """The error message when ``rank`` sent something other than the operation ``text`` waits for."""
     return (
         f"rank {own_rank}: waiting for rank {rank} in {text}: it sent {other} in its place; "
         "the ranks do not run the same operations in the same order"
     )
 
 
-_SMALL = 1 << 16  # below, a new array costs less than looking for an old one
+_SMALL = 1 << 16  # below this a new array is cheaper than a search for an old one
 
 
 class BufferPool:
@@ -146,7 +147,7 @@ class BufferPool:
         return np.empty(nbytes, np.uint8)
 
     def give(self, buffer: np.ndarray) -> None:
-        """Hand a buffer from :meth:`take` back."""
+        """Return a buffer from :meth:`take`."""
         base = buffer if buffer.base is None else buffer.base
         if not isinstance(base, np.ndarray) or base.nbytes < _SMALL:
             return
@@ -154,3 +155,41 @@ class BufferPool:
             if self._held + base.nbytes <= self._limit:
                 self._free.append(base)
                 self._held += base.nbytes
+
+
+AHEAD_MESSAGES = 2
+AHEAD_BYTES = 32 << 20
+MOST_MESSAGES = 256
+
+
+class Window:
+    """What one rank has sent to the owners of sums in one group and may still occupy their memory.
+
+    Per owner that is at most :data:`AHEAD_BYTES`, or :data:`AHEAD_MESSAGES` messages if these are larger, and
+    never more than :data:`MOST_MESSAGES`. The owner of a sum notifies the senders when the sum has ended; a
+    sender that would exceed the limit waits for that.
+
+    This cannot deadlock, because a rank waits only for sums that its group began earlier (see "Why groups
+    cannot wait for each other" in docs/parallelism.md): every member starts the oldest sum that has not
+    ended, nobody who sends for it waits, and reader threads accept messages at any time.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[int, deque[tuple[int, Signature]]] = defaultdict(deque)
+
+    def admit(self, owner: int, number: int, signature: Signature) -> list[tuple[int, Signature]]:
+        """Note the next sum of ``owner``, in the order of the program; returns the sums it must wait for.
+
+        Each is returned once: later sums need not wait for it again.
+        """
+        sent, first = self._sent[owner], []
+        while len(sent) >= MOST_MESSAGES or (
+            len(sent) >= AHEAD_MESSAGES and self._nbytes(sent) + signature.nbytes > AHEAD_BYTES
+        ):
+            first.append(sent.popleft())
+        sent.append((number, signature))
+        return first
+
+    @staticmethod
+    def _nbytes(sent: deque[tuple[int, Signature]]) -> int:
+        return sum(signature.nbytes for _, signature in sent)

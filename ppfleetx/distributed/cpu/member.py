@@ -1,4 +1,4 @@
-"""What the operations of a CPU process group are made of: its members, and how they exchange memory."""
+"""A rank as a member of a CPU process group: what its collectives are made of."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 import paddle
 
 from ppfleetx.distributed.cpu.arrays import DTYPE_CODES, byte_view, reduce_in_order
-from ppfleetx.distributed.cpu.inbox import BufferPool, Receive
+from ppfleetx.distributed.cpu.inbox import BufferPool, Receive, Window
 from ppfleetx.distributed.cpu.operation import Operation, Steps
 from ppfleetx.distributed.cpu.transport import Mesh
-from ppfleetx.distributed.cpu.window import Window
 from ppfleetx.distributed.cpu.wire import ENDED, OPERATIONS, Key, Signature
 
 CODES = {name: code for code, name in enumerate(OPERATIONS)}
@@ -37,7 +36,7 @@ class Member:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks in the job. Paddle tells them to the Group object only, made after this one."""
+        """The members' ranks in the job. Only Paddle's Group object knows them, which is made later."""
         group = paddle.distributed.collective._group_map.get(self.group_id)
         ranks = range(self._size) if group is None else group.ranks
         assert len(ranks) == self._size, "Paddle's group and its process group disagree"
@@ -45,7 +44,7 @@ class Member:
 
     @cached_property
     def _key(self) -> int:
-        """64 bits that no other group of the job has, the same on all members."""
+        """64 bits that identify the group in the job, the same on all members."""
         identity = f"{self.group_id}:{self._generation}:{self.ranks}"
         return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest())
 
@@ -79,7 +78,7 @@ class Member:
         root: int = -1,
         takes_memory: bool = False,
     ) -> Operation:
-        """Start a collective; ``nbytes`` and ``root`` are what the members must agree on."""
+        """Start a collective. All members must agree on ``dtype``, ``nbytes`` and ``root``."""
         with self._lock:
             number = self._number
             self._number += 1
@@ -126,14 +125,14 @@ class Member:
         outgoing: dict[int, np.ndarray],
         incoming: dict[int, np.ndarray],
     ) -> Steps:
-        """Send ``outgoing[member]`` to and fill ``incoming[member]`` from each member named, all at once."""
+        """Send ``outgoing[member]`` and receive ``incoming[member]``, for all members at once."""
         me, size = self._rank, self._size
         wanted: list[tuple[Key, Signature, memoryview]] = [
             ((self.ranks[member], self._key, phase, number), signature, byte_view(array))
             for member, array in incoming.items()
         ]
         receives = self._mesh.inbox.post(wanted)
-        order = sorted(outgoing, key=lambda member: (member - me) % size)  # not all to the same one first
+        order = sorted(outgoing, key=lambda member: (member - me) % size)  # or all would start with member 0
         unread = [
             self._mesh.send(self.ranks[m], self._key, phase, number, signature, byte_view(outgoing[m]))
             for m in order
@@ -143,13 +142,13 @@ class Member:
                 wait_until_read()
         yield receives
 
-    def _tell_end(self, number: int, signature: Signature) -> None:
-        """Tell those who sent to a sum that it has ended."""
+    def _announce_end(self, number: int, signature: Signature) -> None:
+        """Notify those who sent to a sum that it has ended."""
         for member in self._others():
-            self._mesh.tell(self.ranks[member], self._key, ENDED, number, signature)
+            self._mesh.notify(self.ranks[member], self._key, ENDED, number, signature)
 
     def _ends(self, owner: int, sums: Sequence[tuple[int, Signature]]) -> list[Receive]:
-        """Of sums in ``owner``, which tells of them."""
+        """The notifications by ``owner`` that these sums have ended."""
         return self._mesh.inbox.post(
             ((self.ranks[owner], self._key, ENDED, number), signature, memoryview(bytearray()))
             for number, signature in sums
@@ -175,7 +174,7 @@ class Member:
         return np.split(array, self._size)
 
     def _rows(self, array: np.ndarray, sizes: Sequence[int] | None, width: int) -> list[np.ndarray]:
-        """``array`` cut into ``sizes`` rows of ``width`` elements (equal parts without)."""
+        """``array`` split into ``sizes`` rows of ``width`` elements; without ``sizes`` into equal parts."""
         if not sizes:
             return self._equal(array)
         return np.split(array, np.cumsum(np.asarray(sizes) * width)[:-1])

@@ -1,7 +1,10 @@
-"""One communication operation under way, and the receives it still waits for."""
+"""Operations under way, and the thread that advances those the program does not wait for yet."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections import Counter
 from collections.abc import Callable, Generator
 
 from ppfleetx.distributed.cpu.inbox import Inbox, Receive
@@ -9,22 +12,25 @@ from ppfleetx.distributed.cpu.wire import Signature
 
 Steps = Generator[list[Receive], None, None]
 
+STARTED_SUMS = 2
+"""Most sums of a group that are under way: while one waits for its messages, the next one sends."""
+
 
 class Operation:
-    """A communication under way: a generator that yields the receives it needs next.
+    """One operation, written as a generator that yields the receives it needs next.
 
-    It is written as a generator so that whoever waits for one operation advances all the others too:
-    two ranks may then wait for two asynchronous operations in different orders.
+    Whoever waits for one operation can so advance all others: two ranks may wait for two asynchronous
+    operations in different orders.
 
     Args:
         inbox: where its receives are posted.
         complete: waits for an operation.
         steps: the generator.
-        text: for people.
+        text: its name in messages.
         group, number: which operation of which group it is; ``number`` is -1 between two ranks.
-        signature: what all who take part must agree on.
-        background: it advances in the mesh's own thread while the program computes.
-        takes_memory: it needs memory of its own for what it receives.
+        signature: what all participants must agree on.
+        background: it advances in a thread of its own while the program computes.
+        takes_memory: it needs memory for what it receives.
 
     Attributes:
         busy: a thread is advancing it. Set and reset under the mesh's ``state``.
@@ -53,18 +59,18 @@ class Operation:
         self.failure: BaseException | None = None
 
     def ready(self) -> bool:
-        """Whether some thread may advance it now."""
+        """Whether a thread may advance it now."""
         return not self.busy and not self.done and self._has_arrived()
 
     def _has_arrived(self) -> bool:
         return all(receive.done for receive in self._receives)
 
     def missing(self) -> list[int]:
-        """Ranks a message is still to come from."""
+        """Ranks whose message has not arrived."""
         return sorted({receive.key[0] for receive in self._receives if not receive.done})
 
     def advance(self) -> None:
-        """Run until the next receives are not there yet."""
+        """Run until a receive has not arrived."""
         self.started = True
         while not self.done and self._has_arrived():
             for receive in self._receives:
@@ -75,11 +81,13 @@ class Operation:
                 self.done, self._receives = True, []
 
     def withdraw(self, failure: BaseException) -> None:
-        """Forget the posted receives of an operation that failed."""
+        """Drop the posted receives after a failure."""
         self.failure = failure
         self._inbox.unpost(self._receives)
-        if not self.busy:  # else the thread that is at it comes to its end by itself
+        if not self.busy:  # otherwise the thread that advances it ends by itself
             self._steps.close()
+
+    # -- what Paddle calls on a task
 
     def wait(self, timeout: float | None = None) -> bool:
         self._complete(self)
@@ -93,3 +101,53 @@ class Operation:
 
     def synchronize(self) -> None:
         self._complete(self)
+
+
+class Progress:
+    """A thread that advances operations in the background, the oldest first.
+
+    Sending and summing release Python's lock, so the program computes meanwhile. The thread advances whatever
+    is ready in any group, so groups cannot wait for each other in a circle.
+
+    The program may begin any number of operations. Of those that take memory for what they receive, at most
+    :data:`STARTED_SUMS` of a group are started, in order; the others are not held back. The oldest operation
+    that has not ended is started on every member, so it ends, and then the next one does.
+
+    Args:
+        state: the lock of everything the threads share; its waiters are notified when receives complete.
+        pending: all operations under way; those in the background belong to this thread.
+        advance: advances an operation that has been marked ``busy``.
+    """
+
+    def __init__(
+        self, state: threading.Condition, pending: list[Operation], advance: Callable[[Operation], None]
+    ) -> None:
+        self._state, self._pending, self._advance = state, pending, advance
+        self._thread: threading.Thread | None = None
+
+    def begin(self, operation: Operation) -> None:
+        """Take an operation over; returns at once."""
+        with self._state:
+            self._pending.append(operation)
+            self._state.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="cpu-comm-progress", daemon=True)
+                self._thread.start()
+
+    def _next(self) -> Operation | None:
+        background = [operation for operation in self._pending if operation.background]
+        sums = Counter(one.group for one in background if one.takes_memory and one.started)
+        for one in background:
+            may_start = not one.takes_memory or sums[one.group] < STARTED_SUMS
+            if one.ready() and (one.started or may_start):
+                return one
+        return None
+
+    def _run(self) -> None:
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._next() is not None)
+                operation = self._next()
+                operation.busy = True
+            with contextlib.suppress(BaseException):  # whoever waits for the operation gets the error
+                self._advance(operation)

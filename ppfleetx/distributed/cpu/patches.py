@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ppfleetx.distributed.cpu.job import create_process_group
+from ppfleetx.distributed.cpu.backend import create_process_group
 from ppfleetx.distributed.cpu.operators import (
     make_c_embedding,
     make_c_identity,

@@ -10,12 +10,12 @@ from ppfleetx.distributed.cpu.wire import PeerLostError
 _LONGEST = 2000  # characters of another rank's error
 
 
-class Ends:
-    """What is known of ranks that have ended. The caller holds the lock.
+class EndedRanks:
+    """The ranks that have ended, and why. The caller holds the lock.
 
     Args:
         rank: of this process.
-        names: of the others, for people.
+        names: of the others, for messages.
     """
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
@@ -28,11 +28,11 @@ class Ends:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a rank is gone without which the job cannot go on."""
+        """Whether a rank has been lost that the job cannot go on without."""
         return self._cause is not None
 
     def add(self, rank: int, reason: str, *, failed: bool) -> bool:
-        """``rank`` has ended; whether it is the first that breaks the job."""
+        """Note that ``rank`` has ended; returns whether it is the first failure of the job."""
         if rank in self._reasons:
             return False
         self._reasons[rank] = reason
@@ -42,38 +42,37 @@ class Ends:
         return True
 
     def add_goodbye(self, rank: int, text: str, lost: int) -> bool:
-        """``rank`` has said goodbye, because of an error ``text`` or the loss of rank ``lost`` (-1: of none).
-
-        Whether it is the first that breaks the job.
+        """Note the goodbye of ``rank``: it ends with the error ``text``, or because rank ``lost`` is gone
+        (-1: none is). Returns whether it is the first failure of the job.
         """
         if lost < 0 or lost == self._rank:
             if lost == self._rank:
                 text = f"it lost the connection to this rank: {text}"
             return self.add(rank, text or "it has ended", failed=bool(text))
         is_first = not self.is_broken
-        if is_first:  # the lost one is the cause, even where this rank still hears of it
+        if is_first:  # the lost rank is the cause, even if this rank still has a connection to it
             self._cause = lost, f"{text} (says {self._names[rank]})"
         self.add(rank, f"it ended because {self._names[lost]} is gone", failed=False)
         return is_first
 
     def sentence(self) -> str:
-        """Who is gone and why, for people; there must be one."""
+        """Who is gone and why. There must be one."""
         assert self._cause is not None
         rank, reason = self._cause
         return f"rank {self._rank}: {self._names[rank]} is gone: {reason}"
 
     def error(self, text: str, rank: int) -> PeerLostError:
-        """Why ``text``, which waits for ``rank``, cannot be completed.
+        """The error of ``text``, which waits for ``rank`` (-1: none) and cannot complete.
 
-        The first rank that broke is the cause; the one waited for (-1: none) may only have followed it.
+        The cause is the first rank that failed; the one waited for may only have followed it.
         """
         cause, reason = self._cause or (rank, self._reasons[rank])
         waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
 
     def farewell(self) -> tuple[str, int]:
-        """What the others are told when this process ends: its error if it has one, and the rank whose loss
-        that was (-1: nobody's).
+        """What this process sends to the others when it ends: its error, and the rank whose loss caused it
+        (-1: none).
         """
         if self._cause is not None:
             return self._cause[1][:_LONGEST], self._cause[0]

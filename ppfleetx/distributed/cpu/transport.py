@@ -1,15 +1,13 @@
-"""The connections of one rank of a CPU job, the operations under way on them, and waits that end.
+"""The connections of one rank of a CPU job, and the operations under way on them. Every wait ends.
 
-One connection per pair of ranks, made once and shared by every process group. A reader thread per
-connection drains it for as long as the process lives, so a send never waits for the receiver's program and
-no order of sends and receives can deadlock. A collective that nobody waits for yet (``sync_op=False``)
-advances in one more thread (``progress.py``), so that its messages travel while the program computes.
+Each pair of ranks has one connection, which all process groups share. A reader thread per connection drains
+it for as long as the process lives, so a send never waits for the receiver's program, and no order of sends
+and receives can deadlock. A collective with ``sync_op=False`` advances in one more thread (``operation.py``),
+so its messages travel while the program computes.
 
-``handshake.py`` makes the connections, ``wire.py`` knows the frames on them, ``inbox.py`` brings messages
-and receives together, ``desync.py`` asks ranks that do not come what they are doing, ``watch.py`` and
-``peer_status.py`` know who is gone.
-
-Nothing in these files knows Paddle: memory is ``memoryview`` and NumPy.
+``handshake.py`` makes the connections, ``wire.py`` knows their frames, ``inbox.py`` matches messages with
+receives, ``desync.py`` asks ranks that do not come what they are doing, ``watch.py`` and ``peer_status.py``
+know who is gone. None of them depends on Paddle: memory is ``memoryview`` and NumPy.
 """
 
 from __future__ import annotations
@@ -26,19 +24,15 @@ from collections.abc import Callable
 from ppfleetx.distributed.cpu.desync import Inquiry
 from ppfleetx.distributed.cpu.handshake import connect_ranks
 from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
-from ppfleetx.distributed.cpu.operation import Operation
-from ppfleetx.distributed.cpu.peer_status import Ends
-from ppfleetx.distributed.cpu.progress import Progress
+from ppfleetx.distributed.cpu.operation import Operation, Progress
+from ppfleetx.distributed.cpu.peer_status import EndedRanks
 from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
     ACK,
     BYE,
     DATA,
     DIRECT,
-    PART,
-    PART_BYTES,
     QUERY,
-    SHORT_BYTES,
     STATE,
     CommError,
     CommTimeoutError,
@@ -51,20 +45,18 @@ from ppfleetx.distributed.cpu.wire import (
 )
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.resilience.os_processes import killed_for_memory
-from ppfleetx.utils.peers import note_raised, report_lost
-from ppfleetx.utils.start import seconds_in
+from ppfleetx.utils.peers import note_raised, report_lost, seconds_in
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
-DIRECT_BYTES = SHORT_BYTES  # below this a copy through the socket is faster than the acknowledgement
+DIRECT_BYTES = 1 << 16  # below this a copy through the socket is faster than the acknowledgement
 STALL_SECONDS = 2.0  # how long a rank waits before it asks the others what they are doing
 _GOODBYE_SECONDS = 2.0  # for all peers together; one of them may not read
 _SOCKET_BUFFER = 4 << 20
-_UNSENT_BYTES = 2 * PART_BYTES
 _POOL_BYTES = 256 << 20
 
 
 class Mesh:
-    """The connections of this rank to all others, what has arrived, and the operations under way."""
+    """This rank's connections to all others, and its operations under way."""
 
     def __init__(self, rank: int, timeout: float, peers: dict[int, Peer]) -> None:
         self.rank, self.timeout, self.peers = rank, timeout, peers
@@ -73,7 +65,7 @@ class Mesh:
         self.engine = threading.RLock()
         self.pending: list[Operation] = []
         self.inbox = Inbox(rank, self.state, self.pool)
-        self._ends = Ends(rank, {other: peer.name for other, peer in peers.items()})
+        self._ended = EndedRanks(rank, {other: peer.name for other, peer in peers.items()})
         self._progress = Progress(self.state, self.pending, self.advance)
         self._inquiry = Inquiry(rank, peers, self.state, self.pending)
         self._closed, self._killed_before = False, killed_for_memory()
@@ -87,14 +79,14 @@ class Mesh:
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
-        """Connect this rank with all others of the job, and listen to them.
+        """Connect this rank with all others of the job.
 
         Args:
             address: see :func:`connect_ranks`.
-            timeout: limit in seconds of every later wait, 0 for none.
+            timeout: limit of every later wait in seconds, 0 for none.
 
         Raises:
-            ConfigError, StartError: as of :func:`connect_ranks`.
+            ConfigError, StartError: see :func:`connect_ranks`.
         """
         mesh = cls(rank, timeout, connect_ranks(rank, world_size, address))
         mesh._start()
@@ -112,7 +104,7 @@ class Mesh:
         atexit.register(self.close)
 
     def _abandon(self) -> None:
-        """In a forked child (a data loader's worker): drop the sockets, or a dead parent looks alive."""
+        """In a forked child (a data loader's worker): drop the sockets, or a dead parent would look alive."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
@@ -120,12 +112,12 @@ class Mesh:
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
-        """Say goodbye: the others learn that this rank ended, and whether it failed."""
+        """Say goodbye: the others learn that this rank has ended, and whether it failed."""
         if self._closed:
             return
         self._closed = True
         with self.state:
-            text, lost = self._ends.farewell()
+            text, lost = self._ended.farewell()
         payload = text.encode()
         frame = make_header(BYE, Signature(0, 0, 0, lost), length=len(payload))
         deadline = time.monotonic() + _GOODBYE_SECONDS
@@ -133,16 +125,19 @@ class Mesh:
             left = max(deadline - time.monotonic(), 0.1)
             with contextlib.suppress(OSError):
                 _limit_sending(peer.connection, left)
-                peer.send_last(frame + payload, left)
+                peer.send(frame + payload, patience=left)
                 peer.connection.shutdown(socket.SHUT_WR)
         while time.monotonic() < deadline and self._has_undelivered():
             time.sleep(0.005)
 
     def _has_undelivered(self) -> bool:
-        """Whether something of this rank is on its way: where the process has ended, the kernel answers what
-        still comes (ends of sums, say) with a reset, and the rest, the goodbye too, is lost."""
+        """Whether the peers' kernels have yet to confirm something.
+
+        If the process ended now, its kernel would answer messages that still come with a reset, and what is
+        on its way would be lost, the goodbye too.
+        """
         with self.state:
-            peers = [peer for rank, peer in self.peers.items() if rank not in self._ends]
+            peers = [peer for rank, peer in self.peers.items() if rank not in self._ended]
         with contextlib.suppress(OSError):
             return any(peer.undelivered() for peer in peers)
         return False
@@ -152,11 +147,11 @@ class Mesh:
     def send(
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
     ) -> Callable[[], None] | None:
-        """Send ``view``; returns what to call before its memory may change, or None if it may already.
+        """Send ``view``. Call what is returned before its memory changes; None: it may change at once.
 
         Raises:
             PeerLostError: the connection is gone.
-            CommTimeoutError: the peer takes nothing any more.
+            CommTimeoutError: the peer no longer reads.
         """
         peer = self.peers.get(dst)
         if peer is None:
@@ -167,13 +162,13 @@ class Mesh:
                     peer.frames_sent += 1
                 peer.send(make_header(DATA, signature, phase, group, number, view.nbytes), view)
                 return None
-            with peer.counting:  # tickets are in the order of the frames: so the peer acknowledges them
+            with peer.counting:  # the peer acknowledges the frames in order, so tickets must be in order too
                 peer.frames_sent += 1
                 peer.direct_sent += 1
                 ticket = peer.direct_sent
                 address = address_of(view)
                 peer.send(make_header(DIRECT, signature, phase, group, number, view.nbytes, address))
-        except BlockingIOError as error:  # the socket's own time limit
+        except BlockingIOError as error:  # the socket's time limit
             raise self._not_taken(peer, signature) from error
         except OSError as error:
             self._lose(peer, _reason(error))
@@ -181,23 +176,23 @@ class Mesh:
                 raise self._lost(f"{signature} to rank {dst}", dst) from error
         return lambda: self._await_read(peer, ticket, signature, view)
 
-    def tell(self, dst: int, group: int, phase: int, number: int, signature: Signature) -> None:
-        """Send a message without payload, after which nothing waits here: ``dst`` may have ended."""
+    def notify(self, dst: int, group: int, phase: int, number: int, signature: Signature) -> None:
+        """Send a message without payload, and do not mind if ``dst`` has ended."""
         peer = self.peers.get(dst)
         with self.state:
-            if peer is None or dst in self._ends:
+            if peer is None or dst in self._ended:
                 return
         with peer.counting:
             peer.frames_sent += 1
-        with contextlib.suppress(OSError):  # its reader thread finds out, and says so
+        with contextlib.suppress(OSError):  # the reader thread finds out
             peer.send(make_header(DATA, signature, phase, group, number))
 
     def _await_read(self, peer: Peer, ticket: int, signature: Signature, view: memoryview) -> None:
-        """Until the peer has read ``view``; its reader thread does so without its program's help."""
+        """Wait until the reader thread of the peer has read ``view``."""
         deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
         with self.state:
             while peer.direct_acknowledged < ticket:
-                if peer.rank in self._ends:
+                if peer.rank in self._ended:
                     raise self._lost(f"{signature} to rank {peer.rank}", peer.rank)
                 if time.monotonic() > deadline:
                     raise self._not_taken(peer, signature)
@@ -211,28 +206,15 @@ class Mesh:
 
     def _read(self, peer: Peer) -> None:
         try:
-            while self._take_frame(peer, peer.receive_header()):
-                pass
+            is_last = False
+            while not is_last:
+                fields = peer.receive_header()
+                if fields[0] in (DATA, DIRECT):
+                    self._take(peer, fields)
+                else:
+                    is_last = self._take_control(peer, fields)
         except (OSError, EOFError, MemoryError) as error:
             self._lose(peer, _reason(error))
-
-    def _take_frame(self, peer: Peer, fields: tuple[int, ...]) -> bool:
-        """Handle a frame; False when it was the last one."""
-        if fields[0] not in (DATA, DIRECT):
-            return not self._take_control(peer, fields)
-        self._take(peer, fields)
-        return True
-
-    def _receive_parts(self, peer: Peer, view: memoryview) -> None:
-        """Fill ``view`` with a long payload; short frames come between its parts."""
-        while view.nbytes:
-            fields = peer.receive_header()
-            if fields[0] == PART:
-                nbytes = fields[8]
-                peer.receive(view[:nbytes])
-                view = view[nbytes:]
-            else:
-                self._take_frame(peer, fields)
 
     def _take(self, peer: Peer, fields: tuple[int, ...]) -> None:
         kind, operation, dtype, phase, root, group, number, nbytes, length, address = fields
@@ -240,9 +222,7 @@ class Mesh:
         def read(view: memoryview) -> None:
             if kind == DIRECT:
                 read_memory(peer.pid, address, view)
-                peer.send_control(make_header(ACK))
-            elif length > SHORT_BYTES:
-                self._receive_parts(peer, view)
+                peer.reply(make_header(ACK))
             else:
                 peer.receive(view)
             peer.frames_received += 1
@@ -251,7 +231,7 @@ class Mesh:
         self.inbox.take(key, signature, length, read)
 
     def _take_control(self, peer: Peer, fields: tuple[int, ...]) -> bool:
-        """Handle a frame that is not data; True when it was the last one."""
+        """Handle a frame that is not data; returns whether it was the last one."""
         kind, operation, dtype, phase, root, group, number, nbytes, length, extra = fields
         signature = Signature(operation, dtype, nbytes, root)
         text = bytearray(length)
@@ -266,32 +246,32 @@ class Mesh:
                 self._inquiry.take_answer(peer, signature, phase, number, extra, text.decode())
             self.state.notify_all()
         if kind == BYE:
-            self._end(lambda: self._ends.add_goodbye(peer.rank, text.decode(errors="replace"), root))
+            self._end(lambda: self._ended.add_goodbye(peer.rank, text.decode(errors="replace"), root))
         return kind == BYE
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """``peer`` is gone without a goodbye."""
+        """Note that ``peer`` is gone without a goodbye."""
         if killed_for_memory() > self._killed_before:
             reason += "; meanwhile the kernel has killed a process because memory ran out"
-        self._end(lambda: self._ends.add(peer.rank, reason, failed=True))
+        self._end(lambda: self._ended.add(peer.rank, reason, failed=True))
         with contextlib.suppress(OSError):
-            peer.connection.shutdown(socket.SHUT_RDWR)  # whoever is sending to it waits no longer
+            peer.connection.shutdown(socket.SHUT_RDWR)  # ends the wait of a thread that is sending
 
     def _end(self, record: Callable[[], bool]) -> None:
         with self.state:
             is_first = record()
             self.state.notify_all()
-            sentence = self._ends.sentence() if is_first else ""
+            sentence = self._ended.sentence() if is_first else ""
         if is_first and not self._closed:
             report_lost(sentence, self.close)
 
     def _lost(self, text: str, rank: int) -> PeerLostError:
-        return note_raised(self._ends.error(text, rank))
+        return note_raised(self._ended.error(text, rank))
 
     # -- running operations -------------------------------------------------------------------
 
     def launch(self, operation: Operation, *, sync: bool) -> Operation:
-        """Start an operation, and complete it if ``sync``. One in the background is started by its thread."""
+        """Start an operation, and complete it if ``sync``."""
         if operation.number >= 0:
             self._inquiry.remember(operation)
         if operation.background:
@@ -307,11 +287,11 @@ class Mesh:
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait for ``operation``, advancing every other one of the program's own meanwhile.
+        """Wait for ``operation``; meanwhile advance the program's other operations.
 
         Raises:
-            PeerLostError, OutOfStepError, CommTimeoutError: it cannot complete; the message names the
-                rank that is missing and the operations.
+            PeerLostError, OutOfStepError, CommTimeoutError: it cannot complete; the message names the missing
+                rank and the operations.
         """
         with self.engine:
             deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
@@ -328,10 +308,10 @@ class Mesh:
                         raise
 
     def advance(self, operation: Operation) -> None:
-        """Advance an operation that this thread has made ``busy``, and forget it if it is done.
+        """Advance an operation that this thread has marked ``busy``, and drop it when it is done.
 
         Raises:
-            CommError: it failed, and keeps the reason for whoever waits for it.
+            CommError: it failed; it keeps the error for whoever waits for it.
         """
         try:
             operation.advance()
@@ -362,7 +342,7 @@ class Mesh:
         operation.withdraw(error)
 
     def _wait(self, operation: Operation, deadline: float) -> None:
-        """Until some pending operation can advance."""
+        """Wait until a pending operation can advance."""
         suspicion, began = 0, time.monotonic()
         self._inquiry.begin(operation)
         try:
@@ -375,18 +355,18 @@ class Mesh:
                             return
                         self._check_lost(operation)
                     if time.monotonic() >= deadline:
-                        told = self._inquiry.told(operation)
-                        text = f"rank {self.rank}: waited {self.timeout:g} s for {told}"
+                        waited_for = self._inquiry.describe(operation)
+                        text = f"rank {self.rank}: waited {self.timeout:g} s for {waited_for}"
                         raise note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit"))
                     suspicion = self._inquiry.judge(operation, suspicion)
-                self._inquiry.ask(operation, self._ends)
+                self._inquiry.ask(operation, self._ended)
                 self._sleep_unless_ready(operation)
         finally:
             self._inquiry.end()
             RECORD.waited += time.monotonic() - began
 
     def _can_go_on(self, operation: Operation) -> bool:
-        """Whether there is something to do but to wait for ``operation``; the caller holds the state."""
+        """Whether ``operation`` is over or something can advance; the caller holds the state."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
@@ -395,24 +375,24 @@ class Mesh:
         blocked = self._inquiry.blocked
         if self._can_go_on(blocked):
             return True
-        if blocked.busy:  # another thread is at it, and will say what is wrong
+        if blocked.busy:  # another thread advances it and will find the error
             return False
-        return self._ends.is_broken or any(rank in self._ends for rank in self._inquiry.blocked.missing())
+        return self._ended.is_broken or any(rank in self._ended for rank in self._inquiry.blocked.missing())
 
     def _sleep_unless_ready(self, operation: Operation) -> None:
-        """Let the answers come in; a failure found meanwhile is judged by the caller."""
+        """Give the answers time to arrive."""
         with self.state:
             self.state.wait_for(lambda: self._can_go_on(operation), 0.05)
 
     def _check_lost(self, operation: Operation) -> None:
         missing = operation.missing()
-        gone = [rank for rank in missing if rank in self._ends]
-        if gone or self._ends.is_broken:
+        gone = [rank for rank in missing if rank in self._ended]
+        if gone or self._ended.is_broken:
             raise self._lost(operation.text, (*gone, *missing, -1)[0])
 
 
 def time_limit() -> float:
-    """Seconds any wait may take (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for ever).
+    """Limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none).
 
     Raises:
         ConfigError: the variable is no such number.
@@ -425,14 +405,12 @@ def _tune(connection: socket.socket, timeout: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
-    # What waits in the kernel cannot be overtaken.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     if timeout:
         _limit_sending(connection, timeout)
 
 
 def _limit_sending(connection: socket.socket, seconds: float) -> None:
-    """Let a thread wait so long at most until the peer's reader takes what it sends."""
+    """Limit how long a thread waits until the peer's reader takes what it sends."""
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 

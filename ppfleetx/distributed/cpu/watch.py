@@ -1,10 +1,9 @@
-"""Which hosts have vanished: a machine that loses power, or its link, sends no goodbye.
+"""Finds hosts that have vanished: a machine that loses power, or its link, says no goodbye.
 
-A connection with data under way tells of nobody's end for a quarter of an hour, and one whose reader is slow
-looks like one whose host is gone. So each pair of ranks on different hosts keeps a second connection that
-carries nothing. On it the kernels ask each other for a sign of life (TCP keepalive), which a process answers
-that computes, saves, is stopped or waits for a lock: a slow rank is never taken for a lost one, however
-loaded its machine is.
+On a connection that carries data the loss goes unnoticed for a quarter of an hour, and a slow reader looks
+like a lost host. So each pair of ranks on different hosts keeps a second, idle connection. On it the kernels
+probe each other (TCP keepalive), and the kernel answers for a process that computes, saves, is stopped or
+waits for a lock: a slow rank is never taken for a lost one, however loaded its machine is.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from ppfleetx.utils.start import seconds_in
+from ppfleetx.utils.peers import seconds_in
 
 SILENCE_VARIABLE = "PADDLE_CPU_COMM_SILENCE"
 _SILENCE_SECONDS = 30.0
 _PROBES = 4
-# A process that ends closes both its connections; what it said last may still be on its way.
+# A process that ends closes both connections; its last messages may still be on their way.
 _AFTER_THE_END_SECONDS = 5.0
 
 
@@ -35,10 +34,10 @@ def silence_limit() -> float:
 
 
 def end_when_silent(connection: socket.socket) -> None:
-    """Let an idle connection fail once its host has given no sign of life for :func:`silence_limit`.
+    """Make an idle connection fail when its host has been silent for :func:`silence_limit`.
 
-    On one that carries data this is not to be used with a reader that may be slow: the kernel counts the time
-    in which it may send nothing as silence.
+    Not for a connection that carries data: the kernel counts the time in which a slow reader takes nothing as
+    silence.
     """
     limit = silence_limit()
     interval = max(1, int(limit / (_PROBES + 2)))
@@ -50,12 +49,12 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 class Watch:
-    """Watches over the idle connections to ranks on other hosts, in a thread that sleeps until one fails.
+    """Watches the idle connections to ranks on other hosts, in a thread that sleeps until one fails.
 
     Args:
         connections: by rank.
-        lost: called with a rank and the reason when its host is gone, or its process has ended without
-            anything being heard of it on its other connection.
+        lost: called with a rank and the reason when its host is gone, or its process has ended without a word
+            on the other connection.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
@@ -70,13 +69,13 @@ class Watch:
             threading.Thread(target=self._run, name="cpu-comm-watch", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """In a forked child: let go of the connections, or a dead parent looks alive."""
+        """In a forked child: drop the connections, or a dead parent would look alive."""
         for connection in self._connections.values():
             os.close(connection.detach())
         self._connections = {}
 
     def _run(self) -> None:
-        ended: dict[int, float] = {}  # rank -> when to say so
+        ended: dict[int, float] = {}  # rank -> when to report it
         watched = len(self._connections)
         while watched or ended:
             pause = max(0.0, min(ended.values()) - time.monotonic()) if ended else None
@@ -93,7 +92,7 @@ class Watch:
                 self._lost(rank, "connection closed")
 
     def _reason(self, connection: socket.socket) -> str | None:
-        """Why a connection is readable: None when the process at its other end has ended."""
+        """Why a connection has become readable; None: the process at the other end has ended."""
         try:
             connection.recv(1)
         except ConnectionResetError:

@@ -1,9 +1,8 @@
 """What passes between two ranks of a CPU job: frames on a TCP connection, and memory read directly.
 
-A frame is a header of fixed size and a payload. A long payload leaves in parts, and short frames between
-them: a sum of a few numbers does not wait for all that has been given to a slow link before it. Between ranks
-on one host large payloads are read straight from the sender's memory (``process_vm_readv(2)``) where the
-kernel allows it. Everything here knows one connection only; nothing knows Paddle.
+A frame is a header of fixed size and a payload. Between ranks on one host large payloads are read straight
+from the sender's memory (``process_vm_readv(2)``) where the kernel allows it. Everything here is about one
+connection, and independent of Paddle.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import select
 import socket
 import struct
 import sys
 import termios
 import threading
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -38,15 +37,11 @@ OPERATIONS = (
     "barrier",
 )
 POINT_TO_POINT = 255  # the "phase" of messages that are not part of a collective
-ENDED = 254  # and of those, without payload, that tell of the end of a sum
+ENDED = 254  # and of those, without payload, that announce the end of a sum
 
-DATA, DIRECT, ACK, QUERY, STATE, BYE, PART = range(7)
+DATA, DIRECT, ACK, QUERY, STATE, BYE = range(6)
 # kind, operation, dtype, phase, root, group, number, operation's bytes, payload bytes, address
 HEADER = struct.Struct("!BBBBiQQQQQ")
-
-SHORT_BYTES = 1 << 16
-"""Up to here a payload is part of its frame; a longer one follows the header in frames of kind PART."""
-PART_BYTES = 1 << 19
 
 
 class CommError(RuntimeError):
@@ -113,14 +108,12 @@ class Peer:
         self.name = f"rank {rank}"
         self.watch: socket.socket | None = None
         self.counting = threading.Lock()  # of the counters below that senders change
-        self._sending = threading.Lock()  # of one frame
-        self._sending_long = threading.Lock()  # of one long payload, held before the other one
-        self._short: deque[memoryview] = deque()  # frames that are to leave before any other
+        self._sending = threading.Lock()
+        self._replies: deque[bytes] = deque()  # of the reader thread
         self.pid = 0  # of the peer, where its memory can be read
         self.direct = False  # whether the peer reads ours
         self.direct_sent = self.direct_acknowledged = 0
         self.frames_sent = self.frames_received = 0
-        self.wire_bytes = 0
 
     def receive(self, view: memoryview) -> None:
         """Fill ``view``.
@@ -144,45 +137,48 @@ class Peer:
         self.receive(memoryview(header))
         return HEADER.unpack(header)
 
-    def send(self, header: bytes, payload: memoryview | None = None) -> None:
+    def send(self, header: bytes, payload: memoryview | None = None, *, patience: float = -1) -> None:
         """Send one frame; blocks only while the peer's reader thread is busy.
 
-        A short one that another thread's long one is in front of has been copied, and leaves after the
-        part that is on its way.
-
-        Raises:
-            OSError: the connection is gone.
-        """
-        if payload is None or payload.nbytes <= SHORT_BYTES:
-            self._short.append(memoryview(header if payload is None else b"".join((header, payload))))
-            self._flush()
-            return
-        with self._sending_long:
-            self._write(header)
-            while payload.nbytes:
-                part, payload = payload[:PART_BYTES], payload[PART_BYTES:]
-                self._write(make_header(PART, length=part.nbytes), part)
-
-    def send_control(self, frame: bytes) -> None:
-        """Send a short frame from a reader thread, which must never wait: who is to read waits like it."""
-        self._short.append(memoryview(frame))
-        try:
-            self._flush(socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            threading.Thread(target=self._flush_later, name=f"cpu-comm-send-{self.rank}", daemon=True).start()
-
-    def send_last(self, frame: bytes, patience: float) -> None:
-        """Send the last frame, behind all others.
-
         Args:
-            patience: seconds to wait for each of the other threads that may be sending.
+            patience: seconds to wait for another thread that is sending; -1: no limit.
 
         Raises:
-            OSError: the connection is gone, or another thread did not end in time.
+            OSError: the connection is gone, or the other thread did not finish in time.
         """
-        with _held(self._sending_long, patience), _held(self._sending, patience):
-            self._drain()
-            self._put([memoryview(frame)])
+        if not self._sending.acquire(timeout=patience):
+            raise TimeoutError("another thread is still sending")
+        try:
+            self._write(header, payload)
+        finally:
+            self._sending.release()
+        self._send_replies()
+
+    def reply(self, frame: bytes) -> None:
+        """Send a short frame from a reader thread, which must never wait: two could wait for each other.
+
+        A thread that is sending sends it next; where the socket is full, a thread of its own does.
+        """
+        self._replies.append(frame)
+        self._send_replies(may_wait=False)
+
+    def _send_replies(self, *, may_wait: bool = True) -> None:
+        while self._replies and self._sending.acquire(blocking=False):
+            try:
+                while self._replies and (may_wait or self._has_room()):
+                    self._write(self._replies.popleft())
+            finally:
+                self._sending.release()
+            if self._replies and not may_wait:
+                threading.Thread(target=self._reply_later, name=f"cpu-comm-{self.rank}", daemon=True).start()
+                return
+
+    def _reply_later(self) -> None:
+        with contextlib.suppress(OSError):  # the reader thread finds out
+            self._send_replies()
+
+    def _has_room(self) -> bool:
+        return bool(select.select([], [self.connection], [], 0)[1])
 
     def undelivered(self) -> int:
         """Bytes that have been sent and not been confirmed by the peer's kernel; a shutdown counts as one."""
@@ -190,52 +186,13 @@ class Peer:
         return int.from_bytes(count, sys.byteorder)
 
     def _write(self, header: bytes, payload: memoryview | None = None) -> None:
-        with self._sending:
-            self._drain()
-            self._put([memoryview(header)] if payload is None else [memoryview(header), payload])
-        self._flush()
-
-    def _flush(self, flags: int = 0) -> None:
-        """Let the short frames leave, unless another thread is sending: it does so then."""
-        while self._short and self._sending.acquire(blocking=False):
-            try:
-                self._drain(flags)
-            finally:
-                self._sending.release()
-
-    def _flush_later(self) -> None:
-        with contextlib.suppress(OSError):  # the reader thread finds out, and says so
-            with self._sending:
-                self._drain()
-            self._flush()  # what came between the last look and the end of the lock
-
-    def _drain(self, flags: int = 0) -> None:
-        while self._short:
-            sent = self.connection.send(self._short[0], flags)
-            self.wire_bytes += sent
-            if sent == self._short[0].nbytes:
-                self._short.popleft()
-            else:  # the rest has to leave before anything else does
-                self._short[0] = self._short[0][sent:]
-
-    def _put(self, parts: list[memoryview]) -> None:
+        parts = [memoryview(header)] if payload is None else [memoryview(header), payload]
         while parts:
             sent = self.connection.sendmsg(parts)
-            self.wire_bytes += sent
             while parts and sent >= parts[0].nbytes:
                 sent -= parts.pop(0).nbytes
             if parts and sent:
                 parts[0] = parts[0][sent:]
-
-
-@contextlib.contextmanager
-def _held(lock: threading.Lock, patience: float) -> Iterator[None]:
-    if not lock.acquire(timeout=patience):
-        raise TimeoutError("another thread is still sending")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 # -- memory of another process ----------------------------------------------------------------

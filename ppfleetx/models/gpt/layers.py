@@ -7,19 +7,18 @@ logits ``[s, b, V]``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import paddle
 from paddle import nn
 
+from ppfleetx.config.registry import load_target
+from ppfleetx.models.gpt.spec import BlockSpec, EmbeddingSpec, HeadSpec, ScoreSpec
 from ppfleetx.nn.attention import Attention, KeyValueCache
 from ppfleetx.nn.chunked_loss import LogitsInPieces, PieceHead, PieceTarget
-from ppfleetx.nn.embedding import TokenEmbedding
-from ppfleetx.nn.init import Init
 from ppfleetx.nn.kernels import KernelOptions
-from ppfleetx.nn.mlp import MLP
-from ppfleetx.nn.positions import Rotary
+from ppfleetx.nn.layer_spec import NormSpec
+from ppfleetx.nn.positions import Positions, Rotary
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
 from ppfleetx.nn.recompute import may_recompute, recompute
 from ppfleetx.nn.stage import LayerFactory
@@ -52,72 +51,51 @@ class HiddenState(NamedTuple):
         return tuple(tensor for tensor in self if tensor is not None)
 
 
-class Embedding(TokenEmbedding):
-    """First stage. ``carries_positions``: whether the blocks need position ids (rotary)."""
+class Embedding(nn.Layer):
+    """First stage: tokens, and learned positions, to the hidden states.
 
-    def __init__(self, factory: LayerFactory, *, carries_positions: bool, **kwargs: object) -> None:
-        super().__init__(factory, **kwargs)
-        self.carries_positions = carries_positions
+    Args:
+        factory: makes the tables.
+        spec: their sizes.
+        positions: what else positions do.
+        word_embeddings: a word table shared with another stage, to use instead of making one.
+    """
+
+    def __init__(
+        self,
+        factory: LayerFactory,
+        spec: EmbeddingSpec,
+        *,
+        positions: Positions,
+        word_embeddings: nn.Layer | None = None,
+    ) -> None:
+        super().__init__()
+        self.factory, self.added_positions = factory, positions.added
+        self.carries_positions = positions.rotary is not None
+        self.word_embeddings = word_embeddings or factory.embedding(spec.words)
+        self.position_embeddings = factory.embedding(spec.positions) if spec.positions else None
+        self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
         """``state``: tokens ``[b, s]``, position ids ``[b, s]``, and perhaps document starts ``[b, s]``.
 
-        Returns the packed :class:`HiddenState`, with ``hidden [s, b, h]``.
+        Returns the packed :class:`HiddenState`, with ``hidden [s, b, h]`` of this rank's positions.
         """
         tokens, position_ids, document_start = HiddenState.unpack(state, carries_positions=True)
-        hidden = super().forward(tokens, position_ids)
+        hidden = self.embed(tokens, position_ids)
         return HiddenState(hidden, position_ids if self.carries_positions else None, document_start).pack()
 
-
-@dataclass(frozen=True)
-class BlockShape:
-    """Everything a block is made from. Every value is resolved: None never means "derive it".
-
-    Attributes:
-        hidden_size: width of the hidden states, h.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; ``num_heads`` divides by it (Ainslie et al., 2023).
-        head_dim: width of a head.
-        ffn_hidden_size: width inside the feed-forward part; of each half for gated activations.
-        activation: a name of ``Model.hidden_act``.
-        norm: a name of ``Model.normalization``.
-        norm_epsilon: added to the variance or mean square.
-        qkv_bias: whether queries, keys and values have a bias.
-        output_bias: whether the projection after attention has one.
-        mlp_bias: whether both matrices of the feed-forward part have one.
-        hidden_dropout: share of elements dropped from a branch before it is added to the hidden states.
-        attention_dropout: share of attention weights dropped.
-        attention_window: how many positions before its own a token sees; None: all of them.
-        qk_layernorm: whether each head's query and key are normalised (Henry et al., 2020).
-        parallel_residual: whether the feed-forward part reads what attention reads (Black et al., 2022).
-        sandwich_norm: whether each branch is normalised again before it is added (Ding et al., 2021).
-        attention_post_norm_gain: initial gain of that norm after attention.
-        mlp_post_norm_gain: the same after the feed-forward part.
-        init: initial values of matrices that read the hidden states.
-        output_init: initial values of matrices that write into the hidden states.
-    """
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    activation: str
-    norm: str
-    norm_epsilon: float
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    hidden_dropout: float
-    attention_dropout: float
-    attention_window: int | None
-    qk_layernorm: bool
-    parallel_residual: bool
-    sandwich_norm: bool
-    attention_post_norm_gain: float
-    mlp_post_norm_gain: float
-    init: Init
-    output_init: Init
+    def embed(self, tokens: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
+        """``tokens [b, s]`` and ``position_ids [b, s]`` to ``[s, b, h]``."""
+        # Transposing the ids costs nothing; transposing the embeddings would.
+        both = (tokens, position_ids)
+        tokens, position_ids = (self.factory.local_positions(ids).transpose([1, 0]) for ids in both)
+        hidden = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            hidden = hidden + self.position_embeddings(position_ids)
+        elif self.added_positions is not None:
+            hidden = hidden + self.added_positions(position_ids).astype(hidden.dtype)
+        return self.dropout(self.factory.enter_trunk(hidden))
 
 
 class Block(nn.Layer):
@@ -125,7 +103,7 @@ class Block(nn.Layer):
 
     Args:
         factory: makes linears and norms.
-        shape: sizes and options.
+        spec: sizes and options.
         layer_index: index in the whole model.
         rotary: rotary positions, or None.
         kernel: attention kernel options.
@@ -135,8 +113,8 @@ class Block(nn.Layer):
     def __init__(
         self,
         factory: LayerFactory,
+        spec: BlockSpec,
         *,
-        shape: BlockShape,
         layer_index: int,
         rotary: Rotary | None,
         kernel: KernelOptions,
@@ -144,46 +122,25 @@ class Block(nn.Layer):
     ) -> None:
         super().__init__()
         self.granularity, self.carries_positions = recompute, rotary is not None
-        self.parallel_residual = shape.parallel_residual
+        self.parallel_residual = spec.parallel_residual
 
-        def norm(gain: float = 1.0) -> nn.Layer:
-            return factory.norm(shape.norm, shape.hidden_size, epsilon=shape.norm_epsilon, gain=gain)
+        def post_norm(spec: NormSpec | None) -> nn.Layer | None:
+            return None if spec is None else factory.norm(spec)
 
-        def head_norm() -> nn.Layer:
-            return factory.norm(shape.norm, shape.head_dim, epsilon=shape.norm_epsilon, inside_heads=True)
-
-        self.input_norm = norm()
+        self.input_norm = factory.norm(spec.input_norm)
         self.attention = Attention(
             factory,
-            hidden_size=shape.hidden_size,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            spec.attention,
             layer_index=layer_index,
             rotary=rotary,
-            qkv_bias=shape.qkv_bias,
-            output_bias=shape.output_bias,
-            dropout=shape.attention_dropout,
-            window=shape.attention_window,
-            head_norm=head_norm if shape.qk_layernorm else None,
-            init=shape.init,
-            output_init=shape.output_init,
             options=kernel,
             recompute_core=recompute == "core_attn",
         )
-        self.attention_post_norm = norm(shape.attention_post_norm_gain) if shape.sandwich_norm else None
-        self.mlp_norm = norm()
-        self.mlp = MLP(
-            factory,
-            hidden_size=shape.hidden_size,
-            ffn_hidden_size=shape.ffn_hidden_size,
-            activation=shape.activation,
-            bias=shape.mlp_bias,
-            init=shape.init,
-            output_init=shape.output_init,
-        )
-        self.mlp_post_norm = norm(shape.mlp_post_norm_gain) if shape.sandwich_norm else None
-        self.dropout = factory.dropout(shape.hidden_dropout)
+        self.attention_post_norm = post_norm(spec.attention_post_norm)
+        self.mlp_norm = factory.norm(spec.mlp_norm)
+        self.mlp = load_target(spec.mlp.layer)(factory, spec.mlp)
+        self.mlp_post_norm = post_norm(spec.mlp_post_norm)
+        self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
         """A packed :class:`HiddenState` to another of its shapes; ``cache`` has earlier keys and values."""
@@ -244,9 +201,9 @@ class Block(nn.Layer):
 class FinalNorm(nn.Layer):
     """Norm after the last block."""
 
-    def __init__(self, factory: LayerFactory, *, norm: str, hidden_size: int, epsilon: float) -> None:
+    def __init__(self, factory: LayerFactory, spec: NormSpec) -> None:
         super().__init__()
-        self.final_norm = factory.norm(norm, hidden_size, epsilon=epsilon)
+        self.final_norm = factory.norm(spec)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
         """A packed :class:`HiddenState` to one of the same shapes."""
@@ -256,8 +213,8 @@ class FinalNorm(nn.Layer):
 class LanguageHead(PieceHead):
     """What the two heads share: logits at once, or later and in pieces."""
 
-    def __init__(self, factory: LayerFactory, loss_chunks: int) -> None:
-        super().__init__(loss_chunks, factory.matmul)
+    def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
+        super().__init__(spec.loss_chunks, factory.matmul)
         self.factory = factory
 
     def forward(
@@ -278,18 +235,9 @@ class LanguageHead(PieceHead):
 class Head(LanguageHead):
     """Logits from a matrix of its own."""
 
-    def __init__(
-        self,
-        factory: LayerFactory,
-        *,
-        hidden_size: int,
-        padded_vocab_size: int,
-        bias: bool,
-        init: Init,
-        loss_chunks: int = 1,
-    ) -> None:
-        super().__init__(factory, loss_chunks)
-        self.head = factory.column_linear(hidden_size, padded_vocab_size, init=init, bias=bias, kind="head")
+    def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
+        super().__init__(factory, spec)
+        self.head = factory.linear(spec.linear)
 
     def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return self.head(hidden)
@@ -304,19 +252,10 @@ class TiedHead(LanguageHead):
     """Logits from the word embedding, which another stage shares (one card) or mirrors (pipeline)."""
 
     def __init__(
-        self,
-        factory: LayerFactory,
-        *,
-        hidden_size: int,
-        padded_vocab_size: int,
-        word_init: Init,
-        word_embeddings: nn.Layer | None = None,
-        loss_chunks: int = 1,
+        self, factory: LayerFactory, spec: HeadSpec, *, word_embeddings: nn.Layer | None = None
     ) -> None:
-        super().__init__(factory, loss_chunks)
-        self.word_embeddings = word_embeddings or factory.vocab_embedding(
-            padded_vocab_size, hidden_size, init=word_init
-        )
+        super().__init__(factory, spec)
+        self.word_embeddings = word_embeddings or factory.embedding(spec.words)
 
     def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return self.factory.tied_logits(hidden, self._table())
@@ -332,10 +271,10 @@ class TiedHead(LanguageHead):
 class ClassificationHead(nn.Layer):
     """Scores of each class (or one number) at every position, ``[s, b, classes]`` whole on every rank."""
 
-    def __init__(self, factory: LayerFactory, *, hidden_size: int, num_outputs: int, init: Init) -> None:
+    def __init__(self, factory: LayerFactory, spec: ScoreSpec) -> None:
         super().__init__()
         self.factory = factory
-        self.score = factory.whole_linear(hidden_size, num_outputs, init=init, bias=False)
+        self.score = factory.linear(spec.linear)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
         """Scores ``[s, b, classes]``."""

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.registries import ARCHITECTURES, POSITIONS
+from ppfleetx.config.registry import load_target
 from ppfleetx.distributed.device import on_card
-from ppfleetx.models.gpt.layers import (
-    Block,
-    BlockShape,
-    ClassificationHead,
-    Embedding,
-    FinalNorm,
-    Head,
-    TiedHead,
-)
-from ppfleetx.nn.init import Normal
+from ppfleetx.models.gpt.layers import Block, ClassificationHead, Embedding, FinalNorm, Head, TiedHead
+from ppfleetx.models.gpt.spec import HeadSpec, ScoreSpec, model_spec, score_spec
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.lora import with_adapters
 from ppfleetx.nn.positions import Positions
@@ -48,119 +40,65 @@ def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
     return stages
 
 
-def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] = Block) -> list[Stage]:
-    """Embedding, ``num_layers`` blocks, final norm, head; with ``Model.lora`` frozen but for adapters.
+def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | None = None) -> list[Stage]:
+    """Embedding, blocks, final norm, head; with ``Model.lora`` frozen except for adapters.
 
     Args:
         cfg: the ``Model`` section.
         factory: makes the layers; the only thing that knows whether they are sliced.
-        block: the class of the blocks: GPT's, or one of another architecture that is made alike.
+        block: the class of the blocks; None: the one that each block's declaration names.
+
+    Raises:
+        ConfigError: positions have another table than they were registered with.
     """
-    shape = block_shape(cfg)
-    positions = POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
+    spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
+    rows = spec.embedding.positions and spec.embedding.positions.rows
+    if positions.table_rows != rows:
+        raise ConfigError(
+            f"was made with a table of {positions.table_rows} rows; by its traits it has {rows}",
+            key="Model.position_embedding_type",
+            value=cfg.position_embedding_type,
+        )
     if isinstance(positions.rotary, RotaryEmbedding):
         positions.rotary.fused = factory.fused
-    kernel, granularity = (
-        replace(kernel_options(cfg), fused=factory.fused),
-        cfg.recompute_granularity or "full",
-    )
+    kernel = replace(kernel_options(cfg), fused=factory.fused)
+    granularity = cfg.recompute_granularity or "full"
     blocks = [
         Stage(
             f"decoder.layers.{index}",
-            block,
+            block or load_target(one.layer),
             {
                 "factory": factory,
-                "shape": shape,
+                "spec": one,
                 "layer_index": index,
                 "rotary": positions.rotary,
                 "kernel": kernel,
                 "recompute": granularity if cfg.is_recomputed(index) else None,
             },
         )
-        for index in range(cfg.num_layers)
+        for index, one in enumerate(spec.blocks)
     ]
+    kwargs = {"factory": factory, "spec": spec.embedding, "positions": positions}
+    embedding = Stage("embedding", Embedding, kwargs, tie=_WORD_TIE if spec.head.is_tied else None)
     final_norm = Stage(
-        "decoder.final_norm",
-        FinalNorm,
-        {
-            "factory": factory,
-            "norm": shape.norm,
-            "hidden_size": shape.hidden_size,
-            "epsilon": shape.norm_epsilon,
-        },
-        wraps=True,
+        "decoder.final_norm", FinalNorm, {"factory": factory, "spec": spec.final_norm}, wraps=True
     )
-    stages = [_embedding(cfg, factory, positions), *blocks, final_norm, _head(cfg, factory)]
+    stages = [embedding, *blocks, final_norm, _head(spec.head, factory)]
     return stages if cfg.lora is None else with_adapters(stages, cfg.lora, factory)
 
 
 def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outputs: int) -> list[Stage]:
     """The stages of a GPT with a classification head, ``score.weight``, in the place of its head."""
-    kwargs = {
-        "factory": factory,
-        "hidden_size": cfg.hidden_size,
-        "num_outputs": num_outputs,
-        "init": Normal(cfg.initializer_range),
-    }
     body = [replace(stage, tie=None) for stage in model_stages(cfg, factory)[:-1]]  # nothing to tie it to
-    return [*body, Stage("score", ClassificationHead, kwargs, wraps=True)]
+    return [*body, _head(score_spec(cfg, num_outputs), factory)]
 
 
-def _embedding(cfg: ModelConfig, factory: LayerFactory, positions: Positions) -> Stage:
-    kwargs = {
-        "factory": factory,
-        "padded_vocab_size": cfg.padded_vocab_size,
-        "hidden_size": cfg.hidden_size,
-        "positions": positions,
-        "dropout": cfg.embedding_dropout,
-        "word_init": Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size),
-        "position_init": Normal(cfg.embedding_std),
-        "carries_positions": positions.rotary is not None,
-    }
-    return Stage("embedding", Embedding, kwargs, tie=_WORD_TIE if cfg.tie_word_embeddings else None)
-
-
-def _head(cfg: ModelConfig, factory: LayerFactory) -> Stage:
-    kwargs = {
-        "factory": factory,
-        "hidden_size": cfg.hidden_size,
-        "padded_vocab_size": cfg.padded_vocab_size,
-        "loss_chunks": cfg.loss_chunks,
-    }
-    if cfg.tie_word_embeddings:
-        kwargs["word_init"] = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)
-        return Stage("head", TiedHead, kwargs, tie=_WORD_TIE)
-    kwargs["init"] = Normal(cfg.initializer_range, padded_dim=1, true_size=cfg.vocab_size)
-    return Stage("head", Head, {**kwargs, "bias": cfg.has_head_bias}, wraps=True)
-
-
-def block_shape(cfg: ModelConfig) -> BlockShape:
-    """The block's sizes and options with every default filled in."""
-    std = cfg.initializer_range
-    output_std = std / math.sqrt(2 * cfg.num_layers) if cfg.scale_output_init else std
-    return BlockShape(
-        hidden_size=cfg.hidden_size,
-        num_heads=cfg.num_attention_heads,
-        num_kv_heads=cfg.kv_heads,
-        head_dim=cfg.head_size,
-        ffn_hidden_size=cfg.ffn_size,
-        activation=cfg.hidden_act,
-        norm=cfg.normalization,
-        norm_epsilon=cfg.norm_epsilon,
-        qkv_bias=cfg.has_qkv_bias,
-        output_bias=cfg.has_out_proj_bias,
-        mlp_bias=cfg.has_mlp_bias,
-        hidden_dropout=cfg.hidden_dropout_prob,
-        attention_dropout=cfg.attention_probs_dropout_prob,
-        attention_window=cfg.attention_window,
-        qk_layernorm=cfg.qk_layernorm,
-        parallel_residual=cfg.parallel_residual,
-        sandwich_norm=cfg.sandwich_norm,
-        attention_post_norm_gain=cfg.attn_post_norm_scale,
-        mlp_post_norm_gain=cfg.ffn_post_norm_scale,
-        init=Normal(std),
-        output_init=Normal(output_std),
-    )
+def _head(spec: HeadSpec | ScoreSpec, factory: LayerFactory) -> Stage:
+    kwargs = {"factory": factory, "spec": spec}
+    if spec.is_tied:
+        return Stage(spec.name, TiedHead, kwargs, tie=_WORD_TIE)
+    layer = ClassificationHead if isinstance(spec, ScoreSpec) else Head
+    return Stage(spec.name, layer, kwargs, wraps=True)
 
 
 def kernel_options(cfg: ModelConfig) -> KernelOptions:

@@ -24,8 +24,8 @@ import paddle
 from paddle import _C_ops
 from paddle.base import core
 
-from ppfleetx.utils.cpu import AVX512, flags_in, read_cpuinfo
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 
 WIDTH = 48 if flags_in(read_cpuinfo()) >= AVX512 else 16
 """Columns of a panel: one tile of MKL's kernels, three registers of float32 with AVX-512, two with AVX2."""

@@ -10,7 +10,7 @@ from ppfleetx.utils.cli import run_tool
 
 
 def main() -> None:
-    from ppfleetx.core.programs.gpt2_corpus import run
+    from ppfleetx.commands.dialects.gpt2_corpus import run
 
     run(sys.argv[1:])
 

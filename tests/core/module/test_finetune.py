@@ -6,8 +6,8 @@ import pytest
 
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.core.module.finetune import GPTFinetuneModule, mean_loss
-from ppfleetx.models.gpt.hf_keys import model_keys
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.stage import canonical_parameters

@@ -1,8 +1,7 @@
-"""Compressed text: whole or refused, wherever it is read; and what is no text, or more than memory holds."""
+"""Text files: compressed files are complete or refused, wherever they are read."""
 
 import gzip
 import json
-import os
 import random
 import struct
 import tracemalloc
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from ppfleetx.config.errors import ConfigError, DataError, UserError
+from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.config.sections.generation import OfflineEvalConfig
 from ppfleetx.data.indexed import IndexedDataset
@@ -19,7 +18,6 @@ from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
 from ppfleetx.data.prepare.cut_documents import cut_documents
 from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.tasks.evaluation import read_text
-from ppfleetx.data.tasks.glue import TASKS, read_glue
 from ppfleetx.data.tasks.records import PromptResponseDataset
 from ppfleetx.data.text import files as text_files
 from ppfleetx.data.text.files import TextFile, read_lines
@@ -67,29 +65,23 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("frames", FRAMES.values(), ids=FRAMES.keys())
-def test_a_zstandard_file_ends_with_a_frame(frames: list[bytes], tmp_path: Path) -> None:
+def test_a_zstandard_file_ends_where_a_frame_ends(frames: list[bytes], tmp_path: Path) -> None:
     path, whole = tmp_path / "a.zst", b"".join(frames)
     path.write_bytes(whole)
     text = read(path)
     assert text == b"".join(zstandard.ZstdDecompressor().decompressobj().decompress(f) for f in frames)
     ends = {sum(map(len, frames[:n])) for n in range(1, len(frames) + 1)}
-    rng = random.Random(1)
     for end in sorted(ends):
-        for cut in {end, end - 1, end - 4, end + 1, end + 4, rng.randrange(end)}:
+        path.write_bytes(whole[:end])
+        assert text.startswith(read(path))
+        for cut in {end - 1, end - 4, end + 1, end // 2} - ends:
             path.write_bytes(whole[:cut])
-            if cut in ends or cut > len(whole):
-                assert text.startswith(read(path))
-            else:
-                with pytest.raises(DataError, match=r"a\.zst cannot be read: it is (cut off|empty)"):
+            if cut < len(whole):
+                with pytest.raises(DataError, match=r"a\.zst cannot be read: it is cut off"):
                     read(path)
-    for rest, why in (
-        (b"x", "Unknown frame"),
-        (b"\0\0\0\0", "not a zstandard frame"),
-        (b"garbage " * 9, "not a zstandard"),
-    ):
-        path.write_bytes(whole + rest)
-        with pytest.raises(DataError, match=why):
-            read(path)
+    path.write_bytes(whole + b"garbage")
+    with pytest.raises(DataError, match=r"a\.zst cannot be read"):
+        read(path)
 
 
 @pytest.mark.parametrize("name", ["a.zst", "a.gz"])
@@ -147,42 +139,20 @@ def test_text_compressed_in_another_way_is_not_passed_over(tmp_path: Path, name:
     assert len(find_sources([tmp_path])) == 2
     (tmp_path / name).write_bytes(b"\xfd")
     for place in (tmp_path, tmp_path / name):
-        with pytest.raises(DataError, match=f"{name} is compressed in a way that is not read here"):
+        with pytest.raises(DataError, match=f"{name} is in an unsupported compression"):
             find_sources([place])
 
 
-def test_only_files_are_read(tmp_path, tokenizer) -> None:
-    os.mkfifo(tmp_path / "train.jsonl")
-    os.mkfifo(tmp_path / "train.tsv")
-    cfg = DatasetConfig(name="PromptResponseDataset", input_dir=str(tmp_path), split="train")
-    for look in (
-        lambda: PromptResponseDataset(cfg, tokenizer),
-        lambda: read_glue(TASKS["SST2"], tmp_path, "train"),
-        lambda: read_text(OfflineEvalConfig(eval_path=str(tmp_path / "train.tsv"))),
-        lambda: find_sources([tmp_path / "train.jsonl"]),
-    ):
-        with pytest.raises(UserError, match=r"a pipe|pipes cannot be read"):
-            look()
-    for name, why in (("/dev/zero", "a device"), (str(tmp_path), "a directory")):
-        with pytest.raises(ConfigError, match=why):
-            read_text(OfflineEvalConfig(eval_path=name))
-    with pytest.raises(DataError, match="too long"):
-        find_sources(["n" * 300])
-
-
-def test_a_bomb_is_refused_before_it_fills_memory(tmp_path, tokenizer, monkeypatch) -> None:
-    """3 GiB in one line, 3 GiB of good lines, and of empty ones."""
+def test_a_file_that_expands_like_no_text_is_refused_before_it_fills_memory(
+    tmp_path, tokenizer, monkeypatch
+) -> None:
+    """3 GiB in one line, and 3 GiB of good lines."""
     monkeypatch.setattr(text_files, "_FREE_BYTES", 1_000_000)
-    cases = [
-        (b'{"text": "', b"a", "text does not do"),
-        (b"", as_lines(["text " * 10_000]), "text does not do"),
-        (b"", b"\n", r"none of its first [\d,]+ lines is a document"),
-    ]
-    for beginning, unit, words in cases:
+    for beginning, unit in ((b'{"text": "', b"a"), (b"", as_lines(["text " * 10_000]))):
         block = unit * ((8 << 20) // len(unit))
         (tmp_path / "a.jsonl.zst").write_bytes(zstd(beginning) + 384 * zstd(block))
         tracemalloc.start()
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match="text does not do"):
             preprocess(find_sources([tmp_path]), tmp_path / "out", tokenizer, show_progress=False)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -237,13 +207,7 @@ def test_lines_of_records_have_a_longest_length(tmp_path, monkeypatch) -> None:
         list(read_lines(path))
 
 
-def test_values_beside_the_texts_are_few() -> None:
-    """What takes a few bytes each in the file takes a hundred each in memory."""
-    text = json.dumps({"text": '{}[],"\\' * 700_000}).encode()
-    assert len(load_line(text)["text"]) == 4_900_000
-    for line in (b"[" + b"{}," * 2_000_000 + b"{}]", b'{"text": [' + b'"",' * 4_000_000 + b"1]}"):
-        with pytest.raises(ValueError, match="beside its texts"):
-            load_line(line)
+def test_a_deeply_nested_line_is_no_json() -> None:
     with pytest.raises(ValueError, match="nested"):
         load_line(b"[" * 100_000)
 

@@ -16,9 +16,9 @@ import pytest
 
 from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import ModelConfig
-from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generator

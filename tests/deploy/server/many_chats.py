@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import openai
 
+from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.generation import GenerationConfig
-from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.data.chat.templates import find_template
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generator

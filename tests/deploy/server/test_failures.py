@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.programs.generate import load_generator
 from ppfleetx.deploy.server.answering import Answering, EventStream
 from ppfleetx.deploy.server.app import Service
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest

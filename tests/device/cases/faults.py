@@ -12,10 +12,10 @@ from tests.device.cases.training import program
 from tests.device.reference import Device
 
 MOMENTS = {
-    "start": "ppfleetx.core.programs.train:build_runner",
+    "start": "ppfleetx.commands.training:build_runner",
     "forward": "ppfleetx.parallel.step:StepRunner._passes",
     "backward": "paddle:Tensor.backward",
-    "optimizer": "ppfleetx.optims.adamw:Optimizer.step",
+    "optimizer": "ppfleetx.optims.optimizer:Optimizer.step",
     "evaluation": "ppfleetx.parallel.step:StepRunner.eval_step",
     "save": "ppfleetx.core.engine.saving:Saver.save",
 }

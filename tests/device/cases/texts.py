@@ -20,7 +20,7 @@ def generate(
     """Texts of a checkpoint by strategy; a strategy is a list of overrides."""
     import paddle
 
-    from ppfleetx.core.programs.generate import load_generator
+    from ppfleetx.commands.generate import load_generator
     from ppfleetx.distributed.init import init_distributed
 
     allow_tf32(False)
@@ -40,8 +40,8 @@ def generate_with_few_bits(run: str, device: str, dtype: str) -> list[str]:
 
     import paddle
 
+    from ppfleetx.commands.generate import load_generator
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.programs.generate import load_generator
     from ppfleetx.distributed.init import init_distributed
 
     allow_tf32(False)
@@ -73,13 +73,15 @@ def export(run: str, style: str, device: str, directory: str) -> str:
     """Export a checkpoint from ``device``; where to."""
     import paddle
 
+    from ppfleetx.commands.generate import load_generator
     from ppfleetx.deploy.export import export
     from ppfleetx.distributed.init import init_distributed
 
     place = f"Engine.save_load.output_dir={directory}"
     with paddle.utils.unique_name.guard():
         cfg = configuration(Path(run), STYLES[style], f"Global.device={device}", place)
-        return str(export(cfg, init_distributed(cfg)))
+        ctx = init_distributed(cfg)
+        return str(export(cfg, ctx, load_generator(cfg, ctx)))
 
 
 def infer(

@@ -36,8 +36,7 @@ def engine_steps(cfg: Any, ctx: Any, runner: Any) -> Callable[[int], Any]:
     def take(number: int) -> Any:
         batch = micro_batches(number, cfg, ctx)
         watch.before_step(batch, None, stop, number)
-        valid = watch.num_valid
-        return runner.train_step(batch, step=number + 1, lr=1e-3, weight_decay=0.1, num_valid=valid)
+        return runner.train_step(batch, step=number + 1, lr=1e-3, weight_decay=0.1, counts=watch.counts)
 
     return take
 

@@ -11,8 +11,7 @@ import paddle
 import paddle.distributed as dist
 
 from ppfleetx.distributed.cpu import backend as cpu_backend
-from ppfleetx.distributed.cpu import job as cpu_job
-from ppfleetx.distributed.cpu import window
+from ppfleetx.distributed.cpu import inbox as inbox_module
 from ppfleetx.distributed.cpu.arrays import TensorMemory, tensor_array
 from ppfleetx.distributed.cpu.wire import CommError
 from ppfleetx.distributed.device import on_card
@@ -296,7 +295,7 @@ def behind(late: int, most: int) -> list[int]:
     """
     start()
     rank, world = dist.get_rank(), dist.get_world_size()
-    inbox = cpu_job._mesh.inbox
+    inbox = cpu_backend._mesh.inbox
     dist.barrier()
     inbox.most_early = 0
     dist.barrier()
@@ -306,7 +305,7 @@ def behind(late: int, most: int) -> list[int]:
             time.sleep(0.001)
     if rank == late:
         time.sleep(0.3)  # in which more would come
-    with mock.patch.object(window, "AHEAD_BYTES", 1 << 20):
+    with mock.patch.object(inbox_module, "AHEAD_BYTES", 1 << 20):
         tensors = [paddle.full([1 << 16], float(rank + i)) for i in range(32)]
         for task in [dist.reduce(t, 0, sync_op=False) for t in tensors]:
             task.wait()
@@ -369,7 +368,7 @@ def connections_of_a_forked_child() -> int:
     import os
 
     start()
-    descriptors = [peer.connection.fileno() for peer in cpu_job._mesh.peers.values()]
+    descriptors = [peer.connection.fileno() for peer in cpu_backend._mesh.peers.values()]
     assert len(descriptors) == dist.get_world_size() - 1 and min(descriptors) > 2
     read, write = os.pipe()
     pid = os.fork()
@@ -388,7 +387,7 @@ def connections_of_a_forked_child() -> int:
 
 def sent_directly() -> int:
     """Messages that another rank read from this one's memory."""
-    return sum(peer.direct_sent for peer in cpu_job._mesh.peers.values())
+    return sum(peer.direct_sent for peer in cpu_backend._mesh.peers.values())
 
 
 def die_in_transfer(rank: int, after: float) -> str:

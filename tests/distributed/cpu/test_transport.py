@@ -11,8 +11,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.cpu import handshake as handshake
 from ppfleetx.distributed.cpu import transport as transport
 from ppfleetx.distributed.cpu.inbox import BufferPool
-from ppfleetx.distributed.cpu.rendezvous import Members
 from ppfleetx.distributed.cpu.wire import DATA, CommError, Peer, StartError, make_header
+from ppfleetx.distributed.rendezvous import Members
 
 TOKEN = bytes(range(32))
 
@@ -48,7 +48,7 @@ def shake_hands(monkeypatch, token_of_dialer: bytes, addressed: int = 0):
     thread = threading.Thread(target=welcome)
     thread.start()
     try:
-        members = Members(token_of_dialer, (("host", 1),) * 3)
+        members = Members(1, ["rank"] * 3, [("host", 1)] * 3, token_of_dialer)
         results["dial"] = handshake._dial(1, addressed, members, handshake.MESSAGES)
     except CommError as error:
         results["dial"] = error
@@ -84,8 +84,9 @@ def test_a_rank_that_gives_up_is_one_error(monkeypatch):
     nobody = socket.create_server(("127.0.0.1", 0))
     port = nobody.getsockname()[1]
     nobody.close()
-    others = (("127.0.0.1", port), ("127.0.0.1", 0), ("127.0.0.1", 0))
-    monkeypatch.setattr(handshake, "meet", lambda *_: Members(TOKEN, others))
+    names = [f"rank 0 at 127.0.0.1:{port}", "rank 1", "rank 2"]
+    others = [("127.0.0.1", port), ("127.0.0.1", 0), ("127.0.0.1", 0)]
+    monkeypatch.setattr(handshake, "meet", lambda *_: Members(1, names, others, TOKEN))
     threads: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", threads.append)
     with pytest.raises(StartError, match=rf"rank 1: no connection to rank 0 at 127.0.0.1:{port}"):

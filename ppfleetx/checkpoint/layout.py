@@ -1,0 +1,175 @@
+"""Rewriting a checkpoint in other files: merged into one rank directory, or cut for a plan."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+
+import yaml
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import TOKENIZER_DIR, copy_tokenizer, documents_in
+from ppfleetx.checkpoint.entries import TensorEntry
+from ppfleetx.checkpoint.manifest import Manifest, rank_directory
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.slices import MODEL, TensorSlice
+from ppfleetx.checkpoint.weights import VOCAB_DIM
+from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
+from ppfleetx.checkpoint.writer import commit, save_checkpoint, saving, write_rank
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.loader import CONFIG_FILE
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.utils.files import atomic_write
+
+_NO_LIMIT = 1 << 62
+# Linears of which tensor parallelism cuts the output (columns), and those of which it cuts the input (rows).
+# FleetX can have q, k and v apart.
+_CUT_COLUMNS = ("attention.qkv", "attention.q", "attention.k", "attention.v", "mlp.fc1")
+_CUT_ROWS = ("attention.out_proj", "mlp.fc2")
+
+
+def merge(path: str | Path, output: str | Path) -> Path:
+    """Write a checkpoint into one rank directory, with one file of weights and one of optimizer state.
+
+    Everything else is kept, so that training can go on from it.
+
+    Returns:
+        The new checkpoint.
+    """
+    checkpoint = open_resolved(resolve_checkpoint(path))
+    manifest = checkpoint.manifest
+    target = save_checkpoint(
+        output,
+        epoch=manifest.epoch,
+        step=manifest.step,
+        tensors=[_whole(checkpoint, entry) for entry in manifest.tensors.values()],
+        state=manifest.state,
+        plan=asdict(ParallelPlan()),
+        config=manifest.config,
+        fingerprints=manifest.fingerprints,
+        vocab_size=manifest.vocab_size,
+        documents=documents_in(checkpoint),
+        max_file_bytes=_NO_LIMIT,
+    )
+    _copy_neighbours(checkpoint, Path(output))
+    return target
+
+
+def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
+    """Write a checkpoint into the rank directories of a tensor- and pipeline-parallel plan.
+
+    Any plan reads any checkpoint; after this, each rank finds its share in its own files.
+
+    Returns:
+        The new checkpoint.
+    """
+    checkpoint = open_resolved(resolve_checkpoint(path))
+    manifest, output = checkpoint.manifest, Path(output)
+    stages = _layers_per_stage(manifest, plan)
+    with saving(output, manifest.epoch, manifest.step) as staged:
+        indices, ranks = [], []
+        for pp in range(plan.pp):
+            for mp in range(plan.mp):
+                directory = rank_directory(mp=mp, pp=pp)
+                pieces = [
+                    piece
+                    for entry in manifest.tensors.values()
+                    if _stage_of(entry.name, stages) == pp
+                    for piece in _pieces(checkpoint, entry, mp, plan.mp)
+                ]
+                indices.append(write_rank(staged, directory, pieces))
+                coordinate = plan.coordinates(len(ranks))
+                assert (coordinate["mp"], coordinate["pp"]) == (mp, pp)
+                ranks.append({"rank": len(ranks), **coordinate, "directory": directory})
+        new = replace(manifest, plan=asdict(plan), ranks=tuple(ranks))
+        target = commit(staged, new, indices, documents=documents_in(checkpoint))
+    _copy_neighbours(checkpoint, output)
+    return target
+
+
+def _copy_neighbours(checkpoint: Checkpoint, output: Path) -> None:
+    """Copy the tokenizer and the configuration beside the checkpoint, so that the output works like it."""
+    source = find_tokenizer_dir(checkpoint.path)
+    if source is not None:
+        copy_tokenizer(source, output / TOKENIZER_DIR)
+    written = checkpoint.path.resolve().parent / CONFIG_FILE
+    if written.is_file():
+        shutil.copyfile(written, output / CONFIG_FILE)
+    elif isinstance(checkpoint.manifest.config, Mapping):
+        with atomic_write(output / CONFIG_FILE, "w") as file:
+            yaml.safe_dump(dict(checkpoint.manifest.config), file, sort_keys=False, allow_unicode=True)
+
+
+def _whole(checkpoint: Checkpoint, entry: TensorEntry) -> TensorSlice:
+    return _box(checkpoint, entry, (0,) * len(entry.shape), entry.shape)
+
+
+def _box(
+    checkpoint: Checkpoint, entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]
+) -> TensorSlice:
+    offset, shape = tuple(offset), tuple(shape)
+    return TensorSlice(
+        entry.name,
+        entry.kind,
+        entry.dtype,
+        entry.shape,
+        offset,
+        shape,
+        lambda: checkpoint.read(entry.name, entry.kind, entry.state, offset=offset, shape=shape),
+        entry.state,
+        vocab_dim=entry.vocab_dim,
+    )
+
+
+def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
+    """The part of a tensor that a tensor-parallel rank holds; the first one holds those that are not cut."""
+    dim = cut_dim(entry.name)
+    if dim is not None and _follows(checkpoint, entry):
+        if entry.shape[dim] % degree:
+            raise CheckpointError(
+                f"mp = {degree} does not divide dimension {dim} of {entry.name} ({entry.shape[dim]} entries)"
+            )
+        size = entry.shape[dim] // degree
+        offset = tuple(rank * size if axis == dim else 0 for axis in range(len(entry.shape)))
+        shape = tuple(size if axis == dim else n for axis, n in enumerate(entry.shape))
+        yield _box(checkpoint, entry, offset, shape)
+    elif rank == 0:
+        yield _whole(checkpoint, entry)
+
+
+def _follows(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
+    """Whether a tensor is cut like its parameter, as moments and master weights are."""
+    parameter = checkpoint.manifest.tensors.get((MODEL, entry.name, ""))
+    return parameter is not None and parameter.shape == entry.shape and prod(entry.shape) > 1
+
+
+def cut_dim(name: str) -> int | None:
+    """The dimension in which tensor parallelism cuts the parameter of this canonical name, if it does."""
+    if name in VOCAB_DIM:
+        return VOCAB_DIM[name]
+    part, _, kind = name.rpartition(".")
+    if part.endswith(_CUT_COLUMNS):
+        return 1 if kind == "weight" else 0
+    return 0 if part.endswith(_CUT_ROWS) and kind == "weight" else None
+
+
+def _layers_per_stage(manifest: Manifest, plan: ParallelPlan) -> list[int]:
+    """Number of layers on each stage. Raises CheckpointError if they do not divide."""
+    numbers = {
+        int(name.split(".")[2]) for _, name, _ in manifest.tensors if name.startswith("decoder.layers.")
+    }
+    count = len(numbers)
+    if count % plan.pp:
+        raise CheckpointError(f"{count} layers cannot be shared out evenly over pp = {plan.pp} stages")
+    return [count // plan.pp] * plan.pp
+
+
+def _stage_of(name: str, stages: Sequence[int]) -> int:
+    if name.startswith("embedding."):
+        return 0
+    if not name.startswith("decoder.layers."):
+        return len(stages) - 1
+    return int(name.split(".")[2]) // stages[0]

@@ -1,0 +1,112 @@
+"""Tensors in files that are read one at a time, and conversions of their element types."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE, Index
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.utils.foreign_files import opened
+
+FLOAT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read on demand. bfloat16 comes as its bits in uint16.
+
+    Attributes:
+        dtype: element type, a key of NUMPY_OF_DTYPE.
+        shape: its shape.
+        load: reads it; the array may have any strides.
+    """
+
+    dtype: str
+    shape: Index
+    load: Callable[[], np.ndarray]
+
+    def read(self) -> np.ndarray:
+        """The elements."""
+        values = self.load()
+        assert tuple(values.shape) == tuple(self.shape), f"{values.shape} instead of {self.shape}"
+        return values
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * NUMPY_OF_DTYPE[self.dtype].itemsize
+
+    def cast(self, dtype: str) -> LazyTensor:
+        """The same numbers in another element type."""
+        if dtype == self.dtype:
+            return self
+        return LazyTensor(dtype, self.shape, lambda: cast(self.read(), self.dtype, dtype))
+
+
+def derive(
+    parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
+) -> LazyTensor:
+    """The tensor `make(*parts)`, read on demand. Raises CheckpointError for parts of different types."""
+    kinds = sorted({part.dtype for part in parts})
+    if len(kinds) != 1:
+        raise CheckpointError(f"{name}: its parts have different element types: {', '.join(kinds)}")
+    return LazyTensor(kinds[0], tuple(shape), lambda: make(*(part.read() for part in parts)))
+
+
+def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
+    """Elements in another element type; bfloat16 on either side as bits in uint16."""
+    if stored == wanted:
+        return values
+    if stored == "BF16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    if wanted == "BF16":
+        return _bfloat16_bits(np.ascontiguousarray(values, np.float32))
+    return values.astype(NUMPY_OF_DTYPE[wanted])
+
+
+def finite(tensor: LazyTensor, name: str, place: str) -> LazyTensor:
+    """The same tensor, but reading it raises CheckpointError if a number is NaN or infinite."""
+
+    def load() -> np.ndarray:
+        with np.errstate(over="ignore"):  # an overflowing cast is found below
+            values = tensor.read()
+        count = values.size - np.count_nonzero(_is_finite(values, tensor.dtype))
+        if count:
+            limit = ", which holds nothing beyond 65504" if tensor.dtype == "F16" else ""
+            raise CheckpointError(
+                f"{place}: {name} is NaN or infinite in {count} of {values.size} numbers as "
+                f"{NAME_OF_DTYPE[tensor.dtype]}{limit}"
+            )
+        return values
+
+    return LazyTensor(tensor.dtype, tensor.shape, load) if tensor.dtype in NAME_OF_DTYPE else tensor
+
+
+def _is_finite(values: np.ndarray, dtype: str) -> np.ndarray:
+    return (values & 0x7F80) != 0x7F80 if dtype == "BF16" else np.isfinite(values)
+
+
+def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
+    """A range of a file as uint8. Raises CheckpointError when it cannot be read."""
+    with opened(path) as file:
+        if start + length > file.seek(0, os.SEEK_END):  # before memory is allocated
+            raise CheckpointError(f"{path} ends too early")
+        file.seek(start)
+        content = np.empty(length, np.uint8)
+        if file.readinto(memoryview(content)) != length:
+            raise CheckpointError(f"{path} ends too early")
+    return content
+
+
+def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """float32 to bfloat16 bits, rounding to nearest, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

@@ -1,0 +1,225 @@
+"""The weights of a model under our canonical names, read from whichever format holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.entries import TensorEntry
+from ppfleetx.checkpoint.lazy import LazyTensor, cast, finite
+from ppfleetx.checkpoint.manifest import Manifest
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
+from ppfleetx.config.errors import CheckpointError, ConfigError, shown
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.validate import section_of
+from ppfleetx.models.gpt.spec import parameter_shapes
+from ppfleetx.utils.progress import ProgressBar
+
+# Dimension that counts vocabulary entries, by canonical name.
+VOCAB_DIM = {"embedding.word_embeddings.weight": 0, "head.weight": 1, "head.bias": 0}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's parameters, read one at a time.
+
+    Attributes:
+        place: where they come from; used in messages.
+        tensors: by canonical name, in any order. Vocabulary padding may be there or not.
+        model: the keys of the `Model` section that the source defines.
+        vocab_size: vocabulary without padding; None if the source does not distinguish the two.
+        epoch, step: progress; 0 for formats that do not record it.
+        source: what to keep about the source (any JSON) in the checkpoint's state.
+        tokenizer_dir: directory with the tokenizer's files, if there is one.
+        generation: the keys of the `Generation` section that the source defines.
+        notes: warnings about how the source was read, one sentence each.
+    """
+
+    place: str
+    tensors: Mapping[str, LazyTensor]
+    model: Mapping[str, Any] = field(default_factory=dict)
+    vocab_size: int | None = None
+    epoch: int = 0
+    step: int = 0
+    source: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_dir: Path | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def cast(self, dtype: str | None) -> Weights:
+        """All tensors in one element type (a key of NUMPY_OF_DTYPE); None leaves them as they are."""
+        if dtype is None:
+            return self
+        return self.with_tensors({name: tensor.cast(dtype) for name, tensor in self.tensors.items()})
+
+    def finite(self) -> Weights:
+        """The same, but reading a tensor with a NaN or an infinity raises CheckpointError."""
+        return self.with_tensors(
+            {name: finite(tensor, name, self.place) for name, tensor in self.tensors.items()}
+        )
+
+    def with_tensors(self, tensors: Mapping[str, LazyTensor]) -> Weights:
+        """The same with other tensors."""
+        return replace(self, tensors=tensors)
+
+    def with_tokenizer(self, directory: Path) -> Weights:
+        """The same with the tokenizer of another directory."""
+        return replace(self, tokenizer_dir=directory)
+
+
+def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
+    """The network that keys of a `Model` section describe.
+
+    Raises:
+        CheckpointError: they describe none; names `place`, where they are from.
+    """
+    try:
+        return section_of(ModelConfig, dict(keys))
+    except ConfigError as error:
+        raise CheckpointError(f"{place} describes no valid network: {error}") from error
+
+
+def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
+    """The parameters of `model`, in its order and shapes; vocabulary padding is added or cut.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or of another shape.
+    """
+    shapes = parameter_shapes(model)
+    missing = [name for name in shapes if name not in weights.tensors]
+    extra = [name for name in weights.tensors if name not in shapes]
+    if missing or extra:
+        parts = [f"{_some(missing)} missing"] * bool(missing) + [f"{_some(extra)} left over"] * bool(extra)
+        raise CheckpointError(f"{weights.place} does not fit the Model section: {' and '.join(parts)}")
+    return {
+        name: _padded(weights.tensors[name], name, shape, model, weights.place)
+        for name, shape in shapes.items()
+    }
+
+
+def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
+    """One whole slice per parameter, read when it is written."""
+    for name, tensor in tensors.items():
+        yield TensorSlice(
+            name,
+            MODEL,
+            tensor.dtype,
+            tensor.shape,
+            (0,) * len(tensor.shape),
+            tensor.shape,
+            tensor.read,
+            vocab_dim=VOCAB_DIM.get(name),
+        )
+
+
+@contextmanager
+def shown_reading(tensors: Mapping[str, LazyTensor], description: str) -> Iterator[dict[str, LazyTensor]]:
+    """The same tensors, with a progress bar that counts their bytes as they are read."""
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    with ProgressBar(description, total=total / 1e6, unit="MB") as bar:
+        yield {name: _counted(tensor, bar) for name, tensor in tensors.items()}
+
+
+def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
+    def load() -> np.ndarray:
+        values = tensor.load()
+        bar.advance(tensor.num_bytes / 1e6)
+        return values
+
+    return LazyTensor(tensor.dtype, tensor.shape, load)
+
+
+def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
+    """``pieces`` in the element types that they were loaded from if no bit is lost, else unchanged.
+
+    Args:
+        pieces: of a model in memory.
+        stored: the element types in the file, by name.
+    """
+    made = []
+    for piece in pieces:
+        wanted = stored.get(piece.name, piece.dtype)
+        if piece.dtype != "F32" or wanted not in ("F16", "BF16"):
+            made.append(piece)
+            continue
+        values = piece.array()
+        if not np.array_equal(cast(cast(values, "F32", wanted), wanted, "F32"), values):
+            return list(pieces)
+        made.append(replace(piece, dtype=wanted, data=_cast_when_read(piece, wanted), is_live=False))
+    return made
+
+
+def _cast_when_read(piece: TensorSlice, wanted: str) -> Callable[[], np.ndarray]:
+    return lambda: cast(piece.array(), piece.dtype, wanted)
+
+
+class ForeignCheckpoint(Checkpoint):
+    """Weights of another program behind the interface of a checkpoint: no optimizer state, no checksums."""
+
+    def __init__(self, path: Path, weights: Weights) -> None:
+        tensors = {}
+        for name, tensor in weights.tensors.items():
+            entry = TensorEntry(name, MODEL, "", tensor.dtype, tensor.shape, (), VOCAB_DIM.get(name))
+            tensors[entry.key] = entry
+        manifest = Manifest(
+            step=weights.step,
+            epoch=weights.epoch,
+            files={},
+            tensors=tensors,
+            vocab_size=weights.vocab_size,
+        )
+        super().__init__(path, manifest, saved_at_ns=0)
+        self._weights = weights.finite()
+
+    def _fill(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
+        box = tuple(slice(o, o + n) for o, n in zip(offset, result.shape, strict=True))
+        result[...] = self._weights.tensors[entry.name].read()[box]
+
+    def damage(self) -> Iterator[str]:
+        """Read every tensor: other formats have no checksums that could be compared."""
+        for name, tensor in self._weights.tensors.items():
+            try:
+                tensor.read()
+            except CheckpointError as error:
+                yield f"{MODEL} {name}: {error}"
+
+
+def with_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Checkpoint:
+    """The checkpoint, with this vocabulary size if it does not record one."""
+    if checkpoint.manifest.vocab_size is None:
+        checkpoint.manifest = replace(checkpoint.manifest, vocab_size=vocab_size)
+    return checkpoint
+
+
+def _padded(tensor: LazyTensor, name: str, shape: Index, model: ModelConfig, place: str) -> LazyTensor:
+    if tensor.shape == shape:
+        return tensor
+    dim = VOCAB_DIM.get(name)
+    true_shape = tuple(model.vocab_size if axis == dim else n for axis, n in enumerate(shape))
+    fits = len(tensor.shape) == len(shape) and all(
+        (have >= want) if axis == dim else (have == want)
+        for axis, (have, want) in enumerate(zip(tensor.shape, true_shape, strict=True))
+    )
+    if dim is None or not fits:
+        raise CheckpointError(
+            f"{place}: {name} has shape {list(tensor.shape)}, the Model section needs {list(true_shape)}"
+        )
+
+    def load() -> np.ndarray:
+        true = tuple(slice(n) for n in true_shape)
+        values = np.zeros(shape, NUMPY_OF_DTYPE[tensor.dtype])
+        values[true] = tensor.read()[true]
+        return values
+
+    return LazyTensor(tensor.dtype, shape, load)
+
+
+def _some(names: list[str]) -> str:
+    first = ", ".join(name if len(name) <= 200 else shown(name) for name in names[:4])
+    return f"{first} and {len(names) - 4} more" if len(names) > 4 else first

@@ -1,0 +1,243 @@
+"""Checkpoints of ours without training state: the source and the target of conversions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import OF_ONE_CALL, TOKENIZER_DIR, copy_tokenizer, portable_config
+from ppfleetx.checkpoint.entries import MAX_DOCUMENT_BYTES
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.manifest import Manifest
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER
+from ppfleetx.checkpoint.tensors import MASTER_WEIGHT
+from ppfleetx.checkpoint.weights import Weights, shown_reading, slices_of
+from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
+from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
+from ppfleetx.config.loader import CONFIG_FILE, load_config
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.reading.files import MadeFile, model_in
+from ppfleetx.config.reading.parse import parse_yaml
+from ppfleetx.config.reading.tree import Node
+from ppfleetx.config.sections.generation import GenerationConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.validate import section_of
+from ppfleetx.data.tokenizer.files import GENERATION_CONFIG
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.foreign_files import read_bounded
+from ppfleetx.utils.log import get_logger
+
+# ---- in
+
+
+def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
+    """Weights of one of our checkpoints.
+
+    Args:
+        path: whatever `Engine.save_load.ckpt_dir` accepts.
+        masters: read float32 master weights in place of 16-bit weights, if there are any.
+        few_bits: accept quantised weights, as they are stored.
+    """
+    checkpoint = open_resolved(resolve_checkpoint(path))
+    manifest = checkpoint.manifest
+    if not few_bits:
+        _refuse_quantized(checkpoint)
+    tensors = {}
+    for name in checkpoint.names():
+        use_master = masters and (OPTIMIZER, name, MASTER_WEIGHT) in manifest.tensors
+        tensors[name] = _lazy(checkpoint, *((OPTIMIZER, MASTER_WEIGHT) if use_master else (MODEL, "")), name)
+    source = manifest.state.get("source") or {}
+    return Weights(
+        str(checkpoint.path),
+        tensors,
+        model=model_section(manifest),
+        vocab_size=manifest.vocab_size,
+        epoch=manifest.epoch,
+        step=manifest.step,
+        source=source,
+        tokenizer_dir=find_tokenizer_dir(checkpoint.path),
+        generation=generation_section(manifest.config),
+    )
+
+
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for quantised weights, which no other format here can hold."""
+    entries = ((name, checkpoint.entry(name).dtype) for name in checkpoint.names())
+    small = next((name for name, dtype in entries if dtype in ("I8", "U8")), None)
+    if small is not None:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} is quantised ({small} has 8 bits or fewer) and is not converted; "
+            "convert the checkpoint it was made from"
+        )
+
+
+def model_section(manifest: Manifest) -> dict[str, Any]:
+    """The `Model` section that a checkpoint was saved with; empty if it has none."""
+    config = manifest.config
+    if isinstance(config, str):
+        node = parse_yaml(config, "the configuration in the manifest")
+        config = None if node is None else _plain(node)
+    section = config.get("Model") if isinstance(config, Mapping) else None
+    return dict(section) if isinstance(section, Mapping) else {}
+
+
+def _plain(node: Node) -> Any:
+    if isinstance(node.value, dict):
+        return {key: _plain(child) for key, child in node.value.items()}
+    return [_plain(child) for child in node.value] if isinstance(node.value, list) else node.value
+
+
+def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """The `Generation` section of a manifest's configuration, without wrong keys and those of one call."""
+    section = config.get("Generation") if isinstance(config, Mapping) else None
+    if not isinstance(section, Mapping):
+        return {}
+    valid, errors = valid_generation_keys({k: value for k, value in section.items() if k not in OF_ONE_CALL})
+    for error in errors:
+        get_logger().warning(f"generation defaults of the source are left out: {error}")
+    return valid
+
+
+def valid_generation_keys(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
+    """``keys`` of a `Generation` section without the wrong ones, and the errors of those."""
+    good, errors = dict(keys), []
+    while True:
+        try:
+            section = section_of(GenerationConfig, good)
+        except ConfigError as error:
+            errors.append(error)
+            if good.pop(str(error.key), None) is None:  # the error is about several keys together
+                good = {key: value for key, value in good.items() if key == "decode_strategy"}
+        else:
+            return section.model_dump(mode="json", include=good.keys()), errors
+
+
+def find_tokenizer_dir(checkpoint: Path) -> Path | None:
+    """The tokenizer stored in or beside a checkpoint."""
+    places = (checkpoint / TOKENIZER_DIR, checkpoint.resolve().parent / TOKENIZER_DIR)
+    return next((place for place in places if place.is_dir()), None)
+
+
+# ---- out
+
+
+def write_ppfleetx(
+    weights: Weights,
+    tensors: Mapping[str, LazyTensor],
+    model: ModelConfig,
+    output: str | Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Write a checkpoint of weights alone, with `config.yaml` and the tokenizer beside it.
+
+    Args:
+        weights: the source of progress, tokenizer and generation defaults.
+        tensors: all parameters of `model`, padded.
+        model: the network.
+        output: output directory.
+        max_file_bytes: files are split at tensor boundaries so as not to exceed this.
+
+    Returns:
+        The step directory.
+    """
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer, fingerprints = None, {}
+    if weights.tokenizer_dir is not None:
+        copy_tokenizer(weights.tokenizer_dir, output / TOKENIZER_DIR)
+        _add_generation_config(output / TOKENIZER_DIR, weights.source)
+        tokenizer = load_tokenizer(output / TOKENIZER_DIR)
+    if tokenizer is not None:
+        fingerprints["tokenizer"] = tokenizer.fingerprint
+    generation = dict(weights.generation)
+    if tokenizer is None and (ends := _end_ids(weights.source)):  # else the tokenizer's files name them
+        generation["eos_token_id"] = ends
+    _write_config(output, model, tokenizer, generation)
+    cfg = load_config(MadeFile(output / CONFIG_FILE, model_in(weights.place)))
+    with shown_reading(tensors, "writing") as shown:
+        return save_checkpoint(
+            output,
+            epoch=weights.epoch,
+            step=weights.step,
+            tensors=slices_of(shown),
+            state={"source": dict(weights.source)},
+            plan=asdict(ParallelPlan()),
+            config=cfg.model_dump(mode="json"),
+            fingerprints=fingerprints,
+            vocab_size=model.vocab_size,
+            documents={
+                CONFIG_FILE: portable_config(cfg, tokenizer).encode(),
+                **_files_of(output / TOKENIZER_DIR),
+            },
+            max_file_bytes=max_file_bytes,
+        )
+
+
+def _end_ids(source: Mapping[str, Any]) -> list[int]:
+    """The end-of-text tokens that a Hugging Face directory names."""
+    said = source.get("generation_config", source.get("config"))
+    given = said.get("eos_token_id") if isinstance(said, Mapping) else None
+    ids = given if isinstance(given, list) else [given]
+    return [one for one in ids if type(one) is int and one >= 0]
+
+
+def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
+    """Write the end-of-text tokens that only ``config.json`` names where the tokenizer finds them."""
+    path, config = directory / GENERATION_CONFIG, source.get("config")
+    if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
+        return
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {key: config[key] for key in keys if config.get(key) is not None}
+    with atomic_write(path, "w") as file:
+        file.write(json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n")
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer in a directory with its own end-of-document token; None if ours cannot read it."""
+    try:
+        return Tokenizer.load(directory)
+    except DataError as error:
+        get_logger().warning(f"the tokenizer is copied, but cannot be used here: {error}")
+        return None
+
+
+def _files_of(tokenizer_dir: Path) -> dict[str, bytes]:
+    """The files of a copied tokenizer as documents of a checkpoint."""
+    files = sorted(path for path in tokenizer_dir.glob("*") if path.is_file())
+    return {f"{TOKENIZER_DIR}/{path.name}": read_bounded(path, MAX_DOCUMENT_BYTES) for path in files}
+
+
+def _write_config(
+    output: Path, model: ModelConfig, tokenizer: Tokenizer | None, generation: Mapping[str, Any]
+) -> None:
+    """Write a configuration of the network to train from or generate with."""
+    tree: dict[str, Any] = {
+        "Global": {"local_batch_size": 1},
+        "Model": model.model_dump(mode="json", exclude_unset=True),
+    }
+    if generation:
+        tree["Generation"] = dict(generation)
+    if tokenizer is not None:
+        # Absolute, so that it can be used from anywhere; where the directory has been moved since, programs
+        # that load the checkpoint take the tokenizer beside it.
+        place = {"dir": str((output / TOKENIZER_DIR).resolve()), "eos_token": tokenizer.eod_token}
+        tree["Data"] = {"tokenizer": place}
+    with atomic_write(output / CONFIG_FILE, "w") as file:
+        file.write(
+            "# Made by tools/convert_checkpoint.py; add the sections of your run, or use it as _base_.\n"
+        )
+        file.write(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+
+
+def _lazy(checkpoint: Checkpoint, kind: str, state: str, name: str) -> LazyTensor:
+    entry = checkpoint.entry(name, kind, state)
+    return LazyTensor(entry.dtype, entry.shape, lambda: checkpoint.read(name, kind, state))

@@ -1,0 +1,312 @@
+"""The verb ``chat``: a conversation with a model, in a terminal or over a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TextIO
+
+from ppfleetx.commands.generate import check_checkpoint, check_options, check_plan, load_generator
+from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.options import option
+from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import ConfigError, UserError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.reading.tree import is_argument
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.generation import GenerationConfig
+    from ppfleetx.generation.generator import TextGenerator
+
+DEFAULT_NEW_TOKENS = 512
+"""Most tokens of an answer where -o Generation.max_dec_len does not say."""
+_QUOTES = '"""'
+HELP = """\
+/system TEXT  say what the model is to be, and begin anew; without TEXT: nothing
+/reset        forget the conversation
+/help         this list
+/exit         end (so does the end of the input, Ctrl-D)
+
+A line that ends in a backslash goes on in the next one. Between lines of \"\"\" a message has as many lines
+as you like, and commands and backslashes mean nothing. Ctrl-C stops an answer."""
+
+
+@dataclass
+class Conversation:
+    """What was said, and how an answer is made.
+
+    Attributes:
+        generator: continues the rendered conversation.
+        template: renders it.
+        options: how text is continued; its ``max_dec_len`` is the most an answer may have.
+        seed: of the first answer; the following ones have the next numbers.
+    """
+
+    generator: TextGenerator
+    template: ChatTemplate
+    options: GenerationConfig
+    seed: int = 0
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def reset(self, system: str | None) -> None:
+        """Begin anew, with this system message."""
+        self.system, self.turns = system, []
+
+    def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
+        """Add a message and its answer to what was said.
+
+        Stopped by KeyboardInterrupt, an answer keeps what was made of it.
+
+        Raises:
+            ChatError: the template refuses the message, or it is too long; it is not added.
+        """
+        before = list(self.turns)
+        self.turns.append({"role": "user", "content": text})
+        try:
+            return self._answer(on_text)
+        except UserError:
+            self.turns = before
+            raise
+
+    def _answer(self, on_text: Callable[[str], None]) -> Answer:
+        pieces: list[str] = []
+
+        def take(_prompt: int, _copy: int, piece: str) -> None:
+            piece = piece if pieces else piece.lstrip()  # a template may end before the space
+            if piece:
+                pieces.append(piece)
+                on_text(piece)
+
+        ids, left_out = self._prompt()
+        room = self.generator.max_positions - len(ids)
+        limits = {key: min(getattr(self.options, key), room) for key in ("max_dec_len", "min_dec_len")}
+        stops = (*_stops(self.options), *self.template.stops) or None
+        options = self.options.model_copy(update={**limits, "stop": stops})
+        was_stopped, reason = False, "stop"
+        try:
+            [[made]] = self.generator.generate([ids], options, seed=self.seed, on_text=take)
+            reason = made.finish_reason
+        except KeyboardInterrupt:
+            was_stopped = True
+        self.seed += 1
+        self.turns.append({"role": "assistant", "content": "".join(pieces)})
+        return Answer(left_out, was_stopped, reason == "length")
+
+    def _prompt(self) -> tuple[list[int], int]:
+        """Ids of the conversation, and how many of the oldest messages had to be left out of it, for good."""
+        head = [] if self.system is None else [{"role": "system", "content": self.system}]
+        wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
+        while True:
+            messages = [*head, *self.turns]
+            ids = self.template.encode(self.generator.tokenizer, messages, add_generation_prompt=True)
+            room = self.generator.max_positions - len(ids)
+            if room >= wanted or (room > 0 and len(self.turns) == 1):
+                return ids, left_out
+            if len(self.turns) == 1:
+                raise ChatError(
+                    f"with all that stands around it the message has {counted(len(ids), 'token')}, and the "
+                    f"model has {self.generator.max_positions} positions: say it in fewer words"
+                )
+            self.turns = self.turns[2:]  # a question and its answer
+            left_out += 2
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is to be said about an answer, beside itself.
+
+    Attributes:
+        left_out: messages that the model no longer sees.
+        was_stopped: by Ctrl-C.
+        is_cut: it got as long as answers may be.
+    """
+
+    left_out: int
+    was_stopped: bool
+    is_cut: bool
+
+
+def _stops(options: GenerationConfig) -> Sequence[str]:
+    stop = options.stop or ()
+    return (stop,) if isinstance(stop, str) else stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(ModelOptions):
+    """Talk with a model, in the terminal or over a pipe.
+
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Its chat
+    template is used, and its settings say how answers are made; -o Generation.KEY=VALUE changes them.
+    Each line is a message; /help lists the commands.
+    """
+
+    examples = """\
+examples:
+  ppfleetx chat output
+  ppfleetx chat output --system "You are brief." -o Generation.temperature=0.7 -o Generation.max_dec_len=200
+  echo "What is a list?" | ppfleetx chat output
+"""
+    system: str | None = option("the system message", metavar="TEXT")
+    template: str | None = option("one of the model's chat templates, or a file", metavar="NAME")
+
+    def run(self) -> None:
+        """Talk until the input ends."""
+        with self.job() as job:
+            conversation = self._begin(
+                load_config(job.config, job.overrides, world_size=world_size(os.environ))
+            )
+            Terminal(sys.stdin, sys.stdout, sys.stderr).talk(conversation)
+
+    def _begin(self, cfg: RunConfig) -> Conversation:
+        check_plan(cfg)
+        if cfg.plan.world_size > 1:
+            raise ConfigError(
+                f"a chat is one process with the whole model, which this plan ({cfg.plan}) is not"
+            )
+        check_checkpoint(cfg)
+        options = _options(cfg)
+        cfg, ctx = start_with(cfg)
+        generator = load_generator(cfg, ctx)
+        template = chosen_template(generator.tokenizer, self.template)
+        seed = cfg.Global.seed if cfg.Generation.seed is None else cfg.Generation.seed
+        return Conversation(generator, template, options, seed, self.system)
+
+
+def _options(cfg: RunConfig) -> GenerationConfig:
+    """The section ``Generation`` as answers need it.
+
+    Raises:
+        ConfigError: it asks for several continuations, searches, or has an option that would not be read.
+    """
+    check_options(cfg)
+    section = cfg.Generation
+    if section.num_return_sequences != 1 or section.decode_strategy == "beam_search":
+        key = "decode_strategy" if section.decode_strategy == "beam_search" else "num_return_sequences"
+        raise ConfigError(
+            "an answer is one text that is shown as it is made: chat with sampling or greedy_search, and one "
+            "sequence",
+            key=f"Generation.{key}",
+            value=getattr(section, key),
+            place=cfg.origins.get(f"Generation.{key}"),
+        )
+    # A checkpoint's own number is that of its training's samples, seldom meant for answers.
+    is_given = is_argument(cfg.origins.get("Generation.max_dec_len", ""))
+    limit = section.max_dec_len if is_given else max(DEFAULT_NEW_TOKENS, section.max_dec_len)
+    return section.model_copy(update={"max_dec_len": limit, "seed": None})
+
+
+class Terminal:
+    """Where messages come from and answers go.
+
+    Args:
+        source: of messages. Where it is no terminal, no prompt is shown.
+        output: of answers.
+        notes: of all that is not the model's.
+    """
+
+    def __init__(self, source: TextIO, output: TextIO, notes: TextIO) -> None:
+        self._source, self._output, self._notes = source, output, notes
+        self._is_watched = source.isatty()
+        if self._is_watched:
+            import readline  # noqa: F401 (gives input() a history and keys to edit with)
+
+    def talk(self, conversation: Conversation) -> None:
+        """Until the input ends, or /exit."""
+        if conversation.template.is_plain:
+            self._note(
+                "the model has no chat template: messages are written as 'User: ...', 'Assistant: ...' "
+                '(docs/chat.md, "Models without a template")'
+            )
+        if self._is_watched:
+            self._note("/help lists the commands")
+        for text, is_command in self._messages():
+            if is_command:
+                if not self._obey(text, conversation):
+                    return
+            elif text.strip():
+                self._answer(text, conversation)
+
+    def _answer(self, text: str, conversation: Conversation) -> None:
+        try:
+            answer = conversation.ask(text, self._write)
+        except UserError as error:
+            self._note(str(error))
+            return
+        self._write("\n")
+        if answer.left_out:
+            self._note(
+                f"the {answer.left_out} oldest messages are left out: the model has "
+                f"{conversation.generator.max_positions} positions"
+            )
+        if answer.was_stopped:
+            self._note("stopped")
+        elif answer.is_cut:
+            self._note("the answer is as long as it may be (-o Generation.max_dec_len=N)")
+
+    def _obey(self, line: str, conversation: Conversation) -> bool:
+        """Do what a command says; whether to go on."""
+        name, _, rest = line.partition(" ")
+        if name in ("/exit", "/quit"):
+            return False
+        if name == "/help":
+            self._note(HELP)
+        elif name == "/reset":
+            conversation.reset(conversation.system)
+            self._note("the conversation begins anew")
+        elif name == "/system":
+            conversation.reset(rest.strip() or None)
+            self._note(
+                "the conversation begins anew" + (", with this system message" if rest.strip() else "")
+            )
+        else:
+            self._note(f"there is no command {name}; /help lists them")
+        return True
+
+    def _messages(self) -> Iterator[tuple[str, bool]]:
+        """Messages and commands, and which they are."""
+        while (line := self._line("> ")) is not None:
+            if line.strip() == _QUOTES:
+                yield "\n".join(self._until_quotes()), False
+            elif line.startswith("/"):
+                yield line.strip(), True
+            else:
+                lines = [line]
+                while lines[-1].endswith("\\"):
+                    lines[-1] = lines[-1][:-1]
+                    lines.append(self._line(". ") or "")
+                yield "\n".join(lines), False
+
+    def _until_quotes(self) -> Iterator[str]:
+        while (line := self._line(". ")) is not None and line.strip() != _QUOTES:
+            yield line
+
+    def _line(self, prompt: str) -> str | None:
+        """The next line; None at the end of the input. Ctrl-C drops what was typed."""
+        while True:
+            try:
+                if self._is_watched:
+                    return input(prompt)
+                line = self._source.readline()
+                return line.rstrip("\r\n") if line else None
+            except EOFError:
+                self._write("\n")
+                return None
+            except KeyboardInterrupt:
+                if not self._is_watched:
+                    raise
+                self._note("\n(/exit or Ctrl-D ends)")
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"standard input is not UTF-8 text: {error}") from error
+
+    def _write(self, text: str) -> None:
+        self._output.write(text)
+        self._output.flush()
+
+    def _note(self, text: str) -> None:
+        print(text, file=self._notes, flush=True)

@@ -1,0 +1,306 @@
+"""The verb ``check``, and ``train --check``: the resolved plan and its arithmetic, without any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ppfleetx.commands.options import ConfigOptions
+from ppfleetx.commands.start_process import refuse_foreign_weights
+from ppfleetx.config.config_notes import absent_loggers, missing, not_supported_reasons
+from ppfleetx.config.counts import counted
+from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.plan import AXES, ParallelPlan
+from ppfleetx.config.reading.overrides import Override
+from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
+from ppfleetx.config.sections.engine import EngineConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.without_effect import without_effect
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count, trained_count
+from ppfleetx.optims.schedules import build_schedule
+from ppfleetx.planner.summary import memory_lines
+from ppfleetx.utils.devices import GPU
+from ppfleetx.utils.gpu_operators import on_the_host
+
+_MAX_GROUPS_SHOWN = 2
+_MAX_RANKS_SHOWN = 8
+_MAX_STAGES_SHOWN = 64
+_RANKS_PER_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(ConfigOptions):
+    """Look at a configuration without running it: the plan, parameters, batch arithmetic, token ids.
+
+    Needs no Paddle. Exit code 2 when a run with it would be refused, with the reason.
+    """
+
+    examples = """\
+example:
+  ppfleetx check -c FILE -o Distributed.mp_degree=2
+"""
+
+    def run(self) -> None:
+        """Print the report."""
+        check(self.config, self.override)
+
+
+def check(config: ConfigSource, overrides: Sequence[Override]) -> None:
+    """Print the report, and what a look at the run's directory and data adds.
+
+    Raises:
+        UserError: a run would be refused.
+    """
+    from ppfleetx.core.engine.run_directory import check_beginning
+    from ppfleetx.data.token_ids import token_id_lines
+
+    cfg = load_config(config, overrides)
+    report = check_report(cfg)
+    if cfg.Data.Train is not None:
+        check_beginning(cfg)
+    token_ids = token_id_lines(cfg)
+    print("\n".join([report, *token_ids]))  # last, because it says that all is well
+
+
+def check_report(cfg: RunConfig, device: str | None = None) -> str:
+    """Plan, parameters, batches, FLOPs, precision, recompute, memory, schedules of ``cfg``, line by line.
+
+    Args:
+        cfg: the configuration.
+        device: where it runs; None: where ``Global.device`` says, a GPU where it leaves that open.
+
+    Raises:
+        ConfigError: weights are to come from a checkpoint of another program; a callback or a schedule
+            cannot be made as configured.
+    """
+    refuse_foreign_weights(cfg)
+    if cfg.Engine.callbacks != EngineConfig().callbacks:
+        from ppfleetx.core.engine.callbacks.build import check_callbacks  # not needed by most configurations
+
+        check_callbacks(cfg.Engine.callbacks)
+    if cfg.Optimizer.lr.decay_steps is not None:  # else its length is known with the data
+        build_schedule(cfg.Optimizer, cfg.Engine.max_steps)
+    device = device or (GPU if cfg.Global.device == "auto" else cfg.Global.device)
+    lines = [
+        *_plan_lines(cfg),
+        *_model_lines(cfg),
+        *_batch_lines(cfg),
+        _line("precision", _precision(cfg)),
+        *_offload_lines(cfg),
+        _line("recompute", _recompute(cfg.Model)),
+        *_memory_lines(cfg, device),
+        _line("learning rate", _schedule(cfg)),
+        _line("run", _run(cfg)),
+    ]
+    lines += [
+        _line("note", note) for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, device))
+    ]
+    lines += [_line("missing", reason) for reason in (*missing(cfg), *_missing_loggers(cfg))]
+    lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
+    return "\n".join([*lines, "The configuration is valid."])
+
+
+def _missing_loggers(cfg: RunConfig) -> list[str]:
+    return [f"Engine.loggers: {name} needs {wanted}" for name, wanted in absent_loggers(cfg).items()]
+
+
+def _memory_lines(cfg: RunConfig, device: str) -> list[str]:
+    return [_line("" if number else "memory", text) for number, text in enumerate(memory_lines(cfg, device))]
+
+
+def human_count(number: int) -> str:
+    """``174_615_846_912`` -> ``174.6 B``."""
+    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<14} {text}"
+
+
+def _plan_lines(cfg: RunConfig) -> list[str]:
+    plan = cfg.plan
+    lines = [
+        _line("plan", str(plan)),
+        _line("world size", f"{plan.world_size} = " + " x ".join(f"{a} {getattr(plan, a)}" for a in AXES)),
+    ]
+    for axis in AXES:
+        if getattr(plan, axis) > 1:
+            lines.append(_line(f"  {axis} ranks", _groups(plan, axis)))
+    if plan.pp > 1:
+        lines += _pipeline_lines(cfg, plan)
+    return lines
+
+
+def _groups(plan: ParallelPlan, axis: str) -> str:
+    count = plan.world_size // getattr(plan, axis)
+    shown = ", ".join(_ranks(group) for group in islice(plan.iter_groups(axis), _MAX_GROUPS_SHOWN))
+    more = ", ..." if count > _MAX_GROUPS_SHOWN else ""
+    return f"{counted(count, 'group')} of {getattr(plan, axis)}: {shown}{more}"
+
+
+def _ranks(group: range) -> str:
+    if len(group) <= _MAX_RANKS_SHOWN:
+        return str(list(group))
+    return f"[{group[0]}, {group[1]}, {group[2]}, ..., {group[-1]}]"
+
+
+def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
+    chunks = plan.layers_of_chunks(cfg.Model.num_layers)
+    stages = [chunks[stage :: plan.pp] for stage in range(plan.pp)]
+    if len(set(chunks)) == 1:
+        per_stage = sum(stages[0])
+        text = f"{plan.pp} stages of {counted(per_stage, 'layer')}"
+        if plan.virtual_pp_degree > 1:
+            text += f" ({plan.virtual_pp_degree} chunks of {chunks[0]})"
+    else:
+        sizes = ["+".join(map(str, stage[:_MAX_STAGES_SHOWN])) for stage in stages[:_MAX_STAGES_SHOWN]]
+        more = ", ..." if plan.num_chunks > _MAX_STAGES_SHOWN else ""
+        text = f"stages of {', '.join(sizes)}{more} layers"
+    idle = bubble_share(plan, cfg.batch.accumulate_steps)
+    micro_batches = f"{counted(cfg.batch.accumulate_steps, 'micro batch')} per step"
+    return [_line("pipeline", text), _line("bubble", f"{idle:.1%} of the time is idle ({micro_batches})")]
+
+
+def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
+    """Idle share of the total time, with equal stages: (p - 1) / (v m + p - 1) (Narayanan et al. 2021); with
+    zb_h1 (p - 1) / (3 m + p - 1), all parts of a pass being equally long (Qi et al. 2023, table 2)."""
+    if plan.pp_schedule == "zb_h1":
+        return (plan.pp - 1) / (3 * micro_batches + plan.pp - 1)
+    return (plan.pp - 1) / (plan.virtual_pp_degree * micro_batches + plan.pp - 1)
+
+
+def _model_lines(cfg: RunConfig) -> list[str]:
+    model = cfg.Model
+    count = parameter_count(model)
+    heads = f"{counted(model.num_attention_heads, 'head')} of {model.head_size}"
+    if model.kv_heads != model.num_attention_heads:
+        heads += f" ({counted(model.kv_heads, 'key/value head')})"
+    vocabulary = f"vocabulary {model.vocab_size} (padded {model.padded_vocab_size})"
+    return [
+        _line(
+            "model",
+            f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, {heads}, "
+            f"ffn {model.ffn_size} {model.hidden_act}, {vocabulary}, positions "
+            f"{model.max_position_embeddings} ({_positions(model)})",
+        ),
+        _line("parameters", f"{human_count(count)} parameters ({count:,})"),
+        *_lora_lines(model),
+    ]
+
+
+def _positions(model: ModelConfig) -> str:
+    kind, scaling = model.position_embedding_type, model.rope_scaling
+    return kind if scaling is None else f"{kind}, {scaling.type} times {scaling.factor:g}"
+
+
+def _lora_lines(model: ModelConfig) -> list[str]:
+    if model.lora is None:
+        return []
+    count, lora = trained_count(model), model.lora
+    base = "" if lora.base is None else f"; the others come from {lora.base} and are not saved again"
+    text = f"rank {lora.rank}, alpha {lora.alpha:g}: {human_count(count)} parameters train ({count:,}){base}"
+    return [_line("adapters", text)]
+
+
+def _batch_lines(cfg: RunConfig) -> list[str]:
+    batch, plan = cfg.batch, cfg.plan
+    lines = [
+        _line(
+            "batch",
+            f"global {batch.global_batch_size} = local {batch.local_batch_size} x {plan.data_size} data "
+            f"ranks (dp {plan.dp} x sharding {plan.sharding})",
+        ),
+        _line(
+            "",
+            f"local {batch.local_batch_size} = micro {batch.micro_batch_size} x accumulate "
+            f"{batch.accumulate_steps}",
+        ),
+    ]
+    if cfg.Data.Train is not None:
+        length = cfg.Data.Train.dataset.max_seq_len
+        tokens = batch.global_batch_size * length
+        flops = flops_per_step(cfg.Model, batch.global_batch_size, length)
+        lines += [
+            _line("tokens", f"{tokens:,} per step (sequences of {length})"),
+            _line("compute", f"{flops:.4e} FLOPs per step, {flops / plan.world_size:.4e} per device"),
+        ]
+    return lines
+
+
+def _precision(cfg: RunConfig) -> str:
+    precision = cfg.Engine.mix_precision
+    if not precision.enable:
+        return "float32"
+    text = f"{precision.dtype} {precision.level}"
+    if precision.dtype == "float16":
+        kind = "dynamic, starting at" if precision.use_dynamic_loss_scaling else "constant"
+        text += f", loss scale {kind} {precision.scale_loss:g}"
+    return text + (", gradients summed in float32" if precision.main_grad_fp32 else "")
+
+
+def _offload_lines(cfg: RunConfig) -> list[str]:
+    """What the host has to hold, as if mp and pp divided all parameters evenly."""
+    plan, precision = cfg.plan, cfg.Engine.mix_precision
+    if not plan.sharding_offload:
+        return []
+    moments = 4 * OPTIMIZERS.traits(cfg.Optimizer.name).states
+    masters = 4 if precision.enable and precision.level == "O2" else 0
+    size = moments + masters
+    if size == 0:
+        return [
+            _line(
+                "offload",
+                f"{cfg.Optimizer.name} without master weights has no states: the host holds nothing",
+            )
+        ]
+    rank_bytes = trained_count(cfg.Model) * size // (plan.mp * plan.pp * plan.sharding)
+    ranks = min(plan.world_size, _RANKS_PER_NODE)
+    text = f"optimizer states in host memory, {size} bytes a parameter: about {_binary(rank_bytes)} a rank"
+    return [
+        _line("offload", f"{text}, {_binary(rank_bytes * ranks)} on a node with {counted(ranks, 'rank')}")
+    ]
+
+
+def _binary(num_bytes: int) -> str:
+    """``2_000_000_000`` -> ``1.9 GiB``."""
+    unit, name = next(
+        (u for u in ((1 << 30, "GiB"), (1 << 20, "MiB")) if num_bytes >= u[0]), (1 << 10, "KiB")
+    )
+    return f"{num_bytes / unit:.1f} {name}"
+
+
+def _recompute(model: ModelConfig) -> str:
+    count = len(model.recomputed_layers())
+    if count == 0:
+        return "none"
+    return f"{model.recompute_granularity or 'full'}, {count} of {model.num_layers} layers"
+
+
+def _schedule(cfg: RunConfig) -> str:
+    lr = cfg.Optimizer.lr
+    if lr.decay_steps is None:
+        return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
+    text = f"{counted(lr.num_warmup_steps, 'warm-up step', 'g')} to {lr.max_lr:g}, {lr.decay_style}"
+    decays = SCHEDULES.traits(lr.decay_style).decays
+    return f"{text} to {lr.min_lr:g} at step {lr.decay_steps}" if decays else text
+
+
+def _run(cfg: RunConfig) -> str:
+    engine = cfg.Engine
+    unit = "step" if engine.run_mode == "step" else "epoch"
+    length = counted(engine.max_steps if unit == "step" else engine.num_train_epochs, unit)
+    in_epochs = unit == "epoch" and engine.save_load.save_epoch is not None
+    save = engine.save_load.save_epoch if in_epochs else engine.save_load.save_steps
+    evaluates = cfg.Data.Eval is not None and engine.eval_freq
+    evaluation = f"evaluate every {counted(engine.eval_freq, unit)}" if evaluates else "no evaluation"
+    saving = (
+        f"save every {counted(save, 'epoch' if in_epochs else 'step')} and at the end"
+        if save
+        else "save at the end"
+    )
+    return f"{length}, {evaluation}, {saving}, on {cfg.Global.device}"

@@ -1,0 +1,205 @@
+"""The verb ``compare``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppfleetx.commands.launching import SCRIPT
+from ppfleetx.commands.options import Command, option, plugin_option, repeated, switch
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import DataError, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Record = dict[str, float]
+
+_RTOL = 1e-5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative difference of one quantity, and the step it occurs at."""
+
+    key: str
+    largest: float
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(Command):
+    """Compare the loss sequences of two runs: two plans, two commits, or two runs that exist already.
+
+        ppfleetx compare -c FILE [-o BOTH ...] --a Distributed.mp_degree=2 --b Distributed.pp_degree=2
+        ppfleetx compare -c FILE --commit-a main --commit-b HEAD --bitwise
+        ppfleetx compare --metrics-a output_a --metrics-b output_b --plot losses.png
+
+    Exit code 0: equal (bitwise, or within --rtol); 1: not; 2: a mistake in what was asked for.
+    """
+
+    config: str | None = option("configuration both sides start from", "-c", "--config", metavar="FILE")
+    override: tuple[str, ...] = repeated("override of both sides", "-o", "--override", metavar="KEY=VALUE")
+    plugin: tuple[str, ...] = plugin_option()
+    a: tuple[str, ...] = repeated("override of a", metavar="KEY=VALUE")
+    b: tuple[str, ...] = repeated("override of b", metavar="KEY=VALUE")
+    commit_a: str | None = option("commit a runs from; default: this tree", metavar="REV")
+    commit_b: str | None = option("commit b runs from; default: this tree", metavar="REV")
+    metrics_a: str | None = option("output directory of a finished run a", metavar="DIR")
+    metrics_b: str | None = option("output directory of a finished run b", metavar="DIR")
+    bitwise: bool = switch("allow no difference at all")
+    rtol: float | None = option(f"relative difference allowed; {_RTOL:g} unless given")
+    plot: str | None = option("draw both sequences and their difference", metavar="PNG")
+    work_dir: str | None = option("keep outputs and logs here", metavar="DIR")
+
+    def run(self) -> int:
+        """Run what has to be run, and compare."""
+        if not self.config and not (self.metrics_a and self.metrics_b):
+            raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
+        if self.bitwise and self.rtol is not None:
+            raise UserError(
+                "--bitwise allows no difference, so it cannot go with --rtol; give one of the two"
+            )
+        with contextlib.ExitStack() as stack:
+            work_dir = Path(self.work_dir or stack.enter_context(tempfile.TemporaryDirectory()))
+            runs = []
+            for side in "ab":
+                metrics = getattr(self, f"metrics_{side}")
+                runs.append(read_losses(Path(metrics)) if metrics else run_side(side, self, work_dir))
+        differences = compare(*runs)
+        for difference in differences:
+            largest = f"{difference.largest:.3e} (relative)"
+            print(f"{difference.key:10} differs by {largest} at most, at step {difference.step}")
+        if self.plot:
+            draw(runs, Path(self.plot))
+        allowed = 0.0 if self.bitwise else _RTOL if self.rtol is None else self.rtol
+        same = all(difference.largest <= allowed for difference in differences)
+        rule = "bit for bit" if self.bitwise else f"within {allowed:g}"
+        print(f"{counted(len(runs[0]), 'step')}: {'equal' if same else 'DIFFERENT'} ({rule})")
+        return 0 if same else 1
+
+
+def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
+    """Run one side under its own plan and from its own commit, and return its losses.
+
+    Raises:
+        UserError: the run fails.
+    """
+    from ppfleetx.config.loader import load_config
+
+    overrides = [*options.override, *getattr(options, side)]
+    world = load_config(options.config, overrides).plan.world_size
+    output_dir = work_dir / side
+    overrides += [f"Engine.save_load.output_dir={output_dir}", "Engine.logging_freq=1"]
+    words = [word for override in overrides for word in ("-o", override)]
+    with tree_of(getattr(options, f"commit_{side}")) as tree:
+        command = [sys.executable]
+        if world > 1:
+            logs = str(work_dir / f"{side}_log")
+            command += ["-m", "paddle.distributed.launch", "--nproc_per_node", str(world), "--log_dir", logs]
+        program = [str(SCRIPT), "train"] if tree is None else [str(tree / "tools/train.py")]
+        command += [*program, "-c", str(Path(options.config).resolve()), *words]
+        said = " ".join(getattr(options, side)) or "as configured"
+        print(f"{side}: {world} process{'es' if world > 1 else ''}, {said}")
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(
+            f"run {side} failed with code {done.returncode}:\n{(done.stderr or done.stdout)[-3000:]}"
+        )
+    return read_losses(output_dir)
+
+
+@contextlib.contextmanager
+def tree_of(commit: str | None) -> Iterator[Path | None]:
+    """A directory with the files of ``commit``; None, for this package as it is, without one.
+
+    Raises:
+        UserError: there is no repository or no such commit.
+    """
+    if commit is None:
+        yield None
+        return
+    if not (ROOT / ".git").exists():
+        raise UserError(f"--commit {commit}: this ppfleetx is no checkout of its repository")
+    with tempfile.TemporaryDirectory() as directory:
+        git = ["git", "-C", str(ROOT), "worktree"]
+        added = subprocess.run(
+            [*git, "add", "--detach", f"{directory}/tree", commit], capture_output=True, text=True
+        )
+        if added.returncode:
+            raise UserError(f"commit {commit}: {added.stderr.strip()}")
+        try:
+            yield Path(directory) / "tree"
+        finally:
+            subprocess.run([*git, "remove", "--force", f"{directory}/tree"], check=True)
+
+
+def read_losses(output_dir: Path) -> list[Record]:
+    """Training records of a run's metrics.jsonl.
+
+    Raises:
+        DataError: there is no such file.
+    """
+    path = output_dir / "metrics.jsonl" if output_dir.is_dir() else output_dir
+    if not path.is_file():
+        raise DataError(f"{path}: no such metrics file")
+    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [record for record in records if record["kind"] == "train"]
+
+
+def compare(a: Sequence[Record], b: Sequence[Record]) -> list[Difference]:
+    """Largest relative differences of loss and gradient norm.
+
+    Raises:
+        DataError: the runs did not record the same steps.
+    """
+    steps = [[record["step"] for record in run] for run in (a, b)]
+    if steps[0] != steps[1] or not steps[0]:
+        raise DataError(f"the runs recorded different steps: {len(steps[0])} of a and {len(steps[1])} of b")
+    return [_largest(key, a, b) for key in ("loss", "grad_norm")]
+
+
+def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
+    found = Difference(key, 0.0, int(a[0]["step"]))
+    for one, other in zip(a, b, strict=True):
+        scale = max(abs(one[key]), abs(other[key]))
+        relative = abs(one[key] - other[key]) / scale if scale else 0.0
+        # Written so that a NaN on either side counts as different.
+        if not relative <= found.largest:
+            found = Difference(key, relative, int(one["step"]))
+    return found
+
+
+def draw(runs: Sequence[Sequence[Record]], path: Path) -> None:
+    """Both loss curves above, their relative difference below.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("--plot needs matplotlib: pip install 'ppfleetx[plots]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
+    steps = [record["step"] for record in runs[0]]
+    for name, run in zip("ab", runs, strict=True):
+        above.plot(
+            steps, [record["loss"] for record in run], label=name, linestyle="-" if name == "a" else "--"
+        )
+    above.set_ylabel("loss")
+    above.legend()
+    below.plot(steps, [abs(x["loss"] - y["loss"]) / abs(x["loss"]) for x, y in zip(*runs, strict=True)])
+    below.set_yscale("symlog", linthresh=1e-9)
+    below.set_ylabel("relative difference")
+    below.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    print(f"plot: {path}")

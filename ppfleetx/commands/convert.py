@@ -1,0 +1,123 @@
+"""The verbs ``convert`` and ``merge``."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ppfleetx.commands.options import Command, option, plugin_option, repeated, switch
+from ppfleetx.config.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert(Command):
+    """Convert checkpoints: Hugging Face, FleetX and Megatron-LM in; ppfleetx and Hugging Face out.
+
+      --from hf        GPT-2, Llama, Mistral, Qwen2, Qwen3 and GPT-NeoX of Hugging Face, Llamas of PaddleNLP
+                       and PaddleFormers (safetensors, pytorch_model.bin or model_state.pdparams, sharded or
+                       not)
+      --from fleetx    model.pdparams, alone or in rank directories (tensor and pipeline parallel)
+      --from megatron  classic mp_rank_XX[_YYY]/model_optim_rng.pt, weights only
+      --from ppfleetx  anything Engine.save_load.ckpt_dir accepts
+
+    Tensors are converted one at a time. Pickled files are read without running anything in them.
+    """
+
+    source: Literal["hf", "fleetx", "megatron", "ppfleetx"] = option(
+        "format of --input", "--from", default=MISSING
+    )
+    target: Literal["ppfleetx", "hf"] = option("format of --output", "--to", default=MISSING)
+    input: str = option(
+        "what to convert; with --from hf also hf:ORG/NAME or hf:ORG/NAME@REVISION, a model of the "
+        "Hugging Face hub",
+        default=MISSING,
+        metavar="DIR",
+    )
+    output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
+    yaml: str | None = option(
+        "configuration whose Model section describes the network, where the source does not (always "
+        "with --from fleetx)",
+        "--config",
+        metavar="YAML",
+    )
+    override: tuple[str, ...] = repeated(
+        "replace one value of --config; may be given many times",
+        "-o",
+        "--override",
+        metavar="Section.key=value",
+    )
+    plugin: tuple[str, ...] = plugin_option()
+    dtype: Literal["float32", "float16", "bfloat16"] | None = option("element type (as in the source)")
+    tokenizer: str | None = option("tokenizer files to put with the weights (the source's)", metavar="DIR")
+    merge: bool = switch("ppfleetx to ppfleetx: one rank directory, optimizer included")
+    plan: str | None = option("ppfleetx to ppfleetx: rank directories of this plan", metavar="mp=N,pp=M")
+    check_logits: bool = switch(
+        "compare logits of source and result on random tokens (Hugging Face on one side)"
+    )
+    transformers: str | None = option(
+        "with --check-logits: ask transformers too, with this interpreter, which has torch and transformers",
+        metavar="PYTHON",
+    )
+
+    def run(self) -> None:
+        """Convert, and compare logits where asked to."""
+        plan = None if self.plan is None else parse_plan(self.plan)
+        from ppfleetx.config.plan import ParallelPlan
+        from ppfleetx.conversion.convert import Conversion, check_logits, convert, load_model_section
+        from ppfleetx.conversion.hub import local_directory
+        from ppfleetx.utils.log import configure_logging
+
+        configure_logging()
+        if self.override and self.yaml is None:
+            raise ConfigError("-o changes values of --config, which is not given")
+        job = Conversion(
+            self.source,
+            self.target,
+            local_directory(self.input) if self.source == "hf" else Path(self.input),
+            Path(self.output),
+            model=None if self.yaml is None else load_model_section(self.yaml, self.override),
+            dtype=self.dtype,
+            merge=self.merge,
+            plan=None if plan is None else ParallelPlan(**plan),
+            tokenizer=None if self.tokenizer is None else Path(self.tokenizer),
+        )
+        if self.check_logits and "hf" not in (self.source, self.target):
+            raise ConfigError("--check-logits needs Hugging Face's format on one side")
+        if self.transformers is not None and not self.check_logits:
+            raise ConfigError("--transformers belongs to --check-logits")
+        written = convert(job)
+        print(f"written: {written}")
+        if self.check_logits:
+            difference = check_logits(job, written, python_with_transformers=self.transformers)
+            rounded = "" if self.dtype is None else f", with the source's weights in {self.dtype}"
+            print(f"logits of source and result differ by at most {difference:.3g}{rounded}")
+
+
+def parse_plan(text: str) -> dict[str, int]:
+    """`mp=2,pp=2` as numbers. Raises ConfigError."""
+    degrees = {}
+    for part in text.split(","):
+        axis, _, degree = part.strip().partition("=")
+        if axis not in ("mp", "pp") or not degree.isdigit() or int(degree) < 1:
+            raise ConfigError(f"--plan {text}: give mp=N, pp=M or both; the other axes cut no tensor")
+        degrees[axis] = int(degree)
+    return degrees
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(Command):
+    """Add the adapters of a checkpoint trained with Model.lora to its weights: a plain checkpoint."""
+
+    input: str = option("checkpoint with adapters", default=MISSING, metavar="DIR")
+    output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
+    base: str | None = option("the frozen weights, for adapters saved alone (Model.lora.base)", metavar="DIR")
+    plugin: tuple[str, ...] = plugin_option()
+
+    def run(self) -> None:
+        """Merge, and say where the result is."""
+        from ppfleetx.checkpoint.merge_lora import merge_lora
+        from ppfleetx.utils.log import configure_logging
+
+        configure_logging()
+        print(f"written: {merge_lora(self.input, self.output, self.base)}")

@@ -1,0 +1,193 @@
+"""What ``projects/megatron/pretrain_gpt.py`` and the scripts beside it, which train GPT-2, do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+
+from ppfleetx.commands.check import check_report, human_count
+from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_tree
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.run_directory import METRICS_FILE
+from ppfleetx.dialects.megatron import gpt2_sizes
+from ppfleetx.dialects.megatron.dialect import of_arguments, without_launcher
+from ppfleetx.dialects.translation import Translation
+from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.utils.files import atomic_write
+
+USAGE = """\
+usage: pretrain_gpt.py --num-layers N ...      Megatron's arguments; docs/dialects/megatron.md lists them
+       python -m paddle.distributed.launch --nproc_per_node 8 pretrain_gpt.py ...
+       pretrain_gpt.py --check [--world-size N] ...     print plan, parameters and batches, and run nothing
+"""
+_LOG = Path("test/output/0")
+
+
+def run(argv: Sequence[str]) -> None:
+    """The program ``pretrain_gpt.py``.
+
+    Args:
+        argv: its arguments.
+
+    Raises:
+        UserError: anything wrong with them, or with what they name.
+    """
+    train_translated(argv or ["--help"], USAGE, of_arguments)
+
+
+def train_translated(
+    argv: Sequence[str], usage: str, translate: Callable[[list[str], int | None], Translation]
+) -> None:
+    """Train as another toolkit's arguments say; with ``--check`` print the plan, with ``--help`` the usage.
+
+    Args:
+        argv: the arguments, ours among them (`own_arguments`).
+        usage: what ``--help`` prints.
+        translate: called with the toolkit's arguments and the number of processes.
+
+    Raises:
+        UserError: anything wrong with the arguments, or with what they name.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(usage, end="")
+        return
+    only_checks, world, rest = own_arguments(argv)
+    result = translate(rest, world)
+    cfg = load_tree(result.tree(), result.warnings, world_size=world)
+    if only_checks:
+        print(check_report(cfg))
+        return
+    cfg, ctx = start_with(cfg, reads=("Train", "Eval"))
+    from ppfleetx.commands.training import train
+
+    train(cfg, ctx)
+
+
+def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
+    """Whether to check alone, the number of processes, and Megatron's arguments."""
+    checks, world, rest = False, None, []
+    words = iter(argv)
+    for word in words:
+        if word == "--check":
+            checks = True
+        elif word.partition("=")[0] == "--world-size":
+            text = word.partition("=")[2] or next(words, "")
+            if not text.isascii() or not text.isdigit() or not 0 < len(text) < 8 or int(text) < 1:
+                raise ConfigError("must be a number of at least 1", key="--world-size", value=text)
+            world = int(text)
+        else:
+            rest.append(word)
+    if world is not None and not checks:
+        raise ConfigError("goes with --check; a run has the processes of its launcher", key="--world-size")
+    if world is None:
+        world = without_launcher(rest)[0] if checks else world_size(os.environ)
+    return checks, world, rest
+
+
+def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
+    """The scripts ``train_full_8p.sh`` and ``train_performance_8p.sh``: start eight ranks, wait for them,
+    and print the table of results. The log is ``test/output/0/train_0.log``; an earlier run and its
+    logs in the same place are put aside.
+
+    Returns:
+        The launcher's exit code.
+
+    Raises:
+        UserError: anything wrong with the arguments, before a process is started.
+    """
+    checks = "--check" in argv
+    request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
+    with tempfile.TemporaryDirectory() as directory:  # whether all is right is seen before anything is left
+        _, cfg = _gpt2_arguments(request, Path(directory), evaluates=evaluates)
+    if checks:
+        print(check_report(cfg))
+        return 0
+    output = Path(cfg.Engine.save_load.output_dir)
+    _put_aside(_LOG)
+    if not cfg.Engine.save_load.resume:
+        _put_aside(output)
+    _LOG.mkdir(parents=True, exist_ok=True)
+    arguments, cfg = _gpt2_arguments(request, _LOG, evaluates=evaluates)
+    code = _launch(arguments)
+    if code == 0:
+        size = human_count(parameter_count(cfg.Model)) if request.more else request.size
+        print(results_table(size, cfg, output))
+    return code
+
+
+def _gpt2_arguments(
+    request: gpt2_sizes.Request, directory: Path, *, evaluates: bool
+) -> tuple[list[str], RunConfig]:
+    """Arguments of ``pretrain_gpt.py`` and what they say; the DeepSpeed file goes into ``directory``."""
+    config = directory / "ds_config.json"
+    with atomic_write(config, "w") as file:
+        file.write(gpt2_sizes.deepspeed_json(request))
+    arguments = gpt2_sizes.arguments_of(request, config, evaluates=evaluates)
+    result = of_arguments(arguments, gpt2_sizes.PROCESSES)
+    return arguments, load_tree(result.tree(), result.warnings, world_size=gpt2_sizes.PROCESSES)
+
+
+def _put_aside(output: Path) -> None:
+    """Rename the directory of an earlier run, so that nothing of it is lost."""
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    names = (output.with_name(f"{output.name}.{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    output.rename(aside)
+    print(f"the results of an earlier run are now in {aside}", flush=True)
+
+
+def _launch(arguments: Sequence[str]) -> int:
+    program = Path(__file__).resolve().parents[3] / "projects" / "megatron" / "pretrain_gpt.py"
+    command = [
+        sys.executable,
+        "-m",
+        "paddle.distributed.launch",
+        "--nproc_per_node",
+        str(gpt2_sizes.PROCESSES),
+    ]
+    command += ["--log_dir", str(_LOG), str(program), *arguments]
+    with (_LOG / "train_0.log").open("wb") as log:
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            for line in started.stdout:
+                log.write(line)
+                sys.stdout.write(line.decode("utf-8", "replace"))
+                sys.stdout.flush()
+            return started.wait()
+        finally:
+            if started.poll() is None:
+                started.terminate()
+                started.wait()
+
+
+def results_table(size: str, cfg: RunConfig, output: Path) -> str:
+    """Params, PPL, samples/s, sequence length and steps of a finished run.
+
+    PPL is the lowest of its evaluations after a step, samples/s the mean of the last hundred log lines.
+    """
+    records = [json.loads(line) for line in (output / METRICS_FILE).read_text("utf-8").splitlines()]
+    trained = [record for record in records if record["kind"] == "train"]
+    ppls = [one["ppl"] for one in records if one["kind"] == "eval" and one["step"] > 0 and one["ppl"]]
+    length = cfg.Data.Train.dataset.max_seq_len
+    last = trained[-100:]
+    speed = sum(record["ips_total"] for record in last) / len(last) / length
+    cells = (
+        f"{gpt2_sizes.PROCESSES}p-{'GPU' if cfg.Engine.mix_precision.enable else 'CPU'}",
+        size,
+        f"{min(ppls):.3f}" if ppls else "-",
+        f"{speed:.3f}",
+        str(length),
+        str(trained[-1]["step"]),
+    )
+    head = ("NAME", "params", "PPL", "samples/s", "seq_len", "Steps")
+    rows = [head, tuple("-----" for _ in head), cells]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

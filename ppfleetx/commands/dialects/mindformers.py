@@ -1,0 +1,139 @@
+"""What ``run_mindformer.py`` does: translate the command line, and run the program of its mode."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.commands import evaluate, generate
+from ppfleetx.commands.check import check_report
+from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_tree
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.data.build import open_corpora
+from ppfleetx.dialects.mindformers.arguments import usage
+from ppfleetx.dialects.mindformers.dialect import run_of
+from ppfleetx.dialects.translation import Translation
+
+_FOREIGN_DATA = (".mindrecord", ".tfrecord")
+
+
+def run(argv: Sequence[str]) -> None:
+    """The program ``run_mindformer.py``.
+
+    Args:
+        argv: its arguments.
+
+    Raises:
+        UserError: anything wrong with them, with the file they name, or with what that names.
+    """
+    if not argv or "--help" in argv or "-h" in argv:
+        print(usage())
+        return
+    one = run_of(argv)
+    world = None if one.checks else world_size(os.environ)
+    cfg = load_tree(one.translation.tree(), one.translation.warnings, world_size=world)
+    if one.checks:
+        print(check_report(cfg))
+        return
+    _PROGRAMS[one.mode](cfg, one.translation)
+
+
+def _train(cfg: RunConfig, _: Translation) -> None:
+    _require_corpus(cfg, "Train")
+    cfg, ctx = start_with(cfg, reads=("Train",))
+    from ppfleetx.commands.training import train
+
+    train(cfg, ctx)
+
+
+def _evaluate(cfg: RunConfig, _: Translation) -> None:
+    _require_checkpoint(cfg)
+    if not cfg.Model.task.offline_evaluation:
+        _require_corpus(cfg, "Eval")
+        if "Engine.eval_iters" not in cfg.origins:
+            cfg = cfg.changed("Engine", eval_iters=_whole_batches(cfg))
+    evaluate.run_loaded(cfg)
+
+
+def _predict(cfg: RunConfig, translation: Translation) -> None:
+    _require_checkpoint(cfg)
+    if cfg.Generation.prompt is None and cfg.Generation.prompt_file is None:
+        raise ConfigError("predicting needs a prompt, or a file with one a line", key="--predict_data")
+    generate.run_loaded(_with_room(cfg, translation))
+
+
+_PROGRAMS: dict[str, Callable[[RunConfig, Translation], None]] = {
+    "train": _train,
+    "finetune": _train,
+    "eval": _evaluate,
+    "predict": _predict,
+}
+
+
+def _require_corpus(cfg: RunConfig, split: str) -> None:
+    """Refuse a run that names no corpus, or MindSpore's own files."""
+    block = "train_dataset" if split == "Train" else "eval_dataset"
+    key, place = f"{block}.data_loader.dataset_dir", cfg.origins.get(f"Data.{split}.dataset.input_dir")
+    if place is None:
+        raise ConfigError("names no corpus; give --dataset_dir DIR", key=key)
+    path = Path(getattr(cfg.Data, split).dataset.input_dir)
+    files = [path] if path.suffix in _FOREIGN_DATA else []
+    if path.is_dir() and not any(path.glob("*.idx")):
+        files += sorted(file for file in path.iterdir() if file.suffix in _FOREIGN_DATA)
+    if files:
+        raise ConfigError(
+            f"{files[0].name} is a file of MindSpore, which is not read here. projects/mindformers/"
+            "prepare_wikitext2.py makes a corpus of WikiText-2, `ppfleetx prepare` of other text",
+            key=key,
+            value=str(path),
+            place=place,
+        )
+
+
+def _require_checkpoint(cfg: RunConfig) -> None:
+    """Refuse to use a model that nothing names, or a file of MindSpore."""
+    key = "Engine.save_load.ckpt_dir"
+    path, place = cfg.Engine.save_load.ckpt_dir, cfg.origins.get(key)
+    if path is None:
+        raise ConfigError("needs a trained model: give --load_checkpoint DIR", key="--load_checkpoint")
+    if path.endswith(".ckpt") and Path(path).is_file():
+        raise ConfigError(
+            "is a file of MindSpore, which is not read here. mindformers/models/gpt2/convert_weight.py "
+            "makes a checkpoint of weights from Hugging Face",
+            key="--load_checkpoint",
+            value=path,
+            place=place,
+        )
+
+
+def _whole_batches(cfg: RunConfig) -> int:
+    """Global batches in the whole corpus of ``Data.Eval``; one at least."""
+    tokens = sum(store.num_tokens for group in open_corpora(cfg, "Eval") for store in group)
+    samples = (tokens - 1) // cfg.Data.Eval.dataset.max_seq_len
+    return max(1, samples // cfg.batch.global_batch_size)
+
+
+def _with_room(cfg: RunConfig, translation: Translation) -> RunConfig:
+    """``max_dec_len`` as MindFormers means it: the longest prompt is part of it."""
+    key, positions = "model.model_config.max_decode_length", cfg.Model.max_position_embeddings
+    longest = max(len(ids) for ids in _prompt_ids(cfg))
+    given = translation.read.get(key)
+    most = positions if given is None or given.value is None else min(given.value, positions)
+    if longest >= most:
+        raise ConfigError(
+            f"is the length of prompt and continuation together, and a prompt has {longest} tokens",
+            key=key,
+            value=most,
+            place=None if given is None else given.place,
+        )
+    return cfg.changed("Generation", max_dec_len=most - longest)
+
+
+def _prompt_ids(cfg: RunConfig) -> list[list[int]]:
+    checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
+    tokenizer = generate.find_tokenizer(cfg, checkpoint)
+    return [tokenizer.encode_prompt(prompt) for prompt in generate.read_prompts(cfg)]

@@ -1,0 +1,27 @@
+"""What ``projects/paddleformers/run_pretrain.py`` does: PaddleFormers' pretraining arguments, trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ppfleetx.commands.dialects.megatron import train_translated
+from ppfleetx.dialects.paddleformers.dialect import of_arguments
+
+USAGE = """\
+usage: run_pretrain.py FILE.yaml [--name value ...]   a YAML or JSON file; arguments replace its values
+       run_pretrain.py --name value ...
+       run_pretrain.py --check [--world-size N] ...      print plan, parameters and batches, and run nothing
+docs/dialects/paddleformers.md lists the arguments.
+"""
+
+
+def run(argv: Sequence[str]) -> None:
+    """The program ``run_pretrain.py``.
+
+    Args:
+        argv: its arguments.
+
+    Raises:
+        UserError: anything wrong with them, with the file, or with what that names.
+    """
+    train_translated(argv or ["--help"], USAGE, of_arguments)

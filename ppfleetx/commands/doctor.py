@@ -1,0 +1,157 @@
+"""The verb ``doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppfleetx.commands.launching import SCRIPT, LaunchOptions
+from ppfleetx.commands.options import OptionalConfigOptions, option, switch
+
+if TYPE_CHECKING:
+    from ppfleetx.doctor.case import Case
+    from ppfleetx.doctor.rows import Row
+
+
+def _seconds(text: str) -> float:
+    """Of an option, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(LaunchOptions, OptionalConfigOptions):
+    """Look at everything a job needs before it starts: a table of what is well, what fails, and what helps.
+
+    Alone it looks at this machine: libraries, variables, Paddle, its kernels, the GPU, the losses of tiny
+    models. With -c it looks at what that configuration needs: data, tokenizer, output directory, memory. With
+    --nproc it starts ranks as training does, compares what they find, and tries every kind of communication
+    in each group of the plan; with --nnodes it first sees whether the machines reach each other. Exit code 1
+    when something failed, else 0.
+    """
+
+    examples = """\
+examples:
+  ppfleetx doctor
+  ppfleetx doctor -c FILE --nproc 8
+  ppfleetx doctor -c FILE --nproc 8 --nnodes 2 --master 10.0.0.1:8765     (the same on both machines)
+  python -m paddle.distributed.launch --nproc_per_node 8 tools/doctor.py -c FILE
+"""
+    json: bool = switch("print one JSON object")
+    timeout: float = option(
+        "how long machines and processes wait for each other, and for their communication (120)",
+        default=120.0,
+        type=_seconds,
+        metavar="SECONDS",
+    )
+
+    def refuse_mistakes(self) -> None:
+        """They are rows of the table."""
+
+    def launch(self, verb: str, arguments: Sequence[str]) -> int:
+        """Look at the nodes, start the ranks in a process of its own, and print what they have found."""
+        from ppfleetx.doctor.libraries import broken_row
+
+        try:
+            from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, command_of, job_rows
+            from ppfleetx.utils.processes import end_child_with_parent
+        except Exception as error:  # noqa: BLE001  (whatever a damaged library raises is a finding)
+            return _show([broken_row(error)], 1, as_object=self.json)
+
+        if DIRECTORY_VARIABLE in os.environ:  # this is that process
+            end_child_with_parent()
+            return super().launch(verb, arguments)
+        logs = None if self.log_dir is None else Path(self.log_dir)
+        command = command_of(SCRIPT, arguments)
+        place = self.nproc, self.nnodes, self.master
+        rows, size = job_rows(command, *place, seconds=self.timeout, logs_there=logs)
+        return _show(rows, size, as_object=self.json)
+
+    def run(self) -> int:
+        """Examine as one process, alone or of a job, and give the exit code."""
+        from ppfleetx.doctor.libraries import broken_row
+
+        try:
+            from ppfleetx.doctor.launch import DIRECTORY_VARIABLE, leave_report
+            from ppfleetx.doctor.report import exit_code, in_groups
+            from ppfleetx.doctor.run import examine_job
+
+            case = _case(self)
+        except ImportError as error:
+            return _show([broken_row(error)], 1, as_object=self.json)
+        directory = os.environ.get(DIRECTORY_VARIABLE, "")
+
+        def finish(rows: list[Row]) -> None:
+            if not directory and case.rank == 0:
+                _show(rows, case.world_size, as_object=self.json)
+            elif directory:
+                leave_report(rows, case.world_size, directory, case.local_rank)
+
+        if case.world_size == 1:
+            rows = in_groups(_alone(case))
+        else:
+            rows = examine_job(case, seconds=self.timeout, finish=finish)
+        finish(rows)
+        return 0 if directory else exit_code(rows)
+
+
+def _alone(case: Case) -> list[Row]:
+    """What one process finds; where Paddle cannot be imported, all that needs no Paddle."""
+    from ppfleetx.doctor.before import import_row
+    from ppfleetx.doctor.registry import CHECKS
+    from ppfleetx.doctor.run import examine_all
+
+    problem = import_row() if "paddle" not in sys.modules and find_spec("paddle") is not None else None
+    if problem is None:
+        return examine_all(case)
+    checks = [check for check in CHECKS if not check.imports_paddle]
+    return [replace(problem, group="environment"), *examine_all(case, checks)]
+
+
+def _case(options: Doctor) -> Case:
+    """This process's place, and the configuration where it can be read."""
+    from ppfleetx.commands.start_process import rank, world_size
+    from ppfleetx.config.errors import UserError
+    from ppfleetx.config.loader import load_config
+    from ppfleetx.distributed.together import local_rank
+    from ppfleetx.doctor.case import Case
+    from ppfleetx.doctor.rows import fail
+    from ppfleetx.utils.devices import expected_device
+
+    size, cfg, found, device = world_size(os.environ), None, [], expected_device("auto")
+    try:
+        if options.config is not None:
+            cfg = load_config(options.config, options.override, world_size=size if size > 1 else None)
+            device = expected_device(cfg.Global.device)
+    except UserError as error:
+        cure = "correct the key that is named; `ppfleetx check -c FILE` looks at the configuration alone"
+        found.append(replace(fail("configuration", str(error), cure), group="configuration"))
+    return Case(
+        cfg,
+        device,
+        rank(os.environ),
+        size,
+        local_rank() if size > 1 else 0,
+        int(os.environ.get("PADDLE_LOCAL_SIZE", size)),
+        patience=options.timeout,
+        found=tuple(found),
+    )
+
+
+def _show(rows: Sequence[Row], world_size: int, *, as_object: bool) -> int:
+    from ppfleetx.doctor.report import as_json, as_table, exit_code
+
+    print(as_json(rows, world_size) if as_object else as_table(rows), flush=True)
+    return exit_code(rows)

@@ -1,0 +1,340 @@
+"""The verb ``eval``: the loss on ``Data.Eval``, or what ``Offline_Eval`` asks for.
+
+Files and tokenizer of the latter are checked before Paddle is loaded, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.commands.generate import check_checkpoint, find_tokenizer
+from ppfleetx.commands.launching import LaunchOptions
+from ppfleetx.commands.model_options import Job, ModelOptions
+from ppfleetx.commands.options import option
+from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config, read_config
+from ppfleetx.config.reading.overrides import Setting, overridden_keys
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
+from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
+from ppfleetx.data.tasks.evaluation import (
+    LastWords,
+    SlidingWindows,
+    num_batches,
+    read_evaluation_set,
+    read_text,
+    window_batches,
+)
+from ppfleetx.data.vocabulary import check_tokenizer
+from ppfleetx.models.evaluator import perplexity
+from ppfleetx.resilience.activity import EVALUATING, PROGRESS
+from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.progress import track
+
+if TYPE_CHECKING:
+    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.parallel.runner import Runner
+
+RESULT_FILE = "eval_result.json"
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The perplexity of a text.
+
+    Attributes:
+        file: the text.
+        detokenizer: rules it was changed by before it was encoded.
+        num_tokens: tokens in the whole text.
+        num_words: words of the file, separated by single spaces.
+        loss: mean of minus the log probability of every token but the first, in nats.
+        ppl: exp(loss).
+        token_ratio: (num_tokens - 1) / (num_words - 1); NaN for a text of one word.
+        adjusted_ppl: exp(loss x token_ratio), perplexity per word: it does not depend on the tokenizer.
+    """
+
+    file: str
+    detokenizer: str
+    num_tokens: int
+    num_words: int
+    loss: float
+    ppl: float
+    token_ratio: float
+    adjusted_ppl: float
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How many last words the model predicts.
+
+    Attributes:
+        file: the texts.
+        strict: whether all tokens of the word count, or only the last of the text.
+        num_examples: texts.
+        num_correct: texts whose last word is right; NaN when logits were not finite.
+        accuracy: ``num_correct / num_examples``.
+    """
+
+    file: str
+    strict: bool
+    num_examples: int
+    num_correct: float
+    accuracy: float
+
+
+Result = Perplexity | Accuracy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(LaunchOptions, ModelOptions):
+    """Evaluate a checkpoint.
+
+    With the configuration of pretraining, which the checkpoint holds: token-weighted loss and perplexity on
+    Data.Eval. With --text, or Model.module: GPTEvalModule: perplexity of a text file, or accuracy of last
+    words (Offline_Eval, docs/evaluation.md).
+    """
+
+    examples = """\
+examples:
+  ppfleetx eval output
+  ppfleetx eval output --text wiki.test.tokens
+  ppfleetx eval -c gpt/eval_gpt_345M_single_card -o Engine.save_load.ckpt_dir=output
+"""
+    text: str | None = option(
+        "perplexity of this text (Offline_Eval.eval_path)", key="Offline_Eval.eval_path", metavar="FILE"
+    )
+    output: str | None = option(
+        "where results are written (Engine.save_load.output_dir)",
+        key="Engine.save_load.output_dir",
+        metavar="DIR",
+    )
+
+    def run(self) -> None:
+        """Evaluate and print the result."""
+        module = [] if self.text is None else [Setting("Model.module", "GPTEvalModule", "--text")]
+        with self.job(*module) as job:
+            window = [] if self.text is None else _window(job)
+            overrides = [*job.overrides, *window]
+            run_loaded(load_config(job.config, overrides, world_size=world_size(os.environ)))
+
+
+def _window(job: Job) -> list[Setting]:
+    """Windows no longer than the model's positions, unless the user chose them."""
+    cfg, origins, _ = read_config(job.config, job.overrides)
+    positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
+    if positions >= window or "Offline_Eval.max_seq_len" in overridden_keys(job.overrides):
+        return []
+    place = origins.get("Model.max_position_embeddings", "--text")
+    return [
+        Setting("Offline_Eval.max_seq_len", positions, place),
+        Setting("Offline_Eval.overlapping_eval", min(cfg.Offline_Eval.overlapping_eval, positions), place),
+    ]
+
+
+def run_loaded(cfg: RunConfig) -> None:
+    """What :class:`Evaluate` does with a configuration that is loaded already."""
+    if cfg.Model.task.offline_evaluation:
+        _run_offline(cfg)
+        return
+    cfg, ctx = start_with(cfg, reads=("Eval", "Test"))
+    from ppfleetx.commands.training import evaluate as evaluate_on_corpus
+
+    evaluate_on_corpus(cfg, ctx)
+
+
+def _run_offline(cfg: RunConfig) -> None:
+    check_plan(cfg)
+    read_text(cfg.Offline_Eval, cfg.origins.get("Offline_Eval.eval_path"))
+    check_checkpoint(cfg)
+    windows = read_windows(cfg)
+    directory = make_result_dir(cfg)
+    cfg, ctx = start_with(cfg)
+    result, about = evaluate(cfg, ctx, windows)
+    if ctx.is_main:
+        print(table(result), flush=True)
+        write(directory / RESULT_FILE, result, about)
+
+
+def check_plan(cfg: RunConfig) -> None:
+    """Refuse a plan that splits sequences, where a last word is needed whole.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    if cfg.Offline_Eval.cloze_eval and cfg.plan.sep > 1:
+        raise ConfigError(
+            "whether a word is right is known only to a rank that has all its tokens; with cloze_eval: True "
+            "use dp_degree or mp_degree instead (a checkpoint of any plan loads)",
+            key="Distributed.sep_degree",
+            value=cfg.plan.sep,
+        )
+
+
+def length_multiple(cfg: RunConfig) -> int:
+    """Parts into which the plan of ``cfg`` splits sequences."""
+    return cfg.plan.sep * (cfg.plan.mp if cfg.plan.sequence_parallel else 1)
+
+
+def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
+    """The evaluation set of ``cfg``, encoded with the tokenizer of the configuration or the checkpoint.
+
+    Raises:
+        UserError: a file is missing or wrong, or the tokenizer has ids outside the model's vocabulary.
+    """
+    checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
+    tokenizer = find_tokenizer(cfg, checkpoint)
+    check_tokenizer(tokenizer, cfg.Model.vocab_size)
+    return read_evaluation_set(cfg.Offline_Eval, tokenizer)
+
+
+def make_result_dir(cfg: RunConfig) -> Path:
+    """Make ``Engine.save_load.output_dir``, where the result will be written.
+
+    Raises:
+        ConfigError: it cannot be made, or nothing can be written there.
+    """
+    key, directory = "Engine.save_load.output_dir", Path(cfg.Engine.save_load.output_dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot be made: {error.strerror}", key=key, value=str(directory)) from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError("no file may be created in it", key=key, value=str(directory))
+    return directory
+
+
+def evaluate(
+    cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
+) -> tuple[Result, dict[str, Any]]:
+    """Score ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``.
+
+    Returns:
+        The result, the same on all ranks that know the loss, and what it was measured with.
+
+    Raises:
+        UserError: no such checkpoint, or it does not fit the model.
+    """
+    with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
+        return _evaluate(cfg, ctx, windows)
+
+
+def _evaluate(
+    cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
+) -> tuple[Result, dict[str, Any]]:
+    from ppfleetx.commands.training import build_runner, find_weights
+
+    start = find_weights(cfg, ctx)
+    runner = build_runner(cfg, ctx, train=False)
+    start.restore_weights(runner, cfg.Model)
+    PROGRESS.is_under_way = True
+    started = time.perf_counter()
+    total = sum_over_windows(runner, cfg, ctx, windows)
+    result = result_of(cfg, windows, total)
+    if not math.isfinite(total):
+        get_logger().warning(
+            f"the logits of {start.checkpoint.path} are not finite (NaN or infinite), and so is the result"
+        )
+    about = {
+        "checkpoint": str(start.checkpoint.path),
+        "step": start.state.step,
+        "max_seq_len": cfg.Offline_Eval.max_seq_len,
+        **({} if cfg.Offline_Eval.cloze_eval else {"overlapping_eval": cfg.Offline_Eval.overlapping_eval}),
+        "seconds": time.perf_counter() - started,
+    }
+    return result, about
+
+
+def sum_over_windows(
+    runner: Runner, cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
+) -> float:
+    """What ``GPTEvalModule`` counts, over all windows and data ranks, in float64."""
+    section = cfg.Offline_Eval
+    batches = window_batches(
+        windows, section.batch_size, ctx.data_rank, ctx.data_size, multiple_of=length_multiple(cfg)
+    )
+    num_steps = num_batches(windows, section.batch_size, ctx.data_size)
+    total = scored = 0.0
+    since = time.perf_counter()
+    shown = track(batches, "evaluating", total=num_steps, unit="batch", show="auto" if ctx.is_main else False)
+    for step, batch in enumerate(shown, 1):
+        PROGRESS.beat(EVALUATING)
+        found = runner.eval_step([batch])
+        is_broken = found.metrics["non_finite"].total > 0
+        total, scored = total + (math.nan if is_broken else found.loss), scored + found.count
+        if step % section.logging_freq == 0 or step == num_steps:
+            now = time.perf_counter()
+            speed = ((step - 1) % section.logging_freq + 1) / (now - since)
+            done = min(step * section.batch_size * ctx.data_size, len(windows))
+            so_far = f"number correct: {total:.0f}" if section.cloze_eval else f"loss: {total / scored:.9f}"
+            get_logger().info(
+                f"[eval] batch: {step}/{num_steps}, windows: {done}/{len(windows)}, {so_far}, "
+                f"speed: {speed:.2f} batch/s"
+            )
+            since = now
+    if isinstance(windows, SlidingWindows):
+        assert scored == windows.num_scored, "each token but the first counts once"
+    return total
+
+
+def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float) -> Result:
+    """What the ``total`` of :func:`sum_over_windows` means."""
+    section = cfg.Offline_Eval
+    if isinstance(windows, LastWords):
+        share = total / len(windows)
+        return Accuracy(section.eval_path, section.cloze_strict, len(windows), total, share)
+    loss = total / windows.num_scored
+    ratio = windows.num_scored / (windows.num_words - 1) if windows.num_words > 1 else math.nan
+    return Perplexity(
+        file=section.eval_path,
+        detokenizer=windows.detokenizer,
+        num_tokens=windows.ids.size,
+        num_words=windows.num_words,
+        loss=loss,
+        ppl=perplexity(loss),
+        token_ratio=ratio,
+        adjusted_ppl=perplexity(loss * ratio),
+    )
+
+
+def table(result: Result) -> str:
+    """Names and values in two columns."""
+    rows = {name.replace("_", " "): _cell(value) for name, value in asdict(result).items()}
+    width = max(len(name) for name in rows)
+    rule = "-" * (width + 2 + max(len(cell) for cell in rows.values()))
+    return "\n".join([rule, *(f"{name:<{width}}  {cell}" for name, cell in rows.items()), rule])
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.9g}"
+
+
+def write(path: Path, result: Result, about: dict[str, Any]) -> None:
+    """Write ``result`` as one JSON object; numbers that are not finite become null, as JSON has no others.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    kind = "perplexity" if isinstance(result, Perplexity) else "cloze"
+    values = {"kind": kind, **asdict(result), **about}
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+    try:
+        with atomic_write(path, "w") as file:
+            file.write(json.dumps(plain, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be written: {error.strerror}", key="Engine.save_load.output_dir", value=str(path)
+        ) from error

@@ -1,0 +1,47 @@
+"""The verb ``export``. Most mistakes are found before Paddle is loaded, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ppfleetx.commands.generate import check_checkpoint, load_generator
+from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.options import option
+from ppfleetx.commands.resolve_model import as_replicas
+from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.config.loader import load_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(ModelOptions):
+    """Export a checkpoint of any plan as a program that generates by itself."""
+
+    examples = """\
+examples:
+  ppfleetx export output --output exported
+  ppfleetx infer exported "Once upon a time"
+"""
+    output: str | None = option(
+        "where the export is written (Engine.save_load.output_dir)",
+        key="Engine.save_load.output_dir",
+        metavar="DIR",
+    )
+
+    def run(self) -> None:
+        """Export the checkpoint ``Engine.save_load.ckpt_dir`` into ``Engine.save_load.output_dir``/rank_0."""
+        from ppfleetx.deploy.capabilities import check_generation
+        from ppfleetx.deploy.export import check_adapters, check_one_process, check_target, export
+        from ppfleetx.utils.log import get_logger
+
+        with self.job() as job:
+            check_one_process(world_size(os.environ))
+            cfg, notes = as_replicas(load_config(job.config, job.overrides), 1)
+            check_generation(cfg.Generation, cfg.origins)
+            check_checkpoint(cfg)
+            check_target(cfg)
+            check_adapters(cfg)
+            cfg, ctx = start_with(cfg)
+            for note in notes:
+                get_logger().info(f"NOTE: {note}")
+            export(cfg, ctx, load_generator(cfg, ctx))

@@ -1,0 +1,420 @@
+"""The verb ``generate``: from a configuration to a generator, and from prompts to printed text.
+
+Most mistakes are found before Paddle is loaded, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
+from ppfleetx.commands.launching import LaunchOptions
+from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.options import option, positional
+from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.reading.tree import is_argument
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.weight_sources import named_checkpoint
+from ppfleetx.core.engine.device_errors import OF_GENERATION, explained_device_errors
+from ppfleetx.core.engine.watching import GENERATION_DIR, watched
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.data.vocabulary import check_tokenizer
+from ppfleetx.distributed.together import gather, joint_errors
+from ppfleetx.resilience.activity import PROGRESS
+from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.checkpoint.reader import Checkpoint
+    from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.generation.generator import Generation, Generator, TextGenerator
+
+_LONGEST_PROMPT = 1 << 24  # bytes of a file that may be earlier results
+DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(LaunchOptions, ModelOptions):
+    """Continue prompts with a checkpoint.
+
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. How text is
+    continued is what the checkpoint says; -o Generation.KEY=VALUE changes it. Prompts are also taken from
+    Generation.prompt and .prompt_file.
+    """
+
+    examples = """\
+examples:
+  ppfleetx generate output "Once upon a time"
+  ppfleetx generate output/epoch_0_step_500 -o Generation.temperature=0.7 -o Generation.max_dec_len=50 "def "
+  ppfleetx generate -c FILE -o Engine.save_load.ckpt_dir=output -o Generation.prompt_file=prompts.txt
+"""
+    prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
+    output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
+
+    def run(self) -> None:
+        """Generate; results go to standard output."""
+        with self.job() as job:
+            cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
+            run_loaded(cfg, self.output)
+
+
+def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
+    """What :class:`Generate` does with a configuration that is loaded already."""
+    check_plan(cfg)
+    check_options(cfg)
+    prompts = read_prompts(cfg)
+    check_checkpoint(cfg)
+    if output is not None:
+        check_output(Path(output))
+    cfg, ctx = start_with(cfg)
+    generate(cfg, ctx, prompts, output)
+
+
+def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None = None) -> None:
+    """Continue prompts and print them; ``output`` is a jsonl file to write them to as well.
+
+    Data-parallel ranks continue different prompts, which the main rank prints and writes, in order.
+
+    Raises:
+        UserError: checkpoint, tokenizer, prompts or options that cannot be generated with, in words.
+    """
+    with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
+        _generate(cfg, ctx, prompts, output)
+
+
+def _generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
+    generator = load_generator(cfg, ctx)
+    PROGRESS.is_under_way = True
+    if _is_followed(cfg, ctx, prompts):
+        results = [_print_as_it_comes(generator, prompts[0], cfg)]
+    else:
+        results = continue_together(generator, cfg, ctx, prompts)
+        for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
+            print_generations(prompt, generations)
+    write_generations(ctx, output, prompts, results)
+
+
+def continue_together(
+    generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
+) -> list[list[Generation]]:
+    """Each data-parallel rank continues its part of the prompts; all get all results, in order.
+
+    What a prompt gets does not depend on the number of ranks.
+
+    Raises:
+        UserError: on every rank when there is one on any.
+    """
+    from ppfleetx.generation.generator import Generation
+
+    start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
+    results: list[list[Generation]] = []
+    # Within, tensor-parallel ranks communicate: they have the same prompts and find the same mistakes.
+    with joint_errors(ctx, name_ranks=False):
+        results = generator.generate(
+            prompts[start:end], cfg.Generation, seed=cfg.Global.seed, first_prompt=start
+        )
+    speaks = ctx.rank_on("mp") == 0
+    parts = gather(ctx, [[asdict(one) for one in each] for each in results] if speaks else [])
+    everything = [each for part in parts for each in part]
+    return [[Generation(**{**one, "ids": tuple(one["ids"])}) for one in each] for each in everything]
+
+
+def check_plan(cfg: RunConfig) -> None:
+    """Refuse a plan that generation does not run under. It need not be the plan of the checkpoint.
+
+    Raises:
+        ConfigError: naming the nearest plan that works.
+    """
+    plan = cfg.plan
+    cut = [name for name, degree in (("pp_degree", plan.pp), ("sep_degree", plan.sep)) if degree > 1]
+    if cut:
+        whole = " ".join(f"-o Distributed.{name}=1" for name in cut)
+        why = (
+            f"runs neither in pipelines nor over split sequences; run the same {plan.world_size} processes "
+            f"with {whole} -o Distributed.dp_degree={plan.dp * plan.pp * plan.sep}: a checkpoint of any plan "
+            "can be loaded"
+        )
+        raise _refusal(cfg, f"Distributed.{cut[0]}", getattr(cfg.Distributed, cut[0]), why)
+    if plan.sequence_parallel:
+        why = "does not split sequences; give -o Model.sequence_parallel=False (results are equal)"
+        raise _refusal(cfg, "Model.sequence_parallel", True, why)
+    if plan.sharding > 1 and plan.sharding_stage == 3:
+        key = "Distributed.sharding.sharding_stage"
+        why = "needs the whole model in each data-parallel rank; "
+        why += f"give -o {key}=1, or split the model with Distributed.mp_degree"
+        raise _refusal(cfg, key, plan.sharding_stage, why)
+
+
+def check_options(cfg: RunConfig) -> None:
+    """Refuse an option of the command line that the decoding strategy does not read.
+
+    Raises:
+        ConfigError: naming the strategy that reads it.
+    """
+    section = "Generation."
+    places = {k.removeprefix(section): place for k, place in cfg.origins.items() if k.startswith(section)}
+    given = [key for key, place in places.items() if is_argument(place)]
+    if (unread := cfg.Generation.unread(given)) is not None:
+        key, strategy = unread
+        raise ConfigError(
+            f"only {strategy} reads it, and the strategy is {cfg.Generation.decode_strategy}: give -o "
+            f"Generation.decode_strategy={strategy} too",
+            key=f"Generation.{key}",
+            value=getattr(cfg.Generation, key),
+            place=places[key],
+        )
+
+
+def _refusal(cfg: RunConfig, key: str, value: object, why: str) -> ConfigError:
+    return ConfigError(f"generation {why}", key=key, value=value, place=cfg.origins.get(key))
+
+
+def check_checkpoint(cfg: RunConfig) -> None:
+    """Refuse an ``Engine.save_load.ckpt_dir`` that is no checkpoint of a model that continues text. No tensor
+    is read.
+
+    Raises:
+        UserError: naming the reason.
+    """
+    if not cfg.Model.task.continues_text:
+        raise ConfigError(
+            "a classifier has no next token; only models that continue text can be used here (GPTModule, "
+            "GPTGenerationModule)",
+            key="Model.module",
+            value=cfg.Model.module,
+            place=cfg.origins.get("Model.module"),
+        )
+    resolve_checkpoint(named_checkpoint(cfg))
+
+
+def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
+    """Refuse a path that results cannot be written to, before anything is generated.
+
+    Args:
+        path: a new file, an empty one, or earlier results, which are replaced.
+        mark: bytes that stand near the beginning of results.
+
+    Raises:
+        ConfigError: results cannot be written there.
+    """
+    if path.is_dir():
+        reason = "it is a directory; name a file"
+    elif not path.parent.is_dir():
+        reason = f"there is no directory {path.parent}"
+    elif path.exists() and not path.is_file():
+        reason = "it is a device or a pipe; name a file"
+    elif path.is_file() and not _may_be_replaced(path, mark):
+        reason = "a file is there that holds something else than results; name another or remove it"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        reason = f"no file may be created in {path.parent}"
+    else:
+        return
+    raise ConfigError(f"cannot be written: {reason}", key="--output", value=str(path))
+
+
+def _may_be_replaced(path: Path, mark: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(_LONGEST_PROMPT)
+    except OSError:
+        return False
+    return not beginning or mark in beginning
+
+
+def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
+    """A generator on the checkpoint ``Engine.save_load.ckpt_dir``, which must be given.
+
+    Raises:
+        UserError: there is no such checkpoint or tokenizer, or they do not fit the model.
+    """
+    from ppfleetx.commands.training import build_runner, find_weights
+    from ppfleetx.generation.generator import Generator
+    from ppfleetx.nn.cpu_ops import ops as cpu_ops
+
+    if ctx.device == "cpu":
+        cpu_ops.note_if_missing()
+    start = find_weights(cfg, ctx)
+    tokenizer = find_tokenizer(cfg, start.checkpoint)
+    check_tokenizer(tokenizer, cfg.Model.vocab_size)
+    runner = build_runner(cfg, ctx, train=False)
+    start.restore_weights(runner, cfg.Model)
+    generator = Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"))
+    gc.collect()
+    gc.freeze()  # objects that live as long as the process need not be searched for garbage at every step
+    return generator
+
+
+def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of ``Data.tokenizer``, else the one stored in or beside the checkpoint.
+
+    The stored one is also used where the configuration lies beside the checkpoint and its
+    ``Data.tokenizer.dir`` is gone: both were written together and have been moved since.
+
+    Raises:
+        ConfigError: there is neither.
+        DataError: its files are missing or damaged.
+    """
+    from ppfleetx.data.build import load_tokenizer
+
+    named, stored = cfg.Data.tokenizer, find_tokenizer_dir(checkpoint.path)
+    is_gone = named is not None and named.dir is not None and not Path(named.dir).exists()
+    names_none = named is None or not (named.dir or named.tokenizer_file or named.vocab_file)
+    written_in = Path(cfg.origins.get("Data.tokenizer.dir", "").rpartition(":")[0])
+    lies_beside = written_in.resolve().parent == checkpoint.path.resolve().parent
+    if stored is not None and (names_none or (is_gone and lies_beside)):
+        tokenizer = Tokenizer.load(stored, eod_token=None if named is None else named.eos_token)
+        if is_gone:
+            get_logger().warning(f"there is no {named.dir} (Data.tokenizer.dir); {stored} is used")
+    else:
+        tokenizer = load_tokenizer(cfg)
+    if tokenizer is None:
+        raise ConfigError(
+            f"names no tokenizer, and none is stored with checkpoint {checkpoint.path}; "
+            "give -o Data.tokenizer.dir=DIR",
+            key="Data.tokenizer",
+        )
+    trained_with = checkpoint.manifest.fingerprints.get("tokenizer")
+    if trained_with and trained_with != tokenizer.fingerprint:
+        get_logger().warning(
+            f"{tokenizer.place} is not the tokenizer checkpoint {checkpoint.path} was trained with"
+        )
+    return tokenizer
+
+
+def read_prompts(cfg: RunConfig) -> list[str]:
+    """``Generation.prompt``, or the prompts of ``Generation.prompt_file``, or :data:`DEFAULT_PROMPT`.
+
+    A ``.jsonl`` file holds one text, or one object with a text under ``prompt``, per line; any other file,
+    and ``-`` (standard input), one prompt per line. Empty lines are skipped.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no prompt; a prompt is blank.
+    """
+    if cfg.Generation.prompt_file is not None:
+        return _prompts_of_file(cfg, cfg.Generation.prompt_file)
+    prompt, place = cfg.Generation.prompt, cfg.origins.get("Generation.prompt")
+    if prompt is None:
+        if place is not None and is_argument(place):  # -o Generation.prompt= (or "", to a shell)
+            rule = "is empty; give a prompt, or leave the option out for the one built in"
+            raise ConfigError(rule, key="Generation.prompt", place=place)
+        prompt = DEFAULT_PROMPT
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    for number, one in enumerate(prompts):
+        key = "Generation.prompt" if isinstance(prompt, str) else f"Generation.prompt.{number}"
+        _refuse_blank(one, key, cfg.origins.get(key) or place)
+    return prompts
+
+
+def _refuse_blank(prompt: str, key: str, place: str | None) -> None:
+    if not prompt.strip():
+        raise ConfigError("is blank; a prompt needs text to go on from", key=key, value=prompt, place=place)
+
+
+def _prompts_of_file(cfg: RunConfig, name: str) -> list[str]:
+    key = "Generation.prompt_file"
+    place = cfg.origins.get(key)
+    if name == "-" and cfg.plan.world_size > 1:
+        raise ConfigError(
+            f"the {cfg.plan.world_size} processes of a job have no standard input; give a file",
+            key=key,
+            value=name,
+            place=place,
+        )
+    try:
+        text = _standard_input() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"cannot be read: {why}", key=key, value=name, place=place) from error
+    # Not splitlines(): a prompt may hold form feeds and other separators that end no line of a file.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ConfigError("holds no prompt", key=key, value=name, place=place)
+    if not name.endswith(".jsonl"):
+        return [line.removesuffix("\r") for _, line in lines]
+    return [_prompt_of(line, f"{name}:{number}") for number, line in lines]
+
+
+def _standard_input() -> str:
+    return "" if sys.stdin is None else sys.stdin.read()  # None: it is closed
+
+
+def _prompt_of(line: str, place: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"is not JSON: {error}", key="Generation.prompt_file", place=place) from error
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str):
+        raise ConfigError(
+            'needs a text, or an object with a text under "prompt"',
+            key="Generation.prompt_file",
+            place=place,
+        )
+    _refuse_blank(prompt, "Generation.prompt_file", place)
+    return prompt
+
+
+def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
+    """The lines ``Prompt:`` and ``Generation:`` of one prompt."""
+    print(f"Prompt: {prompt}")
+    for generation in generations:
+        print(f"Generation: {prompt}{generation.text}\n", flush=True)
+
+
+def _is_followed(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]) -> bool:
+    """Whether a single text is shown in a terminal as it grows."""
+    return (
+        ctx.world_size == 1
+        and sys.stdout.isatty()
+        and len(prompts) == 1
+        and cfg.Generation.num_return_sequences == 1
+    )
+
+
+def _print_as_it_comes(generator: Generator, prompt: str, cfg: RunConfig) -> list[Generation]:
+    print(f"Prompt: {prompt}\nGeneration: {prompt}", end="", flush=True)
+
+    def on_text(_prompt: int, _copy: int, piece: str) -> None:
+        print(piece, end="", flush=True)
+
+    [generations] = generator.generate([prompt], cfg.Generation, seed=cfg.Global.seed, on_text=on_text)
+    print("\n", flush=True)
+    return generations
+
+
+def write_generations(
+    ctx: ParallelContext,
+    output: str | None,
+    prompts: Sequence[str],
+    results: Sequence[Sequence[Generation]],
+) -> None:
+    """Let the main rank write prompts and results to a jsonl file; ``output`` None: there is none.
+
+    Raises:
+        ConfigError: it cannot be written, on every rank.
+    """
+    if output is None:
+        return
+    with joint_errors(ctx, name_ranks=False):
+        if ctx.is_main:
+            _write(Path(output), prompts, results)
+
+
+def _write(path: Path, prompts: Sequence[str], results: Sequence[Sequence[Generation]]) -> None:
+    try:
+        with atomic_write(path, "w") as file:
+            for prompt, generations in zip(prompts, results, strict=True):
+                line = {"prompt": prompt, "generations": [asdict(one) for one in generations]}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", key="--output", value=str(path)) from error

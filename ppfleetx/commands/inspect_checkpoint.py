@@ -1,0 +1,106 @@
+"""The verb ``inspect``."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppfleetx.commands.options import Command, option, positional, switch
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect(Command):
+    """Show what a checkpoint holds, recompute its checksums, or compare two.
+
+    Exit code: 0 all is well; 1 damage was found (--verify) or a difference (--diff); 2 there is no checkpoint
+    that could be looked at, or the command line is wrong.
+    """
+
+    checkpoint: str | None = positional(
+        "DIR", "step directory, output directory, rank directory, or a directory of FleetX"
+    )
+    verify: bool = switch("read everything and compare all checksums")
+    diff: tuple[str, str] | None = option(
+        "list the tensors in which two checkpoints differ", metavar=("A", "B")
+    )
+    filter: str | None = option("only tensors whose name (name/state) this is found in", metavar="REGEX")
+    json: bool = switch("print the summary as JSON, without the table")
+
+    def run(self) -> int:
+        """Show, verify or compare."""
+        if (self.checkpoint is None) == (self.diff is None):
+            raise ConfigError("give one checkpoint DIR, or --diff A B")
+        if self.diff and (self.verify or self.json):
+            raise ConfigError("--diff goes with --filter only")
+        pattern = compile_pattern(self.filter)
+        if self.diff:
+            return compare(*self.diff, pattern)
+        if self.verify:
+            return verify(self.checkpoint)
+        from ppfleetx.checkpoint import inspect
+
+        checkpoint = inspect.open_for_inspection(self.checkpoint)
+        facts = inspect.summary(checkpoint)
+        if self.json:
+            print(json.dumps(facts, indent=2))
+            return 0
+        print(inspect.summary_text(facts))
+        print()
+        print(inspect.table(inspect.tensors_of(checkpoint, pattern)))
+        return 0
+
+
+def compile_pattern(text: str | None) -> re.Pattern[str] | None:
+    """The pattern of --filter. Raises ConfigError when it is none."""
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"--filter {text!r} is not a regular expression: {error}") from error
+
+
+def verify(path: str) -> int:
+    """Check all of a checkpoint; prints each damage.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
+    from ppfleetx.checkpoint import inspect
+
+    if not Path(path).is_dir():
+        raise CheckpointError(f"there is no directory {path}")
+    try:
+        checkpoint = inspect.open_for_inspection(path)
+    except CheckpointError as error:
+        print(f"damaged: {error}")
+        return 1
+    damage = list(checkpoint.damage())
+    for sentence in damage:
+        print(f"damaged: {sentence}")
+    if not damage:
+        count = len(checkpoint.manifest.files)
+        checked = (
+            f"all checksums right in {counted(count, 'data file')}"
+            if count
+            else "all tensors readable; it has no checksums"
+        )
+        print(f"sound: {checkpoint.path}, {counted(len(checkpoint.manifest.tensors), 'tensor')}, {checked}")
+    return 1 if damage else 0
+
+
+def compare(one: str, other: str, pattern: re.Pattern[str] | None) -> int:
+    """Print the differences between two checkpoints."""
+    from ppfleetx.checkpoint import inspect
+
+    checkpoints = [inspect.open_for_inspection(path) for path in (one, other)]
+    count = 0
+    for difference in inspect.differences(*checkpoints, pattern):
+        kind, name, state = difference.key
+        print(f"{kind} {name}{f'/{state}' if state else ''}: {difference.what}")
+        count += 1
+    differ = f"{counted(count, 'tensor')} {'differs' if count == 1 else 'differ'}"
+    print(differ if count else "no differences")
+    return 1 if count else 0

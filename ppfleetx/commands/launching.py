@@ -1,0 +1,235 @@
+"""``--nproc N``: the verb runs in N processes, started by Paddle's launcher in this process.
+
+The launcher shows the log of its first rank and, when a rank fails, the end of that one's. What the other
+ranks write to their standard error is shown here as it comes, with the rank's number before each line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import io
+import os
+import re
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+
+from ppfleetx.commands.options import Command, flags_of, option, whole_number
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.utils.installed import not_installed
+
+SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
+"""What each rank runs: this file, a verb and its arguments."""
+_LAUNCHER = "paddle.distributed.launch"
+_LOOK_SECONDS = 0.3
+_SAME_SECONDS = 2.0  # ranks that find the same mistake are at most so far apart
+_MARK = re.compile(r"^\[rank (\d+)\] ")
+_GROUP = "several processes (paddle.distributed.launch)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(Command):
+    """``--nproc`` and what goes with it."""
+
+    nproc: int | None = option("processes on this machine", type=whole_number, group=_GROUP)
+    devices: str | None = option("cards of this machine, one process each", metavar="0,1,...", group=_GROUP)
+    nnodes: int | None = option(
+        "machines; start the same command on each, with --master", type=whole_number, group=_GROUP
+    )
+    master: str | None = option("the first machine, and a free port there", metavar="HOST:PORT", group=_GROUP)
+    log_dir: str | None = option("logs of the processes, workerlog.N (log)", metavar="DIR", group=_GROUP)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the options ask for processes of their own."""
+        return (self.nproc, self.devices, self.nnodes) != (None, None, None)
+
+    def launch(self, verb: str, arguments: Sequence[str]) -> int:
+        """Start the ranks and wait for them; ends this process with the launcher's exit code.
+
+        Args:
+            verb: what each rank does.
+            arguments: the options as they were typed.
+        """
+        if find_spec("paddle") is None:
+            raise not_installed(ModuleNotFoundError(name="paddle"))
+        from ppfleetx.utils.cpu_launcher import prepare
+        from ppfleetx.utils.process_env import import_paddle
+
+        self.refuse_mistakes()
+        names = {"nproc_per_node": self.nproc, "devices": self.devices, "nnodes": self.nnodes}
+        names |= {"master": self.master, "log_dir": self.log_dir}
+        given = {f"--{name}": str(value) for name, value in names.items() if value is not None}
+        options = [word for pair in given.items() for word in pair]
+        prepare(options)
+        import_paddle()
+        _refuse_absent_cards(self)
+        errors = RankErrors(Path(self.log_dir or "log"))
+        atexit.register(errors.show)
+        threading.Thread(target=errors.follow, name="errors-of-ranks", daemon=True).start()
+        sys.argv = [_LAUNCHER, *options, str(SCRIPT), verb, *without_launch_options(arguments)]
+        runpy.run_module(_LAUNCHER, run_name="__main__", alter_sys=True)
+        return 0
+
+    def refuse_mistakes(self) -> None:
+        """Raise a UserError that every rank would raise, once and before any rank starts: a mistake in the
+        configuration, or a model that is not there."""
+        checkpoint, config = getattr(self, "checkpoint", None), getattr(self, "config", None)
+        if checkpoint is not None:
+            from ppfleetx.commands.resolve_model import refuse_absent
+
+            refuse_absent(checkpoint)
+        elif config is not None:
+            from ppfleetx.config.loader import load_config
+
+            load_config(config, self.override, world_size=self.num_processes)
+
+    @property
+    def num_processes(self) -> int | None:
+        """Processes of the whole job; None: one for each card, however many there are."""
+        here = self.nproc or (len(self.devices.split(",")) if self.devices else None)
+        return None if here is None else here * (self.nnodes or int(os.environ.get("PADDLE_NNODES") or 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(LaunchOptions):
+    """What the verbs that train share."""
+
+    max_steps: int | None = option(
+        "train to step N; a run in the output directory, also one that has ended, goes on to there",
+        type=whole_number,
+    )
+
+
+def _refuse_absent_cards(options: LaunchOptions) -> None:
+    """Raise where there are fewer cards than ranks. Paddle's launcher would end with a traceback."""
+    from paddle.distributed.launch.context.device import Device
+
+    visible = Device.parse_device().labels  # empty without cards, [""] where none is visible
+    there = [one for one in visible if one]
+    named = [one.strip() for one in options.devices.split(",")] if options.devices else there
+    absent = [one for one in named if one not in there]
+    if visible and absent:
+        raise ConfigError(
+            f"there is no card {', '.join(absent)}; this process may use {', '.join(there) or 'none'}",
+            key="--devices",
+            value=options.devices,
+        )
+    if visible and (options.nproc or 0) > len(named):
+        which = "--devices names" if options.devices else "this process may use"
+        shown = (
+            f" ({', '.join(named)}); give --nproc {len(named)}"
+            if named
+            else ": is ..._VISIBLE_DEVICES empty?"
+        )
+        raise ConfigError(
+            f"each process needs a card, and {which} {counted(len(named), 'card')}{shown}",
+            key="--nproc",
+            value=options.nproc,
+        )
+
+
+def without_launch_options(arguments: Sequence[str]) -> list[str]:
+    """The typed arguments that are for the ranks."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for one in fields(LaunchOptions):
+        parser.add_argument(*flags_of(one))
+    return parser.parse_known_args(list(arguments))[1]
+
+
+class RankErrors:
+    """Shows what ranks other than the first write to standard error, from now on.
+
+    The same error of several ranks is shown once: the launcher shows that of the first rank, else this does.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._lock = directory, threading.Lock()
+        self._read = {path: path.stat().st_size for path in self._logs()}
+        self._shown: set[str] = set()  # errors
+        self._held: list[tuple[float, str]] = []  # since when, and errors that the first rank may have too
+
+    def follow(self) -> None:
+        """Show new lines until the process ends."""
+        pause = threading.Event()
+        while not pause.wait(_LOOK_SECONDS):
+            self.show(_SAME_SECONDS)
+
+    def show(self, hold_seconds: float = 0.0) -> None:
+        """Show new lines; errors once they are ``hold_seconds`` old."""
+        with self._lock:
+            for path in self._logs():
+                lines = self._new_lines(path)
+                if path.suffix == ".0":  # the launcher shows this one
+                    self._shown.update(filter(_is_error, map(_without_mark, lines)))
+                    continue
+                for line in (line for line in lines if _MARK.match(line)):
+                    if _is_error(_without_mark(line)):
+                        self._held.append((time.monotonic(), line))
+                    else:
+                        print(line, file=sys.stderr, flush=True)
+            due = [line for since, line in self._held if time.monotonic() - since >= hold_seconds]
+            self._held = [(since, line) for since, line in self._held if line not in due]
+            for line in due:
+                if _without_mark(line) not in self._shown:
+                    self._shown.add(_without_mark(line))
+                    print(line, file=sys.stderr, flush=True)
+
+    def _logs(self) -> list[Path]:
+        return [path for path in sorted(self._directory.glob("workerlog.*")) if path.suffix[1:].isdigit()]
+
+    def _new_lines(self, path: Path) -> list[str]:
+        with path.open("rb") as file:
+            file.seek(self._read.get(path, 0))
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read[path] = self._read.get(path, 0) + len(whole)
+        return whole.decode("utf-8", "replace").splitlines()
+
+
+def _is_error(line: str) -> bool:
+    return line.startswith("error: ")
+
+
+def _without_mark(line: str) -> str:
+    return _MARK.sub("", line, count=1)
+
+
+def mark_errors() -> None:
+    """In a rank of a job: put ``[rank N] `` before each line of standard error."""
+    if os.environ.get("PADDLE_TRAINER_ID", "").isdigit():
+        sys.stderr = MarkedStream(sys.stderr, int(os.environ["PADDLE_TRAINER_ID"]))
+
+
+class MarkedStream(io.TextIOBase):
+    """Writes ``[rank N] `` before each line, which says whose it is where those of several ranks meet."""
+
+    def __init__(self, stream: io.TextIOBase, rank: int) -> None:
+        self._stream, self._mark, self._at_start = stream, f"[rank {rank}] ", True
+
+    def write(self, text: str) -> int:
+        lines = text.splitlines(keepends=True)
+        for line in lines:
+            self._stream.write(f"{self._mark}{line}" if self._at_start else line)
+            self._at_start = line.endswith("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()

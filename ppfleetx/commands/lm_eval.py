@@ -1,0 +1,139 @@
+"""Tasks of lm-evaluation-harness on a checkpoint (https://github.com/EleutherAI/lm-evaluation-harness, 0.4).
+
+``lm_eval`` is an optional dependency and is imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppfleetx.commands.generate import check_checkpoint, check_output, load_generator
+from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.options import option
+from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.utils.files import atomic_write
+
+if TYPE_CHECKING:
+    from ppfleetx.commands.lm_eval_model import HarnessModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEval(ModelOptions):
+    """Measure a checkpoint on tasks of lm-evaluation-harness (docs/evaluation.md)."""
+
+    tasks: str = option("tasks or groups of the harness", default=MISSING, metavar="NAME[,NAME...]")
+    batch_size: int = option("texts per forward pass (8)", default=8)
+    num_fewshot: int | None = option("examples in each prompt (what the task says)")
+    limit: int | None = option("only so many examples of each task")
+    include_path: str | None = option("directory with further task definitions", metavar="DIR")
+    output: str | None = option("also write the results as JSON", metavar="FILE")
+
+    def run(self) -> None:
+        """Run the harness and print its table."""
+        with self.job() as job:
+            self._check()
+            cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
+            check_checkpoint(cfg)
+            if cfg.plan.world_size > 1:
+                raise ConfigError(
+                    "the harness runs in one process; start it without a launcher and with all degrees 1 (a "
+                    "checkpoint of any plan loads)",
+                    key="Distributed",
+                )
+            cfg, ctx = start_with(cfg)
+            names = self.tasks.split(",")
+            manager = find_tasks(names, self.include_path)
+            model = load_model(cfg, ctx, self.batch_size)
+            results = measure(model, names, manager, num_fewshot=self.num_fewshot, limit=self.limit)
+        from lm_eval.utils import make_table
+
+        print(make_table(results), flush=True)
+        if self.output is not None:
+            with atomic_write(self.output, "w") as file:
+                json.dump(results["results"], file, indent=2, default=str)
+
+    def _check(self) -> None:
+        require_lm_eval()
+        for key, value, least in (
+            ("--batch-size", self.batch_size, 1),
+            ("--num-fewshot", self.num_fewshot, 0),
+            ("--limit", self.limit, 1),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"must be at least {least}", key=key, value=value)
+        if self.output is not None:
+            check_output(Path(self.output), mark=b'"alias": ')
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ConfigError("there is no such directory", key="--include-path", value=self.include_path)
+
+
+def require_lm_eval() -> None:
+    """Refuse in words where lm-evaluation-harness is missing.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if find_spec("lm_eval") is None:
+        raise ConfigError("this program needs lm-evaluation-harness: pip install 'ppfleetx[lm_eval]'")
+
+
+def load_model(cfg: RunConfig, ctx: Any, batch_size: int) -> HarnessModel:
+    """The checkpoint ``Engine.save_load.ckpt_dir`` as a model of the harness."""
+    from ppfleetx.commands.lm_eval_model import HarnessModel
+
+    return HarnessModel(load_generator(cfg, ctx), cfg.Model.vocab_size, batch_size=batch_size)
+
+
+def find_tasks(tasks: Sequence[str], include_path: str | None) -> Any:
+    """The harness's ``TaskManager``, which knows all of ``tasks``.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:  # the harness's own thousands take it half a minute to list
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if all(manager.match_tasks([name]) for name in tasks):
+            return manager
+    manager = TaskManager(include_path=include_path)
+    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    if unknown:
+        raise ConfigError(
+            "lm-evaluation-harness has no such task; `lm_eval ls tasks` lists them, and --include-path adds "
+            "definitions of your own",
+            key="--tasks",
+            value=unknown[0],
+        )
+    return manager
+
+
+def measure(
+    model: HarnessModel,
+    tasks: Sequence[str],
+    manager: Any,
+    *,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """What ``lm_eval.simple_evaluate`` finds."""
+    import lm_eval
+
+    return lm_eval.simple_evaluate(
+        model=model,
+        tasks=list(tasks),
+        task_manager=manager,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        bootstrap_iters=0,
+        log_samples=False,
+    )

@@ -1,0 +1,184 @@
+"""A checkpoint behind the interface of lm-evaluation-harness. Importing this needs ``lm_eval``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from ppfleetx.commands.lm_eval_options import generation_options
+from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.sections.root import GenerationConfig
+from ppfleetx.config.validate import section_of
+from ppfleetx.data.tasks.evaluation import LastWords, Window, window_batches
+from ppfleetx.generation.generator import Generator
+from ppfleetx.nn.scores import token_scores
+from ppfleetx.parallel.step import to_tensors
+from ppfleetx.utils.progress import ProgressBar
+
+_DEFAULT_NEW_TOKENS = 256
+
+
+class HarnessModel(TemplateLM):
+    """Log likelihoods and continuations of texts, as the harness asks for them.
+
+    Texts are encoded as the tokenizer's directory says: special tokens in them become their ids, and BOS
+    stands before them where transformers puts it there, which is the harness's own ``add_bos_token=True``.
+    What has no context begins with BOS, or the end-of-text token where there is none. Of a text that is too
+    long the model sees the end.
+
+    Args:
+        generator: the model with its tokenizer.
+        vocab_size: ``Model.vocab_size``; probabilities are over these tokens.
+        batch_size: texts per forward pass; no effect on results beyond float rounding.
+    """
+
+    def __init__(self, generator: Generator, vocab_size: int, *, batch_size: int = 8) -> None:
+        super().__init__()
+        self._generator, self._vocab_size, self._batch_size = generator, vocab_size, batch_size
+        self._model, self._tokenizer = generator.next_token_model.model, generator.tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eod_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What begins a text without context."""
+        return self._tokenizer.start_id
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens the model sees at a time."""
+        return self._generator.max_positions
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text; what the tokenizer puts after it is left out, since it goes on."""
+        ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
+        return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
+
+    def loglikelihood(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Of continuations after contexts; the harness's own may put BOS before BOS."""
+        parts = []
+        for context, continuation in (request.args for request in requests):
+            if context:
+                before, after = self._encode_pair(context, continuation)
+            else:
+                after = self.tok_encode(continuation, add_special_tokens=False)
+                before = [self.prefix_token_id]
+            parts.append(((context, continuation), before, after))
+        return self._loglikelihood_tokens(parts, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        """(log probability, whether each token is the likeliest) of each request's continuation, the ids of
+        which come last in it."""
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        windows, numbers = [], []
+        for number, (_, context, continuation) in enumerate(requests):
+            if continuation:
+                windows.append(self._window(context, continuation))
+                numbers.append(number)
+        texts = LastWords(windows)
+        for position, result in zip(texts.order, self._score(texts, show=not disable_tqdm), strict=True):
+            results[numbers[position]] = result
+        return results
+
+    def _window(self, context: list[int], continuation: list[int]) -> Window:
+        if len(continuation) > self.max_length:
+            raise DataError(
+                f"a text to be scored at once has {len(continuation)} tokens, the model {self.max_length} "
+                "positions (Model.max_position_embeddings)"
+            )
+        ids = np.asarray([*context, *continuation], np.int64)
+        return Window(ids[-self.max_length - 1 :], len(continuation))
+
+    def _score(self, windows: LastWords, *, show: bool) -> list[tuple[float, bool]]:
+        results: list[tuple[float, bool]] = []
+        self._model.eval()
+        with (
+            paddle.no_grad(),
+            ProgressBar("scoring", total=len(windows), unit="text", show="auto" if show else False) as bar,
+        ):
+            for arrays in window_batches(windows, self._batch_size):
+                batch = to_tensors(arrays)
+                logits = self._model(batch["tokens"], batch["position_ids"])
+                log_probs, greedy = token_scores(
+                    logits, batch["labels"], batch["loss_mask"], self._vocab_size
+                )
+                sums, right = log_probs.sum(axis=1).tolist(), greedy.all(axis=1).tolist()
+                results += zip(sums, right, strict=True)
+                bar.advance(len(sums))
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log probability of each whole text: every token once, after as much context as there is."""
+        parts, owners = [], []
+        for number, (text,) in enumerate(request.args for request in requests):
+            ids = self.tok_encode(text, add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            for context, continuation in map(make_disjoint_window, windows):
+                parts.append((None, context, continuation))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        found = self._loglikelihood_tokens(parts, disable_tqdm=disable_tqdm)
+        for owner, (log_prob, _) in zip(owners, found, strict=True):
+            totals[owner] += log_prob
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """A continuation of each text up to the first of its stop strings, without it."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        texts = [""] * len(requests)
+        total, show = len(requests), False if disable_tqdm else "auto"
+        with ProgressBar("generating", total=total, unit="text", show=show) as bar:
+            for options, numbers in groups.items():
+                for start in range(0, len(numbers), self._batch_size):
+                    part = numbers[start : start + self._batch_size]
+                    contexts = [requests[number].args[0] for number in part]
+                    for number, text in zip(part, self._continue(contexts, json.loads(options)), strict=True):
+                        texts[number] = text
+                    bar.advance(len(part))
+        return texts
+
+    def _continue(self, contexts: Sequence[str], asked: dict[str, Any]) -> list[str]:
+        default = min(_DEFAULT_NEW_TOKENS, self.max_length // 2)
+        options, stops = generation_options(asked, default)
+        room = self.max_length - options["max_dec_len"]
+        if room < 1:
+            raise ConfigError(
+                f"a task asks for {options['max_dec_len']} new tokens, which leaves no room for a context in "
+                f"the model's {self.max_length} positions (Model.max_position_embeddings)"
+            )
+        if options["decode_strategy"] != "beam_search":
+            options["stop"] = tuple(stops) or None
+        prompts = [self.tok_encode(context)[-room:] for context in contexts]
+        results = self._generator.generate(prompts, _section(options), batch_rows=self._batch_size)
+        # Beam search takes no stop strings: what comes after them goes here.
+        return [_before(generations[0].text, stops) for generations in results]
+
+
+def _section(options: dict[str, Any]) -> GenerationConfig:
+    try:
+        return section_of(GenerationConfig, options)
+    except ConfigError as error:
+        raise ConfigError(f"a task asks for what generation does not have ({options}): {error}") from error
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends, default=len(text))]

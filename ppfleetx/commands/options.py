@@ -1,0 +1,193 @@
+"""A verb's options as a dataclass, and the command line that is made from it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from ppfleetx.config.reading.overrides import Setting
+
+_POSITIONAL = ""
+CONFIG_HELP = "YAML configuration, a directory with a config.yaml, or a name that `ppfleetx configs` lists"
+
+
+class Command:
+    """A verb: a frozen dataclass whose fields are its options and whose docstring opens ``--help``.
+
+    Attributes:
+        examples: commands that can be pasted; the end of ``--help``.
+        intermixed: whether options may stand between positional arguments.
+    """
+
+    examples: ClassVar[str] = ""
+    intermixed: ClassVar[bool] = False
+
+    def run(self) -> int | None:
+        """Do it; gives the exit code, None for 0.
+
+        Raises:
+            UserError: a mistake of the user.
+        """
+        raise NotImplementedError
+
+    def settings(self) -> list[Setting]:
+        """The values that options give to keys of the configuration."""
+        from ppfleetx.config.reading.overrides import Setting
+
+        found = []
+        for one in fields(self):
+            key, value = one.metadata["key"], getattr(self, one.name)
+            if key is not None and value not in (None, ()):
+                place = next(iter(flags_of(one)), one.metadata["how"].get("metavar"))
+                found.append(Setting(key, value, place))
+        return found
+
+    @classmethod
+    def parser(cls, program: str | None = None) -> argparse.ArgumentParser:
+        """The command line; ``program`` stands after ``usage:``."""
+        parser = argparse.ArgumentParser(
+            prog=program,
+            description=inspect.cleandoc(cls.__doc__ or ""),
+            epilog=cls.examples or None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        types, groups = get_type_hints(cls), {}
+        for one in sorted(fields(cls), key=lambda one: bool(flags_of(one))):  # positional ones first
+            title = one.metadata["group"]
+            if title is not None and title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            target = parser if title is None else groups[title]
+            target.add_argument(*(flags_of(one) or (one.name,)), **_argument(one, types[one.name]))
+        return parser
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str] | None, program: str | None = None) -> Self:
+        """The options that ``arguments`` (None: of this process) give.
+
+        Raises:
+            SystemExit: the arguments are wrong, or ``--help`` is among them.
+        """
+        parser = cls.parser(program)
+        # The ordinary way takes all positional arguments from one place: no prompt could follow an option.
+        parse = parser.parse_intermixed_args if cls.intermixed else parser.parse_args
+        given = vars(parse(arguments))
+        return cls(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        )
+
+
+def option(
+    help: str, *flags: str, default: Any = None, key: str | None = None, group: str | None = None, **how: Any
+) -> Any:
+    """A field that is given by its name, ``--max-steps`` for ``max_steps``.
+
+    Its type says what is read: a ``bool`` is a switch, a ``Literal`` a choice, a tuple takes several words.
+
+    Args:
+        help: what ``--help`` says.
+        flags: ``--name`` and other spellings, in place of the field's name.
+        default: ``MISSING`` where the option is required.
+        key: the key of the configuration that the option sets.
+        group: title of the group in ``--help``.
+        how: further arguments of ``ArgumentParser.add_argument``.
+    """
+    how["help"] = help
+    return field(default=default, metadata={"flags": flags, "key": key, "group": group, "how": how})
+
+
+def switch(help: str, *flags: str) -> Any:
+    """An :func:`option` that is on or off, and off by default."""
+    return option(help, *flags, default=False)
+
+
+def repeated(help: str, *flags: str, metavar: str) -> Any:
+    """An :func:`option` that may be given many times, with one value each."""
+    return option(help, *flags, default=(), action="append", metavar=metavar)
+
+
+def positional(metavar: str | None, help: str, **how: Any) -> Any:
+    """A field that stands on the command line without a name; arguments as for :func:`option`."""
+    return option(help, _POSITIONAL, metavar=metavar, **how)
+
+
+def flags_of(one: Field[Any]) -> tuple[str, ...]:
+    """How a field is named on the command line; nothing for a positional one."""
+    flags = one.metadata["flags"] or (f"--{one.name.replace('_', '-')}",)
+    return () if flags == (_POSITIONAL,) else flags
+
+
+def whole_number(text: str) -> int:
+    """1 or more, for ``type=``."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
+    return int(text)
+
+
+def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
+    """Arguments of ``add_argument`` for a field."""
+    flags, required = flags_of(one), one.default is MISSING
+    how: dict[str, Any] = {"dest": one.name, "required": required} if flags else {}
+    if annotation is bool:
+        return {**how, "action": "store_true", **one.metadata["how"]}
+    how["default"] = None if required else one.default
+    if get_origin(annotation) in (Union, UnionType):
+        [annotation] = [part for part in get_args(annotation) if part is not NoneType]
+    if get_origin(annotation) is tuple:
+        annotation, *more = get_args(annotation)
+        how["nargs"] = "+" if flags or required else "*"
+        if more != [...]:
+            how["nargs"] = 1 + len(more)
+        elif one.metadata["how"].get("action") == "append":
+            del how["nargs"]
+            how["default"] = list(one.default)
+    elif not flags and not required:
+        how["nargs"] = "?"
+    if get_origin(annotation) is Literal:
+        how["choices"] = get_args(annotation)
+    elif annotation is not str:
+        how |= {"type": annotation} | ({"metavar": "N"} if annotation is int else {})
+    return {**how, **one.metadata["how"]}
+
+
+def plugin_option() -> Any:
+    """The field ``plugin``: any number of ``--plugin MODULE``, which :func:`import_plugins` imports."""
+    return repeated(
+        "import a Python module of yours that registers callbacks, optimizers, layers, ...; may be given "
+        "many times (PPFLEETX_PLUGINS=module,module does the same)",
+        metavar="MODULE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions(Command):
+    """``-c FILE``, and any number of ``-o Section.key=value`` and ``--plugin MODULE``."""
+
+    config: str = option(CONFIG_HELP, "-c", "--config", default=MISSING, metavar="FILE")
+    override: tuple[str, ...] = repeated(
+        "replace one value of the configuration; may be given many times",
+        "-o",
+        "--override",
+        metavar="Section.key=value",
+    )
+    plugin: tuple[str, ...] = plugin_option()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionalConfigOptions(ConfigOptions):
+    """The same for a verb that can do without ``-c``."""
+
+    config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
+
+
+def import_plugins(options: Command) -> None:
+    """Import the plugins of ``--plugin``, and the environment's where a configuration may use them."""
+    plugins = getattr(options, "plugin", None)
+    if plugins or (plugins == () and getattr(options, "config", True)):
+        from ppfleetx.utils.plugins import import_named_plugins
+
+        import_named_plugins(plugins)

@@ -1,0 +1,258 @@
+"""The verb ``plan``: options to predictions, predictions to text, JSON, files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ppfleetx.commands.options import ConfigOptions, option, repeated, switch
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.plan import AXES, ParallelPlan, violations
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.planner.alternatives import why_not
+from ppfleetx.planner.calibration import calibrate
+from ppfleetx.planner.cards import Card, card_names, load_card
+from ppfleetx.planner.case import Case, case_of
+from ppfleetx.planner.configured import Written, read_written, write_config
+from ppfleetx.planner.long_run import Questions, Ramp, answers
+from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.plan_words import WORDS, read_words
+from ppfleetx.planner.prediction import Prediction
+from ppfleetx.planner.report import account, constants, ranking
+from ppfleetx.planner.search import Found, search
+
+_ANY_CARD = "A100-80GB"
+_RUN = "about the whole run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(ConfigOptions):
+    """Predict memory and step time of a configuration under one plan, or rank all plans of some cards."""
+
+    devices: int | None = option("cards; without --plan, all plans of them")
+    card: str | None = option(
+        f"{', '.join(card_names())}, or a YAML file (default: Global.card, else {_ANY_CARD})", metavar="NAME"
+    )
+    per_node: int = option("cards of a node (default 8)", default=8)
+    network_gbps: float | None = option("network of a node in all, in Gbit/s (else the card's)", metavar="X")
+    rank_order: str | None = option(
+        f"how ranks are numbered, nearest neighbours last (default {','.join(AXES)}, as this engine "
+        "does; another program's for its published runs)",
+        metavar="pp,dp,...",
+    )
+    batch: int | None = option("sequences a step (else the YAML's)")
+    goal: Literal["time", "memory"] = option("what the best has least of", default="time")
+    plan: str | None = option(f"one plan instead of all: {', '.join(WORDS)}", metavar="dp=4,mp=8,...")
+    explain: str | None = option(
+        "the whole account of PLAN, of --plan, or of the best", nargs="?", const="", metavar="PLAN"
+    )
+    json: bool = switch("one JSON object instead of text")
+    write: str | None = option("the configuration under the plan, or the best, to FILE", metavar="FILE")
+    report: str | None = option("pictures and one HTML page of the plan, or of the best", metavar="DIR")
+    calibrate: tuple[str, ...] = repeated(
+        "fit the card to the step times of a run of yours; several times for several runs", metavar="RUN_DIR"
+    )
+    write_card: str | None = option("the calibrated card to FILE, for --card", metavar="FILE")
+    tokens: float | None = option("tokens of the run (else Engine.max_steps)", group=_RUN, metavar="T")
+    price: float | None = option("of a card-hour: what the run and a token cost", group=_RUN, metavar="P")
+    mtbf: float | None = option(
+        "between failures of one node: the best checkpoint interval", group=_RUN, metavar="HOURS"
+    )
+    save_seconds: float | None = option("that a checkpoint holds the job up", group=_RUN, metavar="S")
+    restart_seconds: float = option(
+        "from failure to step (default 300)", default=300.0, group=_RUN, metavar="S"
+    )
+    scale: str | None = option(
+        "the plan with more replicas on other numbers of cards", group=_RUN, metavar="N,N,..."
+    )
+    ramp: str | None = option(
+        "a batch that grows, as Megatron-LM's --rampup-batch-size", group=_RUN, metavar="START,STEP,SAMPLES"
+    )
+
+    def run(self) -> None:
+        """Print the prediction."""
+        print(report_of(self))
+
+
+def report_of(options: Plan) -> str:
+    """What the command prints.
+
+    Raises:
+        ConfigError: an argument or the plan is not valid.
+    """
+    written = read_written(options.config, options.override)
+    card = load_card(options.card or written.cfg.Global.card or _ANY_CARD)
+    calibration = ""
+    cluster = _cluster(options, card)
+    if options.calibrate:
+        card, calibration = calibrate(options.calibrate, cluster, options.write_card)
+        cluster = replace(cluster, card=card)
+    elif options.write_card:
+        raise ConfigError("is written by --calibrate RUN_DIR", key="--write-card", value=options.write_card)
+    words = _words(options)
+    questions = _questions_of(options)
+    if words is not None or options.devices is None:
+        cfg, prediction = _one(written, words or "", options, cluster)
+        found = None
+    else:
+        found = _all(written, options, cluster)
+        prediction = found.best[0] if found.best else None
+        cfg = _config_of(written, prediction) if prediction and options.write else None
+    if prediction is not None:
+        _files(options, cfg, prediction, found)
+    if options.json:
+        calibrated = {"calibration": calibration.splitlines()} if calibration else {}
+        return json.dumps({**_json(written, prediction, found, questions, options), **calibrated})
+    lines = [*([calibration] if calibration else []), _text(options, prediction, found, cluster)]
+    if prediction is not None:
+        lines += answers(prediction, _tokens(written, prediction, options), questions)
+        if found is not None:
+            lines += ["", "Why not", *(f"- {sentence}" for sentence in why_not(prediction))]
+        lines += ["", constants(cluster)]
+    return "\n".join(lines)
+
+
+def _questions_of(options: Plan) -> Questions:
+    """The questions in the options.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    for name in ("price", "mtbf", "save_seconds", "restart_seconds"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError("must be greater than 0", key=f"--{name.replace('_', '-')}", value=value)
+    ramp = None
+    if options.ramp is not None:
+        numbers = _numbers(options.ramp, "--ramp")
+        if len(numbers) != 3:
+            raise ConfigError("takes three numbers: START,STEP,SAMPLES", key="--ramp", value=options.ramp)
+        ramp = Ramp(*numbers)
+    scale = _numbers(options.scale, "--scale") if options.scale is not None else ()
+    return Questions(
+        options.price, options.mtbf, options.save_seconds, options.restart_seconds, tuple(scale), ramp
+    )
+
+
+def _numbers(text: str, key: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 12 and int(part) > 0 for part in parts):
+        raise ConfigError("takes integers of at least 1, with commas between", key=key, value=text)
+    return [int(part) for part in parts]
+
+
+def _words(options: Plan) -> str | None:
+    """The plan named by ``--plan`` or ``--explain``."""
+    if options.plan is not None and options.explain:
+        raise ConfigError(
+            "names a plan, and --plan does too; give one", key="--explain", value=options.explain
+        )
+    return options.plan if options.plan is not None else (options.explain or None)
+
+
+def _cluster(options: Plan, card: Card) -> Cluster:
+    network = (
+        0.0 if options.network_gbps is None else _positive(options.network_gbps, "--network-gbps") * 1e9 / 8
+    )
+    return Cluster(card, int(_positive(options.per_node, "--per-node")), network, _axes(options.rank_order))
+
+
+def _axes(words: str | None) -> tuple[str, ...]:
+    if words is None:
+        return AXES
+    axes = tuple(word.strip() for word in words.split(","))
+    if sorted(axes) != sorted(AXES):
+        raise ConfigError(f"must name each of {', '.join(AXES)} once", key="--rank-order", value=words)
+    return axes
+
+
+def _one(written: Written, words: str, options: Plan, cluster: Cluster) -> tuple[RunConfig, Prediction]:
+    """The configuration under the plan ``words``; whatever they do not name stays."""
+    named = read_words(words, written.plan)
+    plan, batch = named.plan, _batch(written, options)
+    if options.devices is not None and plan.world_size != options.devices:
+        raise ConfigError(
+            f"the plan is of {plan.world_size} cards, not of {options.devices}", key="--plan", value=words
+        )
+    micro = named.micro or written.micro_batch()
+    if batch % (plan.data_size * micro):
+        raise ConfigError(
+            f"{batch} sequences a step cannot be dealt out to {plan.data_size} data ranks (dp x sharding) in "
+            f"micro batches of {micro}",
+            key="--plan" if words else "--batch",
+            value=words or batch,
+        )
+    whole = case_of(written.under(ParallelPlan(), 1, batch, named.recompute), cluster.card)
+    work = replace(whole.workload, accumulate_steps=batch // (plan.data_size * micro))
+    broken = violations(plan, work)
+    if broken:
+        raise ConfigError(broken[0].sentence, key="--plan", value=words)
+    cfg = written.under(plan, micro, batch, named.recompute)
+    return cfg, Prediction(case_of(cfg, cluster.card), cluster)
+
+
+def _all(written: Written, options: Plan, cluster: Cluster) -> Found:
+    devices = int(_positive(options.devices, "--devices"))
+    whole = case_of(written.under(ParallelPlan(), 1, _batch(written, options), None), cluster.card)
+    return search(whole, cluster, devices, goal=options.goal)
+
+
+def _batch(written: Written, options: Plan) -> int:
+    return written.batch() if options.batch is None else int(_positive(options.batch, "--batch"))
+
+
+def _config_of(written: Written, prediction: Prediction) -> RunConfig:
+    case = prediction.case
+    return written.under(case.plan, case.micro_batch, case.global_batch, case.recomputed[0])
+
+
+def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: Found | None) -> None:
+    if options.write:
+        write_config(cfg, prediction.case, Path(options.write))
+    if options.report:
+        from ppfleetx.planner.pictures import write_report
+
+        write_report(Path(options.report), prediction, found)
+
+
+def _tokens(written: Written, prediction: Prediction, options: Plan) -> float:
+    """Of the whole run: ``--tokens``, or the configuration's steps."""
+    return _run_tokens(written.cfg.Engine.max_steps, prediction.case, options.tokens)
+
+
+def _run_tokens(steps: int, case: Case, tokens: float | None) -> float:
+    return float(steps * case.tokens) if tokens is None else _positive(tokens, "--tokens")
+
+
+def _json(
+    written: Written,
+    prediction: Prediction | None,
+    found: Found | None,
+    questions: Questions,
+    options: Plan,
+) -> dict[str, object]:
+    if found is None:
+        return {
+            **prediction.as_json(_tokens(written, prediction, options)),
+            "what_if": questions.as_json(prediction),
+            "constants": prediction.cluster.card.model_dump(),
+        }
+    plans = [one.as_json(_tokens(written, one, options)) for one in found.best]
+    counts = {name: getattr(found, name) for name in ("too_large", "candidates", "fit", "unfit", "slower")}
+    reasons = why_not(found.best[0]) if found.best else []
+    return {"plans": plans, "legal": found.plans, **counts, "why_not": reasons}
+
+
+def _text(options: Plan, prediction: Prediction | None, found: Found | None, cluster: Cluster) -> str:
+    if found is None:
+        return account(prediction)
+    text = ranking(found, cluster, options.devices, options.goal)
+    return f"{text}\n\n{account(prediction)}" if options.explain is not None and prediction else text
+
+
+def _positive(value: float, key: str) -> float:
+    if not 0 < value < float("inf"):
+        raise ConfigError("must be greater than 0", key=key, value=value)
+    return value

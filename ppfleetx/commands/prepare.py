@@ -1,0 +1,174 @@
+"""The verbs ``prepare`` and ``tokenizer``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ppfleetx.commands.options import Command, option, switch
+from ppfleetx.config.errors import DataError
+
+if TYPE_CHECKING:
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(Command):
+    """Encode json lines (.gz, .zst), plain text or folders of text to PREFIX_KEY_document.{bin,idx}.
+
+    Option names of Megatron-LM and PaddleFleetX are accepted where they mean the same.
+    """
+
+    input: tuple[str, ...] = option(
+        "files and folders, in the order they are to be written",
+        "--input",
+        "--input_path",
+        "--input-path",
+        default=MISSING,
+        metavar="PATH",
+    )
+    output_prefix: str = option(
+        "start of the output names", "--output-prefix", "--output_prefix", default=MISSING, metavar="PREFIX"
+    )
+    tokenizer: str | None = option(
+        "folder with tokenizer.json, or with vocab.json and merges.txt",
+        "--tokenizer",
+        "--tokenizer-model",
+        "--model_name",
+        metavar="DIR",
+    )
+    vocab_file: str | None = option(
+        "vocab.json, in place of --tokenizer", "--vocab-file", "--vocab_file", metavar="FILE"
+    )
+    merge_file: str | None = option(
+        "merges.txt, with --vocab-file", "--merge-file", "--merge_file", metavar="FILE"
+    )
+    eod_token: str | None = option(
+        "end of a document (the eos_token of the tokenizer's files, else <|endoftext|>)", metavar="TOKEN"
+    )
+    json_keys: tuple[str, ...] = option(
+        "keys of the json objects, one pair of files each (text)",
+        "--json-keys",
+        "--json-key",
+        "--json_key",
+        "--json_keys",
+        default=("text",),
+        metavar="KEY",
+    )
+    append_eod: bool = switch(
+        "end each document with the end-of-document token",
+        "--append-eod",
+        "--append_eod",
+        "--append_eos",
+        "--append-eos",
+    )
+    workers: int | None = option("processes (as many as there are cores)")
+    suffixes: str = option("in folders take only files with these endings", default="", metavar=".py,.txt")
+    split_on: Literal["file", "line", "blank-line"] = option(
+        "what one document of a plain text file is (file)", default="file"
+    )
+    max_document_mb: float = option(
+        "longest line, paragraph or packed file, in 10^6 bytes; what is longer is left out (64)",
+        default=64,
+        metavar="N",
+    )
+    strict: bool = switch("an empty or unreadable document is an error")
+    overwrite: bool = switch("replace an output that is there already")
+
+    def run(self) -> None:
+        """Encode, and print the report."""
+        from ppfleetx.data.prepare.corpus import find_sources
+        from ppfleetx.data.prepare.preprocess import preprocess
+
+        workers = available_cores() if self.workers is None else self.workers
+        if workers < 1:
+            raise DataError(f"--workers {workers}: at least 1 is needed")
+        suffixes = [suffix for suffix in self.suffixes.split(",") if suffix]
+        sources = find_sources(self.input, suffixes=suffixes, split_on=self.split_on)
+        report = preprocess(
+            sources,
+            self.output_prefix,
+            self.load_tokenizer(),
+            keys=self.json_keys,
+            append_eod=self.append_eod,
+            workers=workers,
+            strict=self.strict,
+            max_document_bytes=max_document_bytes(self.max_document_mb),
+            overwrite=self.overwrite,
+        )
+        print(report)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer that the options name.
+
+        Raises:
+            DataError: not exactly one tokenizer is named, or its files cannot be used.
+        """
+        from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+        names_vocab, names_merges = self.vocab_file is not None, self.merge_file is not None
+        if (self.tokenizer is not None) == names_vocab or names_vocab != names_merges:
+            raise DataError("give --tokenizer, or --vocab-file and --merge-file")
+        if self.tokenizer is not None:
+            return Tokenizer.load(self.tokenizer, eod_token=self.eod_token)
+        return Tokenizer.from_vocab_and_merges(self.vocab_file, self.merge_file, eod_token=self.eod_token)
+
+
+def max_document_bytes(megabytes: float) -> int:
+    """The bytes of --max-document-mb.
+
+    Raises:
+        DataError: less than 0.001 or more than 2000.
+    """
+    if not 0.001 <= megabytes <= 2000:
+        raise DataError(f"--max-document-mb {megabytes:g}: from 0.001 to 2000 is possible")
+    return round(1e6 * megabytes)
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizer(Command):
+    """Train a byte-level BPE tokenizer on text: json lines (.gz, .zst), plain text files, folders of them."""
+
+    input: tuple[str, ...] = option("files and folders", default=MISSING, metavar="PATH")
+    vocab_size: int = option("tokens, special ones included", default=MISSING)
+    output: Path = option("where the files are written", default=MISSING, metavar="DIR")
+    min_frequency: int = option("rarest pair to merge (2)", default=2)
+    json_key: str = option("key of the text in json lines (text)", default="text")
+    suffixes: str = option("in folders take only files with these endings", default="", metavar=".py,.txt")
+    overwrite: bool = switch("replace a tokenizer that is there already")
+
+    def run(self) -> None:
+        """Train and write, with a progress bar over the bytes read."""
+        from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
+        from ppfleetx.data.tokenizer.training import train_tokenizer
+        from ppfleetx.utils.progress import ProgressBar
+
+        if (self.output / "tokenizer.json").exists() and not self.overwrite:
+            raise DataError(f"{self.output} holds a tokenizer already; --overwrite replaces it")
+        if self.output.exists() and not self.output.is_dir():  # before hours of training
+            raise DataError(f"{self.output} is a file; --output names a directory")
+        suffixes = [suffix for suffix in self.suffixes.split(",") if suffix]
+        sources = find_sources(self.input, suffixes=suffixes)
+        total = sum(source.num_bytes for source in sources) / 1e6
+        with ProgressBar("reading", total=total, unit="MB") as bar:
+
+            def texts() -> Iterator[str]:
+                for text in iterate_texts(sources, self.json_key):
+                    bar.advance(len(text) / 1e6)
+                    yield text
+                bar.advance(0, "learning merges")
+
+            tokenizer = train_tokenizer(texts(), self.vocab_size, min_frequency=self.min_frequency)
+        tokenizer.save(self.output)
+        what = f"{tokenizer.vocab_size:,} tokens, end of document {tokenizer.eod_id}"
+        print(f"tokenizer with {what}: {self.output}")

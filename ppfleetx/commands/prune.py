@@ -1,0 +1,217 @@
+"""The verb ``prune``. Most mistakes are found before Paddle is loaded, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import documents_of
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.weights import slices_of, with_vocabulary
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.commands.options import option
+from ppfleetx.commands.shrinking import (
+    ShrinkingOptions,
+    calibration_samples,
+    open_model,
+    refuse_adapters,
+)
+from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.compress.prune import (
+    Criterion,
+    Kept,
+    Part,
+    Scores,
+    Sizes,
+    kept_of,
+    magnitude_scores,
+    pruned_model,
+    pruned_tensors,
+    sizes_after,
+)
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
+from ppfleetx.utils.log import configure_logging, get_logger
+
+REPORT_FILE = "pruning.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune(ShrinkingOptions):
+    """Take attention heads, feed-forward units and layers out of a checkpoint.
+
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Every layer
+    loses the same number of heads and units, so that the result is an ordinary model: it trains, generates,
+    converts and exports under any plan. A little training makes up for most of the loss (docs/compress.md).
+    """
+
+    examples = """\
+examples:
+  ppfleetx prune output --ratio 0.25 --output output-pruned
+  ppfleetx prune output --ratio 0.25 --criterion saliency --calibration data/train --output output-pruned
+  ppfleetx prune output --drop-layers 9 10 --output output-shallow
+  ppfleetx finetune --from output-pruned --output recovered
+"""
+    ratio: float = option(
+        "share of the heads and units taken out of each layer, rounded to fewer (default 0)",
+        default=0.0,
+        metavar="R",
+    )
+    criterion: Criterion = option(
+        "what matters least: weights with the smallest sum of magnitudes (default) or squares, or what "
+        "the loss would miss least (saliency)",
+        default="l1_norm",
+    )
+    part: Part = option("what is pruned (default both)", default="both")
+    multiple: int = option(
+        "what stays is rounded up to a multiple of N, such as a tensor-parallel degree (default 1)", default=1
+    )
+    drop_layers: tuple[int, ...] = option("layers to leave out, from 0", default=(), metavar="I")
+    calibration: str | None = option(
+        "for saliency: a corpus (prefix of .bin/.idx) or a .txt file", metavar="DATA"
+    )
+
+    def run(self) -> None:
+        """Prune, and print the sizes before and after."""
+        prune(self)
+
+
+def prune(options: Prune) -> Path:
+    """Write the smaller model and the report; return its step directory.
+
+    Raises:
+        UserError: what cannot be pruned, or not so, in words.
+    """
+    configure_logging()
+    output = Path(options.output)
+    _check(options)
+    with open_model(options) as (cfg, directory, tokenizer):
+        _check_model(cfg, options.checkpoint)
+        sizes = sizes_after(
+            cfg.Model,
+            options.ratio,
+            part=options.part,
+            multiple=options.multiple,
+            drop_layers=options.drop_layers,
+        )
+        checkpoint = open_resolved(resolve_checkpoint(directory, verify=True))
+        scores = _scores(cfg, checkpoint, options, sizes, tokenizer)
+        return _write(cfg, checkpoint, options, sizes, scores, tokenizer, output)
+
+
+def _check(options: Prune) -> None:
+    options.check()
+    if world_size(os.environ) > 1:
+        raise ConfigError("one process prunes; the result loads under any plan")
+    if options.criterion == "saliency" and options.calibration is None:
+        raise ConfigError(
+            "looks at what the loss would lose: give --calibration DATA", key="--criterion", value="saliency"
+        )
+    if options.criterion != "saliency" and options.calibration is not None:
+        raise ConfigError("is read with --criterion saliency only", key="--calibration")
+
+
+def _check_model(cfg: RunConfig, place: str) -> None:
+    if cfg.Compress.Weights is not None:
+        raise CheckpointError(
+            f"{place} is quantised (Compress.Weights in its configuration): prune the checkpoint it was made "
+            "from, and quantise the result"
+        )
+    refuse_adapters(cfg, place)
+
+
+def _scores(
+    cfg: RunConfig, checkpoint: Checkpoint, options: Prune, sizes: Sizes, tokenizer: Tokenizer | None
+) -> dict[int, Scores]:
+    samples = calibration_samples(cfg, options, tokenizer, fewest=1)
+    if samples is None:
+        tensors = _tensors(checkpoint, cfg)
+        return {i: magnitude_scores(tensors, cfg.Model, i, options.criterion) for i in sizes.layers}
+    cfg, _ = start_with(cfg)
+    from ppfleetx.compress.saliency import saliency_scores
+
+    return saliency_scores(checkpoint, cfg.Model, samples.calibration)
+
+
+def _tensors(checkpoint: Checkpoint, cfg: RunConfig) -> dict[str, LazyTensor]:
+    source = with_vocabulary(checkpoint, cfg.Model.vocab_size)
+
+    def lazy(name: str) -> LazyTensor:
+        entry = source.entry(name)
+        return LazyTensor(entry.dtype, tuple(entry.shape), lambda: source.read(name))
+
+    return {name: lazy(name) for name in source.names()}
+
+
+def _write(
+    cfg: RunConfig,
+    checkpoint: Checkpoint,
+    options: Prune,
+    sizes: Sizes,
+    scores: dict[int, Scores],
+    tokenizer: Tokenizer | None,
+    output: Path,
+) -> Path:
+    kept = {layer: kept_of(scores[layer], sizes) for layer in sizes.layers}
+    small = cfg.model_copy(update={"Model": pruned_model(cfg.Model, sizes)})
+    tensors = dict(pruned_tensors(_tensors(checkpoint, cfg), cfg.Model, sizes, kept))
+    step = save_checkpoint(
+        output,
+        epoch=checkpoint.manifest.epoch,
+        step=checkpoint.manifest.step,
+        tensors=slices_of(tensors),
+        state={"source": {"pruned": asdict(options), "from": checkpoint.path.name}},
+        plan=asdict(ParallelPlan()),
+        config=small.model_dump(mode="json"),
+        fingerprints={"tokenizer": tokenizer.fingerprint} if tokenizer is not None else {},
+        vocab_size=cfg.Model.vocab_size,
+        documents=documents_of(small, tokenizer),
+    )
+    report = _report(cfg, small, sizes, kept)
+    (output / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    get_logger().info(f"written: {step}; what stayed of each layer is in {output / REPORT_FILE}")
+    print(_table(cfg, small, report), flush=True)
+    return step
+
+
+def _report(cfg: RunConfig, small: RunConfig, sizes: Sizes, kept: dict[int, Kept]) -> dict[str, Any]:
+    seq_len = cfg.Model.max_position_embeddings
+    return {
+        name: {
+            "parameters": parameter_count(one.Model),
+            "flops_per_token": flops_per_step(one.Model, 1, seq_len) // (3 * seq_len),
+        }
+        for name, one in (("before", cfg), ("after", small))
+    } | {
+        "layers": [
+            {"was": layer, "groups": kept[layer].groups.tolist(), "units": kept[layer].units.tolist()}
+            for layer in sizes.layers
+        ]
+    }
+
+
+def _table(cfg: RunConfig, small: RunConfig, report: dict[str, Any]) -> str:
+    rows = [
+        ("layers", cfg.Model.num_layers, small.Model.num_layers),
+        ("attention heads", cfg.Model.num_attention_heads, small.Model.num_attention_heads),
+        ("key/value heads", cfg.Model.kv_heads, small.Model.kv_heads),
+        ("feed-forward units", cfg.Model.ffn_size, small.Model.ffn_size),
+        *(
+            (words, report["before"][key], report["after"][key])
+            for words, key in (
+                ("parameters", "parameters"),
+                ("operations per token, forward", "flops_per_token"),
+            )
+        ),
+    ]
+    lines = [f"{'':30} {'before':>16} {'after':>16} {'share':>7}"]
+    lines += [f"{what:30} {before:16,} {after:16,} {after / before:7.1%}" for what, before, after in rows]
+    return "\n".join(lines)

@@ -1,0 +1,228 @@
+"""A model's directory, whoever wrote it, as a configuration and a checkpoint that commands take.
+
+Our own checkpoints hold their configuration (`checkpoint/documents.py`). A directory of Hugging Face is
+converted into a temporary one, and so is a model of its hub (`hf:NAME`) once it is downloaded. FleetX's is
+read as it is, with the network of the shipped configuration that has its sizes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.documents import OF_ONE_CALL, PORTABLE_SECTIONS, portable_model
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
+from ppfleetx.commands.shared_directory import shared_directory
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.loader import CONFIG_FILE, load_config
+from ppfleetx.config.reading.files import MadeFile, Sections, model_in
+from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
+from ppfleetx.config.reading.parse import read_yaml
+from ppfleetx.config.sections.root import DistributedConfig, RunConfig
+from ppfleetx.config.shipped import shipped_configs
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.detect import is_hugging_face
+from ppfleetx.conversion.fleetx import is_fleetx, read_fleetx
+from ppfleetx.conversion.hub import hub_name, local_directory, may_be_of_hub
+from ppfleetx.utils.log import configure_logging, get_logger
+from ppfleetx.utils.plugins import import_named_plugins
+
+ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
+"""Batch sizes for commands that have no batches."""
+# What the configuration in a checkpoint may hold, which is what `portable_config` writes.
+_OWN_SECTIONS = ("Global", "Model", "Data", "Compress", *PORTABLE_SECTIONS)
+_OWN_GLOBAL = ("seed", "local_batch_size", "micro_batch_size")
+# Sizes found in the shapes of FleetX's tensors, and what has them in our section.
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_layers",
+    "ffn_hidden_size": "ffn_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """A model that is ready to be loaded.
+
+    Attributes:
+        name: the directory as it was given.
+        config: the checkpoint's own configuration; None: it was not asked for.
+        checkpoint: what ``Engine.save_load.ckpt_dir`` and ``init_from`` take.
+        tokenizer: directory of the tokenizer's files, where they are known.
+    """
+
+    name: str
+    config: Path | MadeFile | Sections | None
+    checkpoint: Path
+    tokenizer: Path | None
+
+    def overrides(
+        self,
+        given: Iterable[Override] = (),
+        *,
+        option: str = "CHECKPOINT",
+        key: str = "Engine.save_load.ckpt_dir",
+    ) -> list[Override]:
+        """The user's overrides, after those that make a program load the model.
+
+        Args:
+            given: the user's; a tokenizer named there wins.
+            option: how the user named the directory, for messages.
+            key: what is to name the checkpoint.
+        """
+        given = list(given)
+        ours = [Setting(key, self.checkpoint, option)]
+        names_one = any(name.startswith("Data.tokenizer") for name in overridden_keys(given))
+        if self.tokenizer is not None and not names_one:
+            ours.append(Setting("Data.tokenizer.dir", self.tokenizer, model_in(self.name)))
+        return [*ours, *given]
+
+
+def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
+    """The model in ``place``: a run, a step directory, a directory of Hugging Face or FleetX, or ``hf:NAME``.
+
+    Args:
+        place: the directory, or the name of a model on the Hugging Face hub, which is downloaded.
+        stack: temporary files are removed when this ends.
+        with_config: look for its configuration too; not needed where the user gives one.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it does not describe its network.
+        ConfigError: its configuration sets more than a model and its data; a plugin that PPFLEETX_PLUGINS
+            names cannot be imported.
+    """
+    import_named_plugins()  # those of the environment, whose parts the model may have
+    is_of_hub = hub_name(place) is not None
+    if is_of_hub:
+        configure_logging()
+    refuse_absent(place)
+    path = local_directory(place)
+    if is_hugging_face(path):
+        return _converted(place, path, stack)
+    if is_of_hub:
+        raise CheckpointError(f"{place} is not whole in {path}, and the hub cannot be asked for the rest")
+    checkpoint = open_resolved(resolve_checkpoint(path, verify=False))
+    tokenizer = find_tokenizer_dir(checkpoint.path)
+    if not with_config:
+        return ModelPlace(str(place), None, checkpoint.path, tokenizer)
+    config: Path | Sections
+    if is_fleetx(checkpoint.path):
+        config = Sections(_sections_of_fleetx(checkpoint.path), model_in(place))
+    elif CONFIG_FILE in checkpoint.manifest.documents:
+        config = checkpoint.path / CONFIG_FILE
+        _refuse_more_than_a_model(config)
+    else:
+        config = Sections(_sections_of_manifest(checkpoint, tokenizer), model_in(place))
+    return ModelPlace(str(place), config, checkpoint.path, tokenizer)
+
+
+def refuse_absent(place: str | Path) -> None:
+    """Raise CheckpointError where ``place`` is a path that leads nowhere."""
+    if not str(place).strip():
+        raise CheckpointError("the name of the model's directory is empty")
+    if hub_name(place) is None and not Path(place).exists():
+        if may_be_of_hub(place):
+            hint = f"; a model of the Hugging Face hub is hf:{place}"
+            raise CheckpointError(f"there is no directory {place}{hint}")
+        resolve_checkpoint(place, verify=False)
+
+
+def _refuse_more_than_a_model(config: Path) -> None:
+    """A checkpoint from elsewhere must not choose what is overwritten here, or where a server listens."""
+    tree = read_yaml(config)
+    nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
+    for section, allowed in (("Global", lambda key: key in _OWN_GLOBAL), ("Generation", _is_lasting)):
+        keys = tree.value[section].value if section in tree.value else None
+        if isinstance(keys, dict):
+            nodes |= {f"{section}.{key}": node for key, node in keys.items() if not allowed(key)}
+    for key, node in nodes.items():
+        raise ConfigError(
+            "the configuration in a checkpoint may describe the model and its data, and no more. If you "
+            "trust this one, name it yourself with -c FILE",
+            key=key,
+            place=node.place,
+        )
+
+
+def _is_lasting(key: str) -> bool:
+    return key not in OF_ONE_CALL
+
+
+def _converted(place: str | Path, path: Path, stack: ExitStack) -> ModelPlace:
+    """Convert once on each machine, for all processes of the job."""
+
+    def fill(target: Path) -> None:
+        _log().info(
+            f"{path} is Hugging Face's; it is converted into {target}, which is removed at the end "
+            "(`ppfleetx convert` makes a copy that stays)"
+        )
+        convert(Conversion("hf", "ppfleetx", path, target))
+
+    target = shared_directory(path, os.environ, fill, stack)
+    step = resolve_checkpoint(target)
+    config = MadeFile(step / CONFIG_FILE, model_in(place))
+    return ModelPlace(str(place), config, step, find_tokenizer_dir(step))
+
+
+def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
+    """The configuration in the manifest of an earlier version, without plan and machine."""
+    saved = checkpoint.manifest.config
+    if not isinstance(saved, Mapping) or not saved.get("Model"):
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} does not say what network it is; give a configuration with -c FILE"
+        )
+    found = f"that in {tokenizer}" if tokenizer else "none; if needed give -o Data.tokenizer.dir=DIR"
+    _log().warning(
+        f"checkpoint {checkpoint.path} was saved by an earlier version and holds no {CONFIG_FILE} and no "
+        f"tokenizer. Configuration: that in its manifest. Tokenizer: {found}"
+    )
+    sections = {name: saved[name] for name in PORTABLE_SECTIONS if saved.get(name) is not None}
+    if isinstance(generation := sections.get("Generation"), Mapping):  # without the prompt it was saved with
+        sections["Generation"] = {key: value for key, value in generation.items() if _is_lasting(key)}
+    data = {key: value for key, value in (saved.get("Data") or {}).items() if key != "tokenizer"}
+    return {**ONE_SEQUENCE, **sections, "Model": portable_model(saved["Model"]), "Data": data}
+
+
+def _sections_of_fleetx(path: Path) -> dict[str, Any]:
+    sizes = read_fleetx(path).model
+    for name, file in shipped_configs().items():
+        model = load_config(file).Model
+        if all(sizes.get(key) == getattr(model, ours) for key, ours in _SIZES.items()):
+            _log().info(f"{path} is FleetX's; it has the sizes of {name}, whose Model section is used")
+            plain = model.model_dump(mode="json") | {"module": "GPTModule", "lora": None, "num_classes": None}
+            return {**ONE_SEQUENCE, "Model": portable_model(plain)}
+    found = ", ".join(f"{key} {value}" for key, value in sizes.items())
+    raise CheckpointError(
+        f"{path} is FleetX's and has other sizes ({found}) than any shipped configuration. It does not say "
+        "the number of attention heads: give a configuration with -c FILE"
+    )
+
+
+def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
+    """``cfg`` for data-parallel processes that each hold the whole model in float32, and notes for the user.
+
+    Export, inference, quantising and pruning run so, whatever the plan was.
+    """
+    notes = []
+    plan = cfg.plan
+    if plan.world_size not in (1, processes) or plan.mp * plan.pp * plan.sep > 1:
+        notes.append(f"the plan of the configuration ({plan}) is not used: a process holds the whole model")
+    if cfg.Engine.mix_precision.enable:
+        notes.append("Engine.mix_precision is disabled: the model computes in float32")
+    distributed = DistributedConfig(dp_degree=processes)
+    model = cfg.Model.model_copy(update={"sequence_parallel": False, "virtual_pp_degree": 1})
+    precision = cfg.Engine.mix_precision.model_copy(update={"enable": False})
+    engine = cfg.Engine.model_copy(update={"mix_precision": precision})
+    return cfg.model_copy(update={"Distributed": distributed, "Model": model, "Engine": engine}), notes
+
+
+def _log() -> Any:
+    configure_logging()
+    return get_logger()

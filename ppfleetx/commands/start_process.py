@@ -1,0 +1,146 @@
+"""From a command line to a process that is ready: configuration first, Paddle last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint
+from ppfleetx.config.config_notes import not_supported_reasons, refuse_absent
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.reading.tree import is_index
+from ppfleetx.config.sections.root import data_sets
+from ppfleetx.config.weight_sources import sources
+from ppfleetx.config.without_effect import without_effect
+from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
+from ppfleetx.core.engine.watching import watch_start
+from ppfleetx.data.build import build_dataset, open_corpora
+from ppfleetx.resilience.activity import MEETING, PROGRESS
+from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.log import configure_logging
+from ppfleetx.utils.process_env import import_paddle, prepare_process
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.root import RunConfig
+    from ppfleetx.distributed.context import ParallelContext
+
+
+def start_process(
+    path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
+) -> tuple[RunConfig, ParallelContext]:
+    """Read the configuration, refuse what cannot run, and only then load Paddle and choose the device.
+
+    Args:
+        reads: which sections of ``Data`` the program will read.
+
+    Raises:
+        UserError: anything wrong, missing or not supported, before any device work.
+    """
+    return start_with(load_config(path, overrides, world_size=world_size(os.environ)), reads=reads)
+
+
+def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
+    """:func:`start_process` for a configuration that is loaded already.
+
+    Raises:
+        ConfigError: something it needs is missing, or a task that only evaluates is to be trained.
+    """
+    main = rank(os.environ) == 0
+    logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
+    for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
+        logger.warning(warning)
+    device = expected_device(cfg.Global.device, cfg.origins.get("Global.device"))
+    _refuse_unsupported(cfg, device)
+    if "Train" in reads and not cfg.Model.task.trains:
+        raise ConfigError(
+            "only evaluates (tools/eval.py); to train use GPTModule",
+            key="Model.module",
+            value=cfg.Model.module,
+        )
+    if cfg.plan.world_size == 1:  # ranks of a job find out together, later
+        _look_for_files(cfg, reads)
+    if "Train" in reads:
+        watch_start(cfg, rank(os.environ), device)
+    said = prepare_process(device=device)
+    import_paddle()
+    logger.info(said)
+    from ppfleetx.core.engine.rank_consistency import check_configuration
+    from ppfleetx.distributed.device import is_gpu
+    from ppfleetx.distributed.init import init_distributed
+    from ppfleetx.distributed.tf32 import allow_tf32
+
+    tf32 = allow_tf32(cfg.Global.allow_tf32)  # before Global.flags, which may say otherwise
+    with PROGRESS.at(MEETING):
+        ctx = init_distributed(cfg)
+    if is_gpu(ctx.device):
+        logger.info(tf32)
+    check_configuration(cfg, ctx)
+    return cfg, ctx
+
+
+def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
+    """Raise, before Paddle is loaded, when a corpus or a checkpoint is missing or another run is in
+    ``output_dir``."""
+    for mode in reads:
+        if mode == "Test" and not cfg.Model.task.classifies:
+            continue  # nothing else reads it
+        for one in data_sets(cfg, mode).values():
+            look = open_corpora if getattr(one.Data, mode).dataset.is_corpus else build_dataset
+            look(one, mode)
+    refuse_foreign_weights(cfg)
+    if "Train" in reads:
+        refuse_absent(cfg)
+        check_beginning(cfg)
+    for key, directory in sources(cfg):
+        if _is_needed(key, cfg, trains="Train" in reads):
+            resolve_checkpoint(directory, verify=False)
+
+
+def refuse_foreign_weights(cfg: RunConfig) -> None:
+    """Refuse weights that another program wrote.
+
+    Raises:
+        ConfigError: naming the key, and how to convert them.
+    """
+    if any(sources(cfg)):
+        from ppfleetx.conversion.detect import refuse_foreign  # knows many formats: slow to import
+
+        refuse_foreign(cfg)
+
+
+def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
+    """Whether a source is still read. A run that goes on has all but frozen weights in its own checkpoints;
+    evaluation and generation need no weights that the run once started from."""
+    if key == "Model.lora.base":
+        return True
+    if not trains:
+        return key == CKPT_DIR
+    goes_on = cfg.Engine.save_load.resume and newest_complete(output_dir_of(cfg)) is not None
+    return not goes_on
+
+
+def _refuse_unsupported(cfg: RunConfig, device: str) -> None:
+    reasons = not_supported_reasons(cfg, device)
+    if reasons:
+        raise ConfigError("this configuration is valid, but cannot run yet:\n  " + "\n  ".join(reasons))
+
+
+def world_size(environ: Mapping[str, str]) -> int:
+    """Processes of the job, as Paddle's launcher tells its ranks; 1 without a launcher."""
+    return _number(environ, "PADDLE_TRAINERS_NUM", 1)
+
+
+def rank(environ: Mapping[str, str]) -> int:
+    """This process's number in the job."""
+    return _number(environ, "PADDLE_TRAINER_ID", 0)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not is_index(text):
+        raise ConfigError(
+            "the launcher's variable is not a number", key=name, value=text, place="environment"
+        )
+    return int(text)

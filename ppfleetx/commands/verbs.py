@@ -1,0 +1,95 @@
+"""The verbs of the command ``ppfleetx``: one table. Nothing slow is imported here.
+
+To add a verb, write a :class:`~ppfleetx.commands.options.Command` and add a line.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ppfleetx.commands.options import Command
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb.
+
+    Attributes:
+        name: as typed.
+        place: module of ``ppfleetx.commands`` and class in it, ``train:Train``.
+        help: one line for the list of verbs.
+    """
+
+    name: str
+    place: str
+    help: str
+
+    def command(self) -> type[Command]:
+        """The verb's class, whose fields are its options."""
+        module, _, name = self.place.partition(":")
+        return getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)
+
+
+GROUPS: dict[str, tuple[Verb, ...]] = {
+    "train": (
+        Verb("train", "train:Train", "pretrain or finetune the model of a configuration"),
+        Verb("finetune", "finetune:Finetune", "train from the weights of another run or model"),
+        Verb("supervise", "supervise:Supervise", "run a training command and start it again when it fails"),
+        Verb(
+            "hang-report", "hang_report:HangReport", "say why a job came to a halt, from its ranks' reports"
+        ),
+        Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
+        Verb("check", "check:Check", "look at a configuration: plan, parameters, batch arithmetic"),
+        Verb("plan", "plan:Plan", "predict memory and step time, or rank the plans of so many cards"),
+        Verb(
+            "translate",
+            "translate:Translate",
+            "print another toolkit's configuration or command line as ours",
+        ),
+        Verb("index", "index:Index", "build the index maps of a configuration ahead of a run"),
+        Verb("compare", "compare:Compare", "compare the losses of two runs"),
+        Verb("plot", "plot:Plot", "draw the loss curves of a run"),
+    ),
+    "use a model": (
+        Verb("generate", "generate:Generate", "continue prompts with a checkpoint"),
+        Verb("chat", "chat:Chat", "talk with a model"),
+        Verb("eval", "evaluate:Evaluate", "loss and perplexity of a checkpoint, or a classifier's scores"),
+        Verb("lm-eval", "lm_eval:LmEval", "tasks of lm-evaluation-harness"),
+        Verb("export", "export:Export", "export a checkpoint as a program that generates by itself"),
+        Verb("infer", "infer:Infer", "continue prompts with an exported model"),
+        Verb("serve", "serve:Serve", "serve a checkpoint over HTTP"),
+    ),
+    "checkpoints": (
+        Verb("inspect", "inspect_checkpoint:Inspect", "show a checkpoint, verify its checksums, compare two"),
+        Verb(
+            "convert", "convert:Convert", "convert checkpoints: Hugging Face, FleetX, Megatron-LM, ppfleetx"
+        ),
+        Verb("quantize", "quantize:Quantize", "store the weights of a checkpoint in 8 or 4 bits"),
+        Verb("prune", "prune:Prune", "take heads, units and layers out of a checkpoint"),
+        Verb("merge", "convert:Merge", "add trained adapters to the weights they belong to"),
+    ),
+    "data": (
+        Verb("tokenizer", "prepare:TrainTokenizer", "train a tokenizer on text"),
+        Verb("prepare", "prepare:Prepare", "encode text to .bin/.idx"),
+        Verb("inspect-data", "corpora:InspectData", "show a corpus, or verify its checksums"),
+        Verb("merge-data", "corpora:MergeData", "write several corpora as one"),
+        Verb("convert-data", "corpora:ConvertData", "write a corpus of FleetX as .bin/.idx"),
+        Verb(
+            "stdlib-corpus",
+            "corpora:StdlibCorpus",
+            "this Python's own sources as a corpus to try things with",
+        ),
+    ),
+    "the command itself": (
+        Verb("configs", "configs:Configs", "list the configurations that ship, or copy one"),
+        Verb(
+            "completion", "completion:Completion", "print a script that completes this command in bash or zsh"
+        ),
+    ),
+}
+"""The verbs as ``ppfleetx --help`` lists them."""
+
+VERBS: dict[str, Verb] = {verb.name: verb for verbs in GROUPS.values() for verb in verbs}

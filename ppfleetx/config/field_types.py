@@ -1,0 +1,147 @@
+"""Keys of the configuration and what they accept: for reading values, messages and documentation."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ppfleetx.config.fields import Says, Section
+from ppfleetx.config.other_toolkits.synonyms import our_key
+from ppfleetx.config.registry import Registered
+
+
+@cache
+def field_types(section: type[Section]) -> dict[str, Any]:
+    """Annotation of each field of ``section``, with its ``Annotated`` parts, in order of declaration."""
+    hints = get_type_hints(section, include_extras=True)
+    return {name: hints[name] for name in section.model_fields}
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the annotation alone."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(part for arg in get_args(annotation) for part in members(arg))
+    return (annotation,)
+
+
+def _bare(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section among the alternatives of ``annotation``."""
+    for part in members(annotation):
+        if isinstance(part, type) and issubclass(part, Section):
+            return part
+    return None
+
+
+def item_type(annotation: Any) -> Any:
+    """Type of the items of the list (or of the values of the mapping) among the alternatives, else None."""
+    for part in members(annotation):
+        if get_origin(part) is tuple:
+            return get_args(part)[0]
+        if get_origin(part) is dict:
+            return get_args(part)[1]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What an annotation is made of: a section, items or values of a type, and whether keys are free."""
+
+    section: type[Section] | None
+    item: Any
+    is_mapping: bool
+
+
+_inside: dict[int, tuple[Any, Inside]] = {}
+
+
+def inside(annotation: Any) -> Inside:
+    """``section_in``, ``item_type`` and whether a mapping with keys of the user's own is an alternative.
+
+    Remembered for each annotation object: hashing one takes longer than all the rest.
+    """
+    known = _inside.get(id(annotation))
+    if known is None or known[0] is not annotation:
+        is_mapping = any(get_origin(part) is dict for part in members(annotation))
+        known = annotation, Inside(section_in(annotation), item_type(annotation), is_mapping)
+        _inside[id(annotation)] = known
+    return known[1]
+
+
+def is_text_only(annotation: Any) -> bool:
+    """Whether every scalar the field accepts, null aside, is a text."""
+    scalars = []
+    for part in members(annotation):
+        bare = _bare(part)
+        if get_origin(bare) is Literal:
+            scalars += [isinstance(choice, str) for choice in get_args(bare)]
+        elif bare is not type(None) and get_origin(bare) not in (tuple, dict) and section_in(part) is None:
+            scalars.append(bare is str)
+    return bool(scalars) and all(scalars)
+
+
+def describe(annotation: Any) -> str:
+    """What the field accepts, in words: ``an integer of at least 1, or null``."""
+    words = [_describe_one(part) for part in members(annotation) if part is not type(None)]
+    if type(None) in members(annotation):
+        words.append("null")
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + ", or " + words[-1]
+
+
+def _describe_one(part: Any) -> str:
+    if get_origin(part) is Annotated and get_origin(_bare(part)) in (Union, types.UnionType):
+        return describe(_bare(part))
+    says = [meta.words for meta in getattr(part, "__metadata__", ()) if isinstance(meta, (Says, Registered))]
+    if says:
+        return says[-1]
+    if get_origin(_bare(part)) is Literal:
+        part = _bare(part)
+        choices = [str(choice) for choice in get_args(part)]
+        return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
+    if get_origin(part) is tuple:
+        args = get_args(part)
+        count = "" if args[-1] is Ellipsis else f"{len(args)} items, "
+        return f"a list ({count}each {describe(args[0])})"
+    if get_origin(part) is dict:
+        return f"a mapping (values: {describe(get_args(part)[1])})"
+    return getattr(part, "SAYS", "a section (a mapping of keys)")
+
+
+def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -> str:
+    """A sentence with the keys that the writer of the unknown key ``path`` may have meant.
+
+    Args:
+        path: the parts of the key; the last is not one of ``section``, the innermost section on the way.
+        root: the section that the path starts from.
+    """
+    prefix = ".".join(path[:-1])
+    everywhere = all_keys(root)
+    near = [key for key in (our_key(path[-1]),) if key in everywhere]
+    if not near:
+        here = difflib.get_close_matches(path[-1], field_types(section), n=3, cutoff=0.6)
+        near = [f"{prefix}.{name}" if prefix else name for name in here]
+    near += [key for key in everywhere if key.rpartition(".")[2] == path[-1] and key not in near]
+    if not near:
+        elsewhere = [key for key in everywhere if key not in (path[0], prefix)]
+        near = difflib.get_close_matches(".".join(path), elsewhere, n=2, cutoff=0.75)
+    if near:
+        return f"Did you mean {' or '.join(near[:3])}?"
+    return f"Keys here: {', '.join(field_types(section))}."
+
+
+@cache
+def all_keys(root: type[Section], prefix: str = "") -> tuple[str, ...]:
+    """Dotted names of every key below ``root``, sections included."""
+    keys: list[str] = []
+    for name, annotation in field_types(root).items():
+        keys.append(prefix + name)
+        section = section_in(annotation)
+        if section is not None:
+            keys += all_keys(section, f"{prefix}{name}.")
+    return tuple(keys)

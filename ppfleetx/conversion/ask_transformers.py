@@ -1,0 +1,37 @@
+"""Compute logits of a Hugging Face directory with transformers. Run by an interpreter that has it.
+
+    python ask_transformers.py DIRECTORY PROBE.npz LOGITS.npy
+
+It imports nothing of this project, downloads nothing and runs no code of the model's own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(directory: str, probe: str, answer: str) -> None:
+    """Write the logits [b, s, vocabulary] in float32 for ``tokens`` at ``positions`` of PROBE."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        directory,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,  # no pickles
+        torch_dtype=torch.float32,
+        attn_implementation="eager",
+    )
+    model.eval()
+    with np.load(probe) as given:
+        tokens, positions = (torch.from_numpy(given[name]) for name in ("tokens", "positions"))
+    with torch.no_grad():
+        # Without a mask, gaps between positions would be taken for the ends of packed sequences.
+        output = model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens))
+    np.save(answer, output.logits.numpy())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

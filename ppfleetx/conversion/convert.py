@@ -1,0 +1,248 @@
+"""A conversion from start to end, and its check: ``tools/convert_checkpoint.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.layout import merge, reshard
+from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
+from ppfleetx.checkpoint.weights import Weights, fitted, network_of
+from ppfleetx.checkpoint.weights_only import load_tokenizer, read_ppfleetx, write_ppfleetx
+from ppfleetx.config.errors import CheckpointError, DataError, shown
+from ppfleetx.config.loader import read_config
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.resume_policy import network
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.rope import RopeScalingConfig
+from ppfleetx.config.validate import section_of
+from ppfleetx.conversion.fleetx import read_fleetx
+from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
+from ppfleetx.conversion.huggingface.files import read_stored
+from ppfleetx.conversion.logits import Probe, difference, our_logits, own_transformers, transformers_logits
+from ppfleetx.conversion.megatron import read_megatron
+from ppfleetx.utils.files import is_taken
+from ppfleetx.utils.foreign_files import os_errors
+from ppfleetx.utils.log import get_logger
+
+SOURCES, TARGETS = ("hf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to convert, and how.
+
+    Attributes:
+        source, target: formats, of SOURCES and TARGETS.
+        input, output: directories.
+        model: the network; None: the source describes it.
+        dtype: `float32`, `float16`, `bfloat16`, or None to keep each tensor's own.
+        merge: ppfleetx to ppfleetx, into one rank directory, optimizer state included.
+        plan: ppfleetx to ppfleetx, cut for this plan.
+        tokenizer: directory of tokenizer files to take in place of the source's.
+    """
+
+    source: str
+    target: str
+    input: Path
+    output: Path
+    model: ModelConfig | None = None
+    dtype: str | None = None
+    merge: bool = False
+    plan: ParallelPlan | None = None
+    tokenizer: Path | None = None
+
+
+@os_errors(CheckpointError)
+def convert(job: Conversion) -> Path:
+    """Convert, and return the directory that was written: a step directory or a Hugging Face directory.
+
+    Raises:
+        CheckpointError: the source cannot be read, has a NaN or an infinity, or is no network that the
+            target format has.
+        ConfigError: the description of the network is wrong.
+    """
+    _check(job)
+    if job.plan is not None:
+        return reshard(job.input, job.output, job.plan)
+    if job.merge:
+        return merge(job.input, job.output)
+    weights = read_weights(job)
+    model = model_of(weights, job.model)
+    for note in weights.notes:
+        get_logger().warning(f"{job.input}: {note}")
+    if job.target == "ppfleetx":
+        return write_ppfleetx(weights, fitted(weights, model), model, job.output)
+    _refuse_finetuned(job, weights, model)
+    tokenizer = None if weights.tokenizer_dir is None else load_tokenizer(weights.tokenizer_dir)
+    write_hf(
+        fitted(weights, model),
+        model,
+        job.output,
+        source=weights.source,
+        tokenizer_dir=weights.tokenizer_dir,
+        token_ids=_token_ids(tokenizer),
+    )
+    return job.output
+
+
+def read_weights(job: Conversion) -> Weights:
+    """The weights of the source in the element type of the job, read one at a time."""
+    if job.source == "hf":
+        weights = read_hf(job.input)
+    elif job.source == "fleetx":
+        weights = read_fleetx(job.input, job.model)
+    elif job.source == "megatron":
+        weights = read_megatron(job.input, job.model)
+    else:
+        weights = read_ppfleetx(job.input, masters=job.dtype == "float32")
+    weights = weights.cast(None if job.dtype is None else FLOAT_DTYPES[job.dtype]).finite()
+    return weights if job.tokenizer is None else weights.with_tokenizer(job.tokenizer)
+
+
+def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
+    """The network that is given, or the one that the source describes.
+
+    Raises:
+        CheckpointError: the source does not describe it and none is given, or the two contradict each other.
+    """
+    described = weights.model
+    if given is None:
+        needed = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads")
+        absent = [key for key in needed if key not in described]
+        if absent:
+            raise CheckpointError(
+                f"{weights.place} does not say {', '.join(absent)} of the network; give --config YAML with "
+                "its Model section"
+            )
+        return network_of(described, weights.place)
+    for key, value in network(given).items():
+        said = described.get(key)
+        if key == "rope_scaling":  # where null is a value, and not "not said"
+            said = None if said is None else section_of(RopeScalingConfig, said)
+            differs = key in described and said != value
+        else:
+            differs = value is not None and said not in (None, value)
+        if differs:
+            raise CheckpointError(
+                f"--config says Model.{key} = {value!r}, {weights.place} says {shown(said)}"
+            )
+    return given
+
+
+def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:
+    """The `Model` section of a configuration file, whose other sections may be absent. Raises ConfigError."""
+    return read_config(path, overrides)[0].Model
+
+
+def check_logits(
+    job: Conversion,
+    written: Path,
+    *,
+    length: int = 32,
+    seed: int = 0,
+    python_with_transformers: str | None = None,
+) -> float:
+    """Largest difference between logits of what was converted and of Hugging Face's files, on random tokens.
+
+    Our network computes both: from the checkpoint as it was written (or, converting to Hugging Face, as it
+    was read), and from Hugging Face's files of the source, the result, or both. Where the conversion rounds,
+    the source's tensors are rounded first. If transformers is installed, its logits of Hugging Face's files
+    are compared with ours too.
+
+    Args:
+        job, written: the conversion, and what :func:`convert` returned.
+        length: tokens of each of the two sequences.
+        seed: of the tokens.
+        python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if it has
+            them.
+
+    Raises:
+        CheckpointError: neither side of the conversion is Hugging Face's, or the logits differ by more
+            than `logits.TOLERANCE` (relative to the largest one where that is above 1).
+    """
+    if job.source != "hf" and job.target != "hf":
+        raise CheckpointError("--check-logits needs Hugging Face's format on one side")
+    converted = read_ppfleetx(written) if job.target == "ppfleetx" else read_weights(job)
+    model = model_of(converted, job.model)
+    probe = Probe.of(model, length, seed)
+    ours = our_logits(converted, model, probe.tokens, probe.positions)
+    sides = [(job.input, job.dtype)] if job.source == "hf" else []
+    sides += [(job.output, None)] if job.target == "hf" else []
+    return max(
+        _compare(ours, probe, directory, dtype, python_with_transformers) for directory, dtype in sides
+    )
+
+
+def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None, python: str | None) -> float:
+    """Largest difference between our logits and those of a Hugging Face directory."""
+    stored = read_hf(directory)
+    rounded = stored if dtype is None else stored.cast(FLOAT_DTYPES[dtype])
+    largest = difference(ours, probe.logits(rounded), f"of {directory} and of what was converted")
+    python = _python_with_transformers(python, directory)
+    if python is None:
+        return largest
+    near = probe.within_float32_angles()
+    theirs = transformers_logits(python, directory, near)
+    return max(largest, difference(near.logits(stored), theirs, f"of {directory} here and in transformers"))
+
+
+def _python_with_transformers(given: str | None, directory: Path) -> str | None:
+    """The interpreter to ask about a Hugging Face directory; None: there is none, which the log says."""
+    if read_stored(directory).is_paddle:
+        if given is not None:
+            raise CheckpointError(
+                f"transformers does not read {directory}, which PaddleNLP or PaddleFormers wrote"
+            )
+        return None
+    python = given or own_transformers()
+    if python is None:
+        get_logger().info(
+            f"transformers is not installed here: {directory} is checked with our own network alone "
+            "(--transformers PYTHON names an interpreter that has it)"
+        )
+    return python
+
+
+def _check(job: Conversion) -> None:
+    same = job.source == job.target == "ppfleetx"
+    if (job.merge or job.plan is not None) and not same:
+        raise CheckpointError("--merge and --plan go from ppfleetx to ppfleetx")
+    if job.merge and job.plan is not None:
+        raise CheckpointError("--merge and --plan contradict each other")
+    if (job.merge or job.plan is not None) and (job.dtype or job.model or job.tokenizer):
+        raise CheckpointError(
+            "--merge and --plan keep everything as it is: no --dtype, --config, --tokenizer"
+        )
+    if not job.input.exists():
+        raise CheckpointError(f"--input {job.input}: there is no such file or directory")
+    if job.input.resolve() == job.output.resolve():
+        raise CheckpointError("--output must be another directory than --input")
+    if is_taken(job.output):
+        raise CheckpointError(f"--output {job.output} is there already; name a new or empty directory")
+
+
+def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> None:
+    """Raise CheckpointError for adapters and classifiers, which other formats do not hold."""
+    if model.lora is not None:
+        raise CheckpointError(
+            f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "
+            f"tools/merge_lora.py --input {job.input} --output DIR"
+        )
+    if model.task.classifies:
+        raise CheckpointError(
+            f"{weights.place} is a classifier; only language models are written in Hugging Face's format"
+        )
+
+
+def _token_ids(tokenizer: Any) -> dict[str, Any] | None:
+    if tokenizer is None:
+        return None
+    try:
+        ends = list(tokenizer.end_ids)
+        return {"bos_token_id": tokenizer.start_id, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+    except DataError:
+        return None

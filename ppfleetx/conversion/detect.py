@@ -1,0 +1,213 @@
+"""Recognising checkpoints of other programs by their files, to say how to convert them.
+
+Names of files are enough for most; for some, configurations and headers are read. No tensor is.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, MANIFEST_FILE, MARKER_FILE, is_rank_directory
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.weight_sources import sources
+from ppfleetx.conversion.fleetx import MODEL_FILE as FLEETX_FILE
+from ppfleetx.conversion.fleetx import is_fleetx
+from ppfleetx.conversion.huggingface.config_keys import model_keys, of_paddle
+from ppfleetx.conversion.huggingface.files import (
+    CONFIG,
+    PADDLE_CONFIG,
+    PADDLE_INDEX,
+    PADDLE_PICKLE,
+    PICKLE,
+    PICKLE_INDEX,
+    read_hf_config,
+    read_stored,
+)
+from ppfleetx.conversion.megatron import MODEL_FILES as MEGATRON_FILES
+from ppfleetx.conversion.megatron import TRACKER
+from ppfleetx.conversion.safetensors_file import INDEX, SINGLE
+
+_WEIGHTS = (INDEX, SINGLE, PICKLE_INDEX, PICKLE, PADDLE_INDEX, PADDLE_PICKLE)
+_WEIGHT_FILE = re.compile(r"(.*\.safetensors|pytorch_model.*\.bin|model_state.*\.pdparams)(\.index\.json)?")
+HUB = "hf:"
+"""Prefix of the name of a model on the Hugging Face hub, where a directory is expected."""
+_ITERATION = re.compile(r"iter_\d+|release")
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether a directory has the files of a Hugging Face model (or of PaddleNLP) and is not ours."""
+    if not path.is_dir() or _is_ours(path):
+        return False
+    has_config = (path / CONFIG).is_file() or (path / PADDLE_CONFIG).is_file()
+    return has_config and any((path / name).is_file() for name in _WEIGHTS)
+
+
+def described(path: Path) -> str | None:
+    """What ``path`` is and how to convert it, in sentences that begin with the path.
+
+    None if it is unknown, or need not be converted.
+
+    Args:
+        path: a directory or a file, which need not exist.
+    """
+    if str(path).startswith(HUB):
+        return (
+            f"{path} is a model of the Hugging Face hub, which is downloaded where a model is an argument "
+            f"(ppfleetx finetune --from {path}). Here, convert it first: ppfleetx convert --from hf --to "
+            f"ppfleetx --input {path} --output DIR, and name DIR"
+        )
+    if _is_ours(path):
+        return None
+    if path.is_file():
+        return _file(path)
+    if not path.is_dir() or is_fleetx(path) or is_rank_directory(path.name):
+        return None
+    return _megatron(path) or _distributed(path) or _hugging_face(path) or _other(path)
+
+
+def refuse_foreign(cfg: RunConfig) -> None:
+    """Refuse weights that another program wrote, and say how to convert them. Missing ones pass.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for key, place in sources(cfg):
+        if sentence := described(Path(place)):
+            raise ConfigError(sentence, key=key, value=place, place=cfg.origins.get(key))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is an output directory, a step directory or a rank directory of ours."""
+    return (path / LATEST_FILE).exists() or any(
+        (place / name).exists() for place in (path, path.parent) for name in (MANIFEST_FILE, MARKER_FILE)
+    )
+
+
+def _convert(path: Path, source: str, what: str) -> str:
+    output = f"{path.resolve().name}-ppfleetx"
+    command = f"python tools/convert_checkpoint.py --from {source} --to ppfleetx --input"
+    return (
+        f"{path} is {what}. Convert it first: {command} {shlex.quote(str(path))} "
+        f"--output {shlex.quote(output)}, and name {output} here"
+    )
+
+
+def _file(path: Path) -> str | None:
+    name = path.name
+    if name == FLEETX_FILE:
+        return f"{path} is a file of FleetX's. Name its directory, which is read as it is: {path.parent}"
+    directory = path.parent
+    if name in MEGATRON_FILES:
+        return _part(path, _megatron(directory.parent) or _megatron(directory))
+    if path.suffix == ".distcp":
+        return _part(path, _megatron(directory) or _distributed(directory))
+    if _WEIGHT_FILE.fullmatch(name) or name in (CONFIG, PADDLE_CONFIG):
+        if (directory / CONFIG).exists() or (directory / PADDLE_CONFIG).exists():
+            return _part(path, _hugging_face(directory))
+        return (
+            f"{path} holds tensors alone, and nothing that says what network they are. With the model's "
+            f"{CONFIG} beside it, its directory can be converted: tools/convert_checkpoint.py --from hf"
+        )
+    if path.suffix == ".gguf":
+        return f"{path} is a GGUF file, which is not read. Convert the Hugging Face model it was made of"
+    if path.suffix == ".pdparams":
+        return (
+            f"{path} is a file of Paddle's. What is read are FleetX's {FLEETX_FILE} (name its directory) and "
+            f"{PADDLE_PICKLE} of PaddleNLP beside its {CONFIG} (tools/convert_checkpoint.py --from hf)"
+        )
+    if path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
+        return (
+            f"{path} is a file of PyTorch's. tools/convert_checkpoint.py reads directories of Hugging Face "
+            "(--from hf) and of Megatron-LM (--from megatron)"
+        )
+    if name in (LATEST_FILE, BEST_FILE):
+        return None
+    return f"{path} is a file. A checkpoint is a directory, or the file {LATEST_FILE} or {BEST_FILE} of a run"
+
+
+def _part(path: Path, whole: str | None) -> str | None:
+    return None if whole is None else f"{path} is one file of a checkpoint: {whole}"
+
+
+def _megatron(path: Path) -> str | None:
+    iterations = [child for child in path.glob("*") if _ITERATION.fullmatch(child.name) and child.is_dir()]
+    places = [path, *iterations]
+    is_classic = any(
+        (rank / name).is_file()
+        for place in places
+        for rank in (place, *place.glob("mp_rank_*"))
+        for name in MEGATRON_FILES
+    )
+    if is_classic:
+        return _convert(path, "megatron", "a checkpoint of Megatron-LM")
+    is_numbered = any(child.name.startswith("iter_") for child in iterations)
+    if is_numbered or (path / TRACKER).is_file() or (path / "common.pt").is_file():
+        if any(place.glob("*.distcp") for place in places):
+            return (
+                f"{path} is a checkpoint of Megatron-LM in its distributed format (.distcp), which is not "
+                "read. Save it there in the classic one (--ckpt-format or --ckpt-convert-format torch), and "
+                "convert that: tools/convert_checkpoint.py --from megatron"
+            )
+        return f"{path} looks like a checkpoint of Megatron-LM, and none of its files of weights is there"
+    return None
+
+
+def _distributed(path: Path) -> str | None:
+    if next(path.glob("*.distcp"), None) is None:
+        return None
+    if next(path.glob("*.metadata"), None) is not None and not (path / ".metadata").is_file():
+        return (
+            f"{path} is a distributed checkpoint of Paddle (.distcp), which is not read. Save the model for "
+            "Hugging Face where it was trained (PaddleFormers: save_to_hf=True), and convert that: "
+            "tools/convert_checkpoint.py --from hf"
+        )
+    return (
+        f"{path} is a distributed checkpoint of PyTorch (.distcp), which is not read. Save the model for "
+        "Hugging Face, or for Megatron-LM in its classic format, with the program that wrote it, and convert "
+        "that: tools/convert_checkpoint.py"
+    )
+
+
+def _hugging_face(path: Path) -> str | None:
+    if parts := sorted(path.glob("model_state.tp*.pdparams")):
+        return (
+            f"{path} holds tensor-parallel parts of PaddleNLP ({parts[0].name}, ...), which are not read. "
+            "Put them together there, and convert the whole model: tools/convert_checkpoint.py --from hf"
+        )
+    has_config = (path / CONFIG).is_file() or (path / PADDLE_CONFIG).is_file()
+    if (path / "adapter_config.json").is_file() and not has_config:
+        return f"{path} holds adapters of PEFT and no model. Merge them with their model and convert that"
+    has_weights = any((path / name).is_file() for name in _WEIGHTS)
+    if has_weights and not has_config:
+        return (
+            f"{path} holds weights and no {CONFIG}, without which nothing says what network they are. With "
+            "it, the directory can be converted: tools/convert_checkpoint.py --from hf"
+        )
+    if not has_config or not has_weights:
+        return None
+    try:
+        config = read_hf_config(path)
+        model_keys(config)
+        whose = "PaddleNLP or PaddleFormers" if _is_of_paddle(path, config) else "Hugging Face"
+    except CheckpointError as error:
+        return f"{path} is a model of another program that cannot be converted: {error}"
+    return _convert(path, "hf", f"a {config['model_type']} of {whose}")
+
+
+def _is_of_paddle(path: Path, config: Mapping[str, Any]) -> bool:
+    return of_paddle(config) or read_stored(path).is_paddle
+
+
+def _other(path: Path) -> str | None:
+    if (path / "snapshots").is_dir() and (path / "refs").is_dir():
+        found = next((child for child in sorted((path / "snapshots").glob("*")) if child.is_dir()), None)
+        inner = None if found is None else _hugging_face(found)
+        return None if inner is None else f"{path} is Hugging Face's cache of a model: {inner}"
+    if any((place / "model.pdiparams").is_file() for place in (path, path / "rank_0")):
+        return f"{path} is an exported program. It is run by tools/inference.py (Inference.model_dir)"
+    return None

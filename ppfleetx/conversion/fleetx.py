@@ -1,0 +1,202 @@
+"""Reading FleetX's checkpoints: ``model.pdparams``, alone or in one directory per rank.
+
+Only weights are read: Paddle names optimizer states by order of creation. Tensor-parallel ranks cut the
+parameters as ours do. Pipeline ranks number their layers over the whole pipeline, starting with the embedding
+as 0. Every sharding rank writes all parameters, so the first one's are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.manifest import parse_step_directory
+from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.fused import join_parts
+from ppfleetx.conversion.paddle import read_paddle_file
+from ppfleetx.conversion.ranks import check_complete, joined, ranks_of_stage
+from ppfleetx.nn.attention_spec import qkv_parts
+from ppfleetx.nn.param_spec import Part
+
+MODEL_FILE = "model.pdparams"
+_RANK = re.compile(r"mp_(\d{2,})_sharding_(\d{2,})_pp_(\d{2,})")
+_WRAPPERS = ("_layers.", "_layer.", "module.", "model.", "gpt.")
+
+
+# Parameters of a layer: theirs -> ours.
+_IN_LAYER = {
+    "norm1": "input_norm",
+    "self_attn.qkv_proj": "attention.qkv",
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+    "self_attn.out_proj": "attention.out_proj",
+    "norm2": "mlp_norm",
+    "linear1": "mlp.fc1",
+    "linear2": "mlp.fc2",
+}
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embeddings|shared_layers\.embed)\.(word|position)_embeddings\.weight")
+_IN_STACK = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_FINAL_NORM = re.compile(r"decoder\.norm\.(weight|bias)")
+_IN_PIPELINE = re.compile(r"(\d+)\.(.+)\.(weight|bias)")
+_IN_CHUNK = re.compile(r"(\d+)\.(\d+)\.(.+)\.(weight|bias)")
+# A chunk of an interleaved pipeline lists the shared embedding under its own name as well.
+_CHUNK_EMBEDDING = re.compile(r"\d+\.embed\.(word|position)_embeddings\.weight")
+
+
+def is_fleetx(path: Path) -> bool:
+    """Whether a directory, or a rank directory in it, holds ``model.pdparams``."""
+    return (path / MODEL_FILE).is_file() or any(
+        (child / MODEL_FILE).is_file() for child in path.glob("mp_*_sharding_*_pp_*")
+    )
+
+
+def open_fleetx(path: Path) -> ForeignCheckpoint:
+    """Open a FleetX directory as a checkpoint to load weights from. Raises CheckpointError."""
+    return ForeignCheckpoint(path, read_fleetx(path))
+
+
+def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
+    """Weights of a FleetX checkpoint, joined from its ranks.
+
+    Args:
+        path: directory with ``model.pdparams`` or with rank directories, or one rank directory of a run
+            with one rank.
+        model: the network; needed only if q, k and v are separate.
+
+    Raises:
+        RefusedPickleError: a file asks for more than arrays and containers.
+        CheckpointError: ranks are missing, files are damaged, or tensors are not those of FleetX's GPT.
+    """
+    path = Path(path)
+    files = _rank_files(path)
+    tensors: dict[str, LazyTensor] = {}
+    for pp in sorted({pp for _, pp in files}):
+        ranks = [_canonical(read_paddle_file(file), file) for file in ranks_of_stage(files, pp)]
+        tensors = joined(ranks, path) | tensors  # a tied embedding is on the first and the last stage
+    if "decoder.final_norm.weight" not in tensors:
+        raise CheckpointError(f"{path} has no final norm: a pipeline rank is missing")
+    if any(name.endswith("attention.q.weight") for name in tensors):
+        tensors = _fused(tensors, model, path)
+    epoch, step = parse_step_directory(path.resolve().name) or (0, 0)
+    return Weights(
+        str(path), tensors, model=_sizes(tensors), epoch=epoch, step=step, source={"format": "fleetx"}
+    )
+
+
+def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
+    """The keys of the `Model` section that follow from shapes. The number of heads does not."""
+    positions = tensors.get("embedding.position_embeddings.weight")
+    layers = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", name))]
+    keys = {"num_layers": max(layers, default=-1) + 1}
+    if positions is not None:
+        keys |= dict(zip(("max_position_embeddings", "hidden_size"), positions.shape, strict=False))
+    fc1 = tensors.get("decoder.layers.0.mlp.fc1.weight")
+    if fc1 is not None and len(fc1.shape) == 2:
+        keys["ffn_hidden_size"] = fc1.shape[1]
+    return keys
+
+
+def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
+    """(mp, pp) -> file of each rank that is needed. Raises CheckpointError if one is missing."""
+    if (path / MODEL_FILE).is_file():
+        match = _RANK.fullmatch(path.resolve().name)
+        ranks = [child for child in path.resolve().parent.glob("mp_*") if (child / MODEL_FILE).is_file()]
+        if match is None or len(ranks) == 1:
+            return {(0, 0): path / MODEL_FILE}
+        path = path.resolve().parent
+    found = {}
+    for child in path.glob("mp_*_sharding_*_pp_*"):
+        if match := _RANK.fullmatch(child.name):
+            mp, sharding, pp = (int(number) for number in match.groups())
+            if sharding == 0:
+                found[mp, pp] = child / MODEL_FILE
+    if not found:
+        raise CheckpointError(f"{path} holds no {MODEL_FILE}, alone or in rank directories")
+    check_complete(found, path)
+    return found
+
+
+def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyTensor]:
+    named = {}
+    for name, tensor in tensors.items():
+        ours = canonical_name(name)
+        if ours is None:
+            raise CheckpointError(f"{path}: {shown(name)} is not a parameter of FleetX's GPT")
+        named[ours] = tensor
+    return named
+
+
+def canonical_name(name: str) -> str | None:
+    """Our name of a FleetX parameter; None: FleetX's GPT has no such parameter."""
+    bare = _unwrapped(name)
+    if match := _EMBEDDING.fullmatch(bare) or _CHUNK_EMBEDDING.fullmatch(bare):
+        return f"embedding.{match[1]}_embeddings.weight"
+    if match := _FINAL_NORM.fullmatch(bare):
+        return f"decoder.final_norm.{match[1]}"
+    if match := _IN_STACK.fullmatch(bare):
+        return _in_layer(int(match[1]), match[2], match[3])
+    if match := _IN_CHUNK.fullmatch(bare):
+        return _in_pipeline(int(match[1]) + int(match[2]), match[3], match[4])
+    if match := _IN_PIPELINE.fullmatch(bare):
+        return _in_pipeline(int(match[1]), match[2], match[3])
+    return None
+
+
+def _unwrapped(name: str) -> str:
+    for _ in _WRAPPERS:
+        for wrapper in _WRAPPERS:
+            name = name.removeprefix(wrapper)
+    return name
+
+
+def _in_pipeline(position: int, part: str, kind: str) -> str | None:
+    return f"decoder.final_norm.{kind}" if part == "norm" else _in_layer(position - 1, part, kind)
+
+
+def _in_layer(index: int, part: str, kind: str) -> str | None:
+    if part not in _IN_LAYER or index < 0:
+        return None
+    return f"decoder.layers.{index}.{_IN_LAYER[part]}.{kind}"
+
+
+def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path) -> dict[str, LazyTensor]:
+    """Fuse separate q, k and v."""
+    if model is None:
+        raise CheckpointError(
+            f"{path} has separate q, k and v (fuse_attn_qkv: False) and does not say the number of heads; "
+            "convert it with tools/convert_checkpoint.py --from fleetx --config YAML"
+        )
+    heads = model.num_attention_heads
+    result = {}
+    for name, tensor in tensors.items():
+        head, _, kind = name.rpartition(".")
+        if not head.endswith((".attention.q", ".attention.k", ".attention.v")):
+            result[name] = tensor
+        elif head.endswith(".attention.q"):
+            stem = head.removesuffix(".q")
+            parts = [tensors.get(f"{stem}.{part}.{kind}") for part in "qkv"]
+            ours = f"{stem}.qkv.{kind}"
+            if any(part is None or part.shape != tensor.shape for part in parts):
+                raise CheckpointError(
+                    f"{path}: q, k and v of {stem} are not all there, or have different shapes"
+                )
+            if not tensor.shape or tensor.shape[-1] % heads:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(tensor.shape)}, which {heads} heads do not "
+                    "divide (num_attention_heads)"
+                )
+            declared = qkv_parts(1, tensor.shape[-1] // heads)
+            shape = (*tensor.shape[:-1], 3 * tensor.shape[-1])
+            result[ours] = derive(parts, shape, _joiner(declared), ours)
+    return result
+
+
+def _joiner(declared: Sequence[Part]) -> Callable[..., np.ndarray]:
+    return lambda *arrays: join_parts(declared, arrays)

@@ -1,0 +1,285 @@
+"""Downloading ``hf:org/name`` and ``hf:org/name@revision``: a model of the Hugging Face hub.
+
+Nothing is downloaded unless the user writes ``hf:``. ``huggingface_hub`` keeps the files in its cache
+(``HF_HUB_CACHE``, ``HF_HOME``) and has its own settings for address and login (``HF_ENDPOINT``, ``HF_TOKEN``,
+``HF_HUB_OFFLINE``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.documents import TOKENIZER_FILES
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import CheckpointError, UserError, shown
+from ppfleetx.conversion.detect import HUB
+from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    PICKLE,
+    PICKLE_INDEX,
+    read_hf_config,
+)
+from ppfleetx.conversion.safetensors_file import INDEX, SINGLE
+from ppfleetx.data.tokenizer.files import NAMED_TEMPLATES
+from ppfleetx.utils.foreign_files import read_json
+from ppfleetx.utils.installed import NotInstalledError
+from ppfleetx.utils.log import get_logger
+
+DEFAULT_REVISION = "main"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_REVISION = re.compile(r"[\w][\w./-]*", re.ASCII)
+_SMALL = (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model of the hub. ``revision`` is a branch, a tag or a commit."""
+
+    repo: str
+    revision: str = DEFAULT_REVISION
+
+    def __str__(self) -> str:
+        at = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
+        return f"{HUB}{self.repo}{at}"
+
+
+def hub_name(place: str | Path) -> HubName | None:
+    """The model of the hub that ``place`` names; None if it is a path.
+
+    Raises:
+        CheckpointError: it begins with ``hf:`` and is not a valid name.
+    """
+    text = str(place)
+    if not text.startswith(HUB):
+        return None
+    repo, at, revision = text.removeprefix(HUB).partition("@")
+    if not _NAME.fullmatch(repo) or ".." in text or (at and not _REVISION.fullmatch(revision)):
+        raise CheckpointError(
+            f"{shown(text)} names no model: write hf:ORGANIZATION/NAME or hf:.../NAME@REVISION"
+        )
+    return HubName(repo, revision or DEFAULT_REVISION)
+
+
+def may_be_of_hub(place: str | Path) -> bool:
+    """Whether ``place`` looks like a name on the hub, such as ``gpt2`` or ``org/name``, without ``hf:``."""
+    return _NAME.fullmatch(str(place)) is not None
+
+
+def local_directory(place: str | Path) -> Path:
+    """``place`` itself if it is a path; for ``hf:...`` the directory of the downloaded files.
+
+    Configuration, tokenizer and weights are downloaded: safetensors, or PyTorch's files if there are no
+    others. Without a connection, an earlier download is used.
+
+    Raises:
+        CheckpointError: the model does not exist, is not accessible to this user or not supported, or the
+            download failed or is corrupt.
+        NotInstalledError: ``huggingface_hub`` is not installed.
+    """
+    name = hub_name(place)
+    return Path(place) if name is None else _Download(name).run()
+
+
+class _Download:
+    """The files of one model."""
+
+    def __init__(self, name: HubName) -> None:
+        self.name = name
+        try:
+            # Each submodule by name: the package loads them lazily.
+            import huggingface_hub
+            from huggingface_hub import constants, errors, utils
+        except ModuleNotFoundError:
+            raise NotInstalledError(
+                f"{name} is on the Hugging Face hub, and huggingface_hub, which downloads from there, is not "
+                "installed in this Python: run `pip install 'ppfleetx[hub]'`"
+            ) from None
+        self._hub, self._errors, self._utils = huggingface_hub, errors, utils
+        # Read here, because the library reads them only when it is imported.
+        self.endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+        self.cache = os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE
+        self.is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+    def run(self) -> Path:
+        if not sys.stderr.isatty():
+            self._utils.disable_progress_bars()
+        info = None if self.is_offline else self._info()
+        if info is None:
+            return self._cached()
+        files = {one.rfilename: one for one in info.siblings or ()}
+        if CONFIG not in files:
+            raise CheckpointError(f"{self.name} has no {CONFIG}: it is no model that transformers loads")
+        directory = self._file(files[CONFIG], self.name.revision, info.sha).parent
+        try:
+            model_keys(read_hf_config(directory))  # before anything large is downloaded
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.name}: {error}") from error
+        small = [name for name in files if name in _SMALL or _is_template(name)]
+        weights = self._weights(files, info.sha)
+        size = sum(files[name].size or 0 for name in weights)
+        missing = [name for name in weights if self._held(name, info.sha) is None]
+        if missing:
+            get_logger().info(
+                f"{self.name}: downloading {counted(len(missing), 'file')} of weights "
+                f"({size / 1e6:,.0f} MB in all) from {self.endpoint} to {self.cache}"
+            )
+        for name in (*small, *weights):
+            self._file(files[name], info.sha, info.sha)
+        get_logger().info(f"{self.name} is commit {info.sha[:12]}, in {directory}")
+        return directory
+
+    def _info(self) -> Any:
+        """The hub's record of the model; None if it is unreachable and the model is in the cache."""
+        api = self._hub.HfApi(endpoint=self.endpoint)
+        try:
+            with self._errors_as_ours():
+                return api.model_info(self.name.repo, revision=self.name.revision, files_metadata=True)
+        except _UnreachableError as error:
+            if self._held(CONFIG, self.name.revision) is None:
+                raise
+            get_logger().warning(f"{error}; what was downloaded before is used")
+            return None
+
+    def _weights(self, files: Mapping[str, Any], commit: str) -> list[str]:
+        """The names of the files with weights, and of their index."""
+        for index, single in ((INDEX, SINGLE), (PICKLE_INDEX, PICKLE)):
+            if index in files:
+                return [index, *self._shards(files, index, commit)]
+            if single in files:
+                return [single]
+        others = sorted({Path(name).suffix for name in files if Path(name).suffix in _OTHER_WEIGHTS})
+        has = f" (it has {', '.join(others)})" if others else ""
+        raise CheckpointError(f"{self.name} has neither {SINGLE} nor {PICKLE}{has}")
+
+    def _shards(self, files: Mapping[str, Any], index: str, commit: str) -> list[str]:
+        where = read_json(self._file(files[index], commit, commit)).get("weight_map")
+        names = sorted({str(name) for name in where.values()}) if isinstance(where, dict) else []
+        for name in names:
+            if name not in files:
+                raise CheckpointError(f"{self.name}: {index} names {shown(name)}, which is not there")
+        return names
+
+    def _file(self, wanted: Any, revision: str, commit: str) -> Path:
+        """One file, downloaded unless it is in the cache, and checked against the hub's record of it."""
+        name = wanted.rfilename
+        held = self._held(name, commit)
+        with self._errors_as_ours(name):
+            path = Path(
+                self._hub.hf_hub_download(
+                    self.name.repo, name, revision=revision, cache_dir=self.cache, endpoint=self.endpoint
+                )
+            )
+        if held is None and (problem := _difference(path, wanted)) is not None:
+            for file in {path.resolve(), path}:  # the blob and the link to it
+                file.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"{self.name}: {name} was downloaded and removed again: {problem}. Try again; if the error "
+                f"persists, something between here and {self.endpoint} changes files"
+            )
+        return path
+
+    def _cached(self) -> Path:
+        """The directory of an earlier download."""
+        config = self._held(CONFIG, self.name.revision)
+        if config is None:
+            raise CheckpointError(
+                f"{self.name} is not in {self.cache}, and HF_HUB_OFFLINE forbids to download it"
+            )
+        return config.parent
+
+    def _held(self, name: str, revision: str) -> Path | None:
+        found = self._hub.try_to_load_from_cache(
+            self.name.repo, name, cache_dir=self.cache, revision=revision
+        )
+        return Path(found) if isinstance(found, str) else None
+
+    @contextmanager
+    def _errors_as_ours(self, file: str | None = None) -> Iterator[None]:
+        """Turn errors of the library into ours."""
+        errors, what = self._errors, str(self.name) if file is None else f"{self.name}: {file}"
+        login = "log in with `hf auth login`, or set HF_TOKEN"
+        page = f"{self.endpoint}/{self.name.repo}"
+        try:
+            yield
+        except errors.GatedRepoError as error:
+            raise CheckpointError(
+                f"{what} is gated: its owner gives it to those who ask for it. Ask on {page}, then {login}"
+            ) from error
+        except errors.RepositoryNotFoundError as error:
+            raise CheckpointError(
+                f"there is no model {self.name.repo} on {self.endpoint}, or it is private. If it is yours, "
+                f"{login}"
+            ) from error
+        except errors.RevisionNotFoundError as error:
+            raise CheckpointError(
+                f"{self.name.repo} has no revision {self.name.revision}; see {page}"
+            ) from error
+        except errors.LocalEntryNotFoundError as error:  # no connection, and not in the cache
+            raise _UnreachableError(
+                f"{what} could not be downloaded from {self.endpoint}: {_cause(error)}"
+            ) from error
+        except errors.HfHubHTTPError as error:
+            status = error.response.status_code
+            if status in (401, 403):
+                raise CheckpointError(
+                    f"{self.endpoint} does not give {what} to this user (HTTP {status}). Look at {page}, and "
+                    f"{login}"
+                ) from error
+            raise _UnreachableError(
+                f"{self.endpoint} answered HTTP {status} when asked for {what}"
+            ) from error
+        except (errors.HTTPError, OSError) as error:
+            raise _UnreachableError(
+                f"{what} could not be downloaded from {self.endpoint}: {_cause(error)}"
+            ) from error
+
+
+class _UnreachableError(CheckpointError):
+    """The hub did not answer, or the connection broke."""
+
+
+_OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".bin", ".safetensors")
+
+
+def _is_template(name: str) -> bool:
+    directory, _, file = name.rpartition("/")
+    return directory == NAMED_TEMPLATES and file.endswith(".jinja")
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the root cause."""
+    while error.__cause__ is not None and not isinstance(error.__cause__, UserError):
+        error = error.__cause__
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _difference(path: Path, wanted: Any) -> str | None:
+    """How a file differs from the hub's record: in size, or in its SHA-256 or git hash."""
+    size = path.stat().st_size
+    if wanted.size is not None and size != wanted.size:
+        return f"it has {size:,} bytes, and the hub says {wanted.size:,}"
+    if wanted.lfs is not None:
+        digest, expected, kind = hashlib.sha256(), wanted.lfs.sha256, "SHA-256"
+    elif wanted.blob_id:
+        digest, expected, kind = hashlib.sha1(usedforsecurity=False), wanted.blob_id, "hash in git"
+        digest.update(b"blob %d\0" % size)
+    else:
+        return None
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    found = digest.hexdigest()
+    return (
+        None if found == expected else f"its {kind} is {found[:12]}..., and the hub says {expected[:12]}..."
+    )

@@ -1,0 +1,82 @@
+"""Hugging Face's ``config.json`` for a ``Model`` section: the inverse of ``config_keys.model_keys``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ppfleetx.checkpoint.lazy import NAME_OF_DTYPE
+from ppfleetx.config.errors import CheckpointError, UserError, shown
+from ppfleetx.config.resume_policy import network
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.validate import section_of
+from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.families import FAMILIES
+from ppfleetx.models.gpt.spec import parameter_shapes
+
+
+def hf_config(
+    model: ModelConfig,
+    dtype: str,
+    *,
+    original: Mapping[str, Any] | None = None,
+    token_ids: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The configuration under which ``transformers`` computes what `model` computes.
+
+    Args:
+        model: the network.
+        dtype: element type of the weights, as in safetensors files.
+        original: the configuration the weights once came with; kept if it describes the same network.
+        token_ids: `bos_token_id` and `eos_token_id`, for a new configuration.
+
+    Raises:
+        CheckpointError: none of Hugging Face's networks is this one; names the keys that differ.
+    """
+    if original is not None and describes(original, model):
+        config = {key: value for key, value in original.items() if key != "dtype"}
+    else:
+        config = _made(model) | (token_ids or {"bos_token_id": None, "eos_token_id": None})
+    return config | {"torch_dtype": NAME_OF_DTYPE[dtype]}
+
+
+def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
+    """Whether a Hugging Face configuration and a ``Model`` section are the same function."""
+    try:
+        return not _differences(config, model)
+    except UserError:
+        return False
+
+
+def _made(model: ModelConfig) -> dict[str, Any]:
+    """The configuration of the first family that can express ``model``."""
+    values, reasons = network(model), []
+    for model_type, family in FAMILIES.items():
+        config = family.config(model_type, model, values)
+        try:
+            differences = _differences(config, model)
+        except UserError:
+            continue
+        if not differences:
+            return config
+        reasons.append((len(differences), model_type, ", ".join(differences)))
+    _, nearest, why = min(reasons)
+    raise CheckpointError(
+        f"this network cannot be written in Hugging Face's format; from {nearest}, the nearest, it differs "
+        f"in {why}"
+    )
+
+
+def _differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """The keys of ``Model`` in which a Hugging Face configuration is another network, with their values."""
+    other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
+    theirs = network(other)
+    found = [
+        f"Model.{key} = {shown(value)} (not {shown(theirs[key])})"
+        for key, value in network(model).items()
+        if value != theirs[key]
+    ]
+    mine = model.model_copy(update={"vocab_size_divisible_unit": 1})
+    if not found and parameter_shapes(other) != parameter_shapes(mine):
+        found.append("its parameters")
+    return found

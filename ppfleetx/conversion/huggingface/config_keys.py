@@ -1,0 +1,201 @@
+"""Every key of a Hugging Face ``config.json``: mapped to our ``Model`` section, ignored, or refused.
+
+A key is mapped to one of ours, or has no effect on what the network computes, or belongs to other networks
+and is accepted only at the value that switches it off. Any other key is ignored, as in transformers, and
+:func:`unknown_keys` names it for a warning. null means "not given".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.conversion.huggingface.families import FAMILIES, Family, with_gpt2_sizes
+from ppfleetx.conversion.huggingface.generation import KEYS as GENERATION_KEYS
+from ppfleetx.conversion.huggingface.values import check_values
+
+# Origin, storage, runtime, generation and other uses of a model.
+_WITHOUT_EFFECT = {
+    "model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
+    "torch_dtype", "dtype", "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config",
+    "use_cache", "output_hidden_states", "output_attentions", "_output_attentions", "return_dict",
+    "torchscript", "use_bfloat16", "tf_legacy_loss", "chunk_size_feed_forward", "gradient_checkpointing",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
+    "_attn_implementation_internal", "experts_implementation", "_experts_implementation",
+    "_experts_implementation_internal", "is_decoder", "pretraining_tp", "reorder_and_upcast_attn",
+    "tie_last_hidden_states", "tokenizer_class", "prefix", "bos_token_id", "eos_token_id", "pad_token_id",
+    "sep_token_id", "unk_token_id", "cls_token_id", "mask_token_id", "decoder_start_token_id",
+    "eol_token_id", "max_sequence_length", "model_max_length", "tokenizer_model_max_length", "n_ctx",
+    "id2label", "label2id", "num_labels", "num_choices", "problem_type", "finetuning_task",
+    "task_specific_params", "classifier_dropout", "neftune_noise_alpha", "embd_pdrop", "summary_type",
+    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "predict_special_tokens", "_num_labels", "max_window_layers", "custom_pipelines", "output_past",
+    *GENERATION_KEYS,  # which older files have here
+}  # fmt: skip
+# PaddleNLP's and PaddleFormers' parallelism, kernels and training. Fused tensors are recognised by name.
+_OF_PADDLE = {
+    "paddlenlp_version", "paddleformers_version",
+    "seq_length", "use_recompute", "recompute", "recompute_granularity", "recompute_use_reentrant",
+    "no_recompute_layers", "pp_recompute_interval", "use_flash_attention", "fuse_attention_qkv",
+    "fuse_attention_ffn", "fuse_linear", "fuse_rms_norm", "use_fused_rms_norm", "use_fused_rope",
+    "fuse_swiglu", "apply_rope_fusion", "rope_fusion_level", "tensor_parallel_degree",
+    "tensor_parallel_rank", "tensor_parallel_output", "tensor_model_parallel_size", "sequence_parallel",
+    "fuse_sequence_parallel_allreduce", "virtual_pp_degree", "pipeline_parallel_degree",
+    "sep_parallel_degree", "context_parallel_degree", "sep_parallel_size", "context_parallel_size",
+    "pipeline_model_parallel_size", "use_single_model_implementation", "ignored_index",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "dpo_config", "kto_config",
+    "use_last_token_for_generation", "immediate_clear_past_key_value",
+}  # fmt: skip
+# The values at which an option is off.
+_SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({}, []),
+    "per_layer_config": ({},),
+    "quantization_config": ({},),
+    "auto_map": ({},),
+    "sliding_window": (),
+    "use_sliding_window": (False,),
+    "lm_head_bias": (False,),
+    "rope_interleaved": (False,),
+    "alibi": (False,),
+    "rope_scaling_factor": (1, 1.0),
+    "rope_scaling_type": (),
+    "scale_qk_coeff": (1, 1.0),
+    "use_rmsnorm": (True,),
+    "use_long_sequence_strategies": (False,),
+}
+# Options of networks that are not ours, which are accepted when they are off (false, 0, empty) ...
+_OF_OTHER_NETWORKS = {
+    # experts
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "moe_num_experts", "moe_layer_freq", "shared_expert_intermediate_size",
+    "first_k_dense_replace", "mlp_only_layers",
+    # attention
+    "qk_norm", "use_qk_norm", "qk_layernorm", "clip_qkv", "attn_logit_softcapping", "query_pre_attn_scalar",
+    "attention_multiplier", "use_mrope", "mrope_section", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
+    "qk_nope_head_dim", "v_head_dim", "multi_query", "new_decoder_architecture", "attention_chunk_size",
+    "attention_types", "window_size", "sliding_window_pattern", "global_attn_every_n_layers", "attn_config",
+    "use_bidirectional_attention", "prefix_lm", "num_kv_shared_layers", "use_alibi", "attention_sinks",
+    # positions
+    "no_rope_layers", "no_rope_layer_interval", "rotary_dim", "rotary_percent", "rope_pct", "rope_ratio",
+    "rope_base", "rope_local_base_freq",
+    # biases, norms, residual branches, activations
+    "bias", "use_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias", "add_bias_linear", "attention_out_bias",
+    "attention_output_bias", "parallel_attn", "sandwich_norm", "post_norm", "use_post_norm", "norm_after",
+    "norm_type", "norm_eps", "norm_epsilon", "rms_norm", "hidden_activation", "ffn_type", "mlp_type",
+    # scales
+    "logit_scale", "final_logit_softcapping", "scale_depth", "dim_model_base", "scale_embedding", "use_mup",
+    "mup_width_scale", "mup_attn_multiplier", "mup_embeddings_scale", "mup_output_alpha",
+    # vocabularies and inputs
+    "n_special", "embedding_size", "word_embed_proj_dim", "hidden_size_per_layer_input", "vision_config",
+    "audio_config", "text_config",
+    # other blocks than these, and other numbers than floats
+    "attn_layer_period", "hybrid_override_pattern", "ssm_cfg", "state_size", "quantization",
+    "compression_config",
+}  # fmt: skip
+# ... and factors, which are accepted at 1.
+_FACTORS = {"scale_emb", "embedding_multiplier", "residual_multiplier", "logits_scaling", "rope_ratio"}
+_SAME_AS_NONE: dict[str, tuple[Any, ...]] = {
+    "is_causal": (True,),
+    "position_embedding_type": ("rope", "rotary"),
+}
+_WHY = {
+    "quantization_config": "its weights are quantized",
+    "auto_map": "it brings its own code. Without auto_map it is read as its model_type",
+}
+_LAYER_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}
+
+
+def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of our ``Model`` section for a Hugging Face ``config.json``.
+
+    Raises:
+        CheckpointError: the model type, an option or a value is not supported.
+    """
+    kind = hf_config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise CheckpointError(
+            f"model_type {shown(kind)} is not supported; those that are: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[kind]
+    check_values(hf_config)
+    if absent := [key for key in family.required if key not in hf_config]:
+        raise CheckpointError(f"config.json lacks {', '.join(absent)}")
+    config = {key: value for key, value in hf_config.items() if value is not None}
+    if kind == "gpt2":
+        config = with_gpt2_sizes(config)
+    _classify(config, kind, family)
+    return family.model_keys(config)
+
+
+def of_paddle(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration says that PaddleNLP or PaddleFormers wrote it."""
+    return any(mark in config for mark in ("paddlenlp_version", "paddleformers_version"))
+
+
+def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` for transformers: without the keys of Paddle's libraries, and with those they leave
+    out.
+
+    Args:
+        config: one that :func:`model_keys` accepts.
+        keys: its result.
+    """
+    if _OF_PADDLE.isdisjoint(config):
+        return dict(config)
+    kept = {key: value for key, value in config.items() if key not in _OF_PADDLE | _SWITCHED_OFF.keys()}
+    return kept | {"tie_word_embeddings": keys["tie_word_embeddings"]}
+
+
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """Unknown keys of a ``config.json`` that :func:`model_keys` accepts."""
+    family = FAMILIES[config["model_type"]]
+    known = {*family.mapped, *family.off, *_SWITCHED_OFF, *_LAYER_KINDS, *_WITHOUT_EFFECT, *_OF_PADDLE}
+    return sorted(
+        key
+        for key, value in config.items()
+        if value is not None and key not in known and not _is_of_other_networks(key)
+    )
+
+
+def _is_of_other_networks(key: str) -> bool:
+    return key in _OF_OTHER_NETWORKS | _FACTORS | _SAME_AS_NONE.keys() | _OF_FAMILIES or key.startswith(
+        "mamba_"
+    )
+
+
+# Keys that one family reads are refused by the others, unless they are off.
+_OF_FAMILIES = {key for family in FAMILIES.values() for key in (*family.mapped, *family.off)}
+
+
+def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
+    """Raise CheckpointError for a key that makes this a network that is not supported."""
+    off = _SWITCHED_OFF | family.off
+    for key, value in config.items():
+        if key in family.mapped:
+            continue
+        if key in _LAYER_KINDS:
+            refused = not isinstance(value, list) or any(one != _LAYER_KINDS[key] for one in value)
+        elif key in off:
+            refused = not any(type(value) is type(one) and value == one for one in off[key])
+        elif key in _WITHOUT_EFFECT or key in _OF_PADDLE or not _is_of_other_networks(key):
+            refused = False
+        else:
+            refused = bool(value) and not _changes_nothing(key, value, config)
+        if refused:
+            why = f": {_WHY[key]}" if key in _WHY else ""
+            raise CheckpointError(f"{key}: {shown(value)} of this {kind} is not supported{why}")
+
+
+def _changes_nothing(key: str, value: Any, config: Mapping[str, Any]) -> bool:
+    """Whether a key of other networks has the value that this network implies."""
+    hidden, heads = (config.get(name) for name in ("hidden_size", "num_attention_heads"))
+    if key == "num_key_value_heads":
+        return value == heads
+    if key == "head_dim":
+        return isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and value == hidden // heads
+    return value in _SAME_AS_NONE.get(key, ()) or (key in _FACTORS and value == 1)

@@ -1,0 +1,193 @@
+"""Reading and writing Hugging Face directories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.documents import copy_tokenizer, tokenizer_files
+from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.huggingface.config_export import hf_config
+from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys, without_paddle
+from ppfleetx.conversion.huggingface.files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    read_generation_config,
+    read_hf_config,
+    read_stored,
+)
+from ppfleetx.conversion.huggingface.generation import generation_defaults
+from ppfleetx.conversion.huggingface.paddle_layout import in_hf_layout
+from ppfleetx.conversion.huggingface.rope import rope_notes
+from ppfleetx.conversion.huggingface.tensors import Rule, rules
+from ppfleetx.conversion.safetensors_file import write_sharded
+from ppfleetx.utils.files import atomic_write
+
+MAX_FILE_BYTES = 5 * 1000**3
+_GPT2_PREFIX = "transformer."
+_OTHER_HEAD = {"embed_out.weight": "lm_head.weight"}
+_HEADS = {*_OTHER_HEAD, *_OTHER_HEAD.values()}
+_WORDS = ("wte.weight", "embed_tokens.weight", "embed_in.weight")
+
+
+def read_hf(directory: str | Path) -> Weights:
+    """Weights of a Hugging Face model of one of ``families.FAMILIES``, or of a Llama of PaddleNLP or
+    PaddleFormers.
+
+    Only headers are read before a tensor is.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or the network is not supported.
+    """
+    directory = Path(directory)
+    config, files = read_hf_config(directory), read_stored(directory)
+    keys = _model_keys(config, files.tensors, directory)
+    stored = in_hf_layout(files, config, keys, directory)
+    vocab = keys["vocab_size"]
+    tensors = {}
+    used: set[str] = set()
+    for rule in rules(config):
+        theirs = [_present(stored, name, directory) for name in rule.theirs]
+        used.update(theirs)
+        tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], directory)
+    _check_left_over(set(stored) - used, keys, stored, directory)
+    own = read_generation_config(directory)
+    generation, notes = generation_defaults(own, config)
+    source: dict[str, Any] = {"format": "hf", "config": without_paddle(config, keys)}
+    if own is not None:
+        source["generation_config"] = own
+    return Weights(
+        str(directory),
+        tensors,
+        model=keys,
+        vocab_size=vocab,
+        source=source,
+        tokenizer_dir=directory if tokenizer_files(directory) else None,
+        generation=generation,
+        notes=(*_notes(config), *notes),
+    )
+
+
+def _notes(config: Mapping[str, Any]) -> list[str]:
+    """What to warn of about a ``config.json``."""
+    notes = rope_notes(config) if config["model_type"] != "gpt2" else []
+    if unknown := unknown_keys(config):
+        notes.append(
+            f"config.json has keys that are not known for a {config['model_type']} and are ignored, as in "
+            f"transformers: {', '.join(shown(key) for key in unknown)}"
+        )
+    return notes
+
+
+def _model_keys(
+    config: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
+) -> dict[str, Any]:
+    """Keys of the `Model` section, checked."""
+    try:
+        keys = model_keys(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    model = network_of(keys, str(directory / CONFIG))
+    if model.num_layers > len(stored):  # before time and memory go into each layer
+        raise CheckpointError(
+            f"{directory / CONFIG} says {counted(model.num_layers, 'layer')}, but the files have "
+            f"{counted(len(stored), 'tensor')}"
+        )
+    return keys
+
+
+def write_hf(
+    tensors: Mapping[str, LazyTensor],
+    model: ModelConfig,
+    directory: str | Path,
+    *,
+    source: Mapping[str, Any] | None = None,
+    tokenizer_dir: Path | None = None,
+    token_ids: Mapping[str, Any] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a directory that ``transformers`` loads.
+
+    Args:
+        tensors: all parameters of `model` by canonical name, vocabulary padding included.
+        model: the network.
+        source: ``Weights.source`` of :func:`read_hf`, if the weights came from there.
+        tokenizer_dir: the tokenizer to copy.
+        token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
+        max_file_bytes: weights beyond this go into several files with an index.
+
+    Raises:
+        CheckpointError: none of Hugging Face's networks can express this one.
+    """
+    directory = Path(directory)
+    kinds = sorted({tensor.dtype for tensor in tensors.values()})
+    source = source or {}
+    config = hf_config(model, kinds[-1], original=source.get("config"), token_ids=token_ids)
+    theirs: dict[str, LazyTensor] = {}
+    for rule in rules(config):
+        theirs |= _split(rule, tensors[rule.ours])
+    directory.mkdir(parents=True, exist_ok=True)
+    with shown_reading(theirs, "writing") as reading:
+        write_sharded(directory, reading, max_bytes=max_file_bytes, metadata={"format": "pt"})
+    _write_json(directory / CONFIG, config)
+    ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    made = {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
+    _write_json(directory / GENERATION_CONFIG, source.get("generation_config") or made)
+    if tokenizer_dir is not None:
+        copy_tokenizer(tokenizer_dir, directory)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with atomic_write(path, "w") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+
+
+def _present(stored: Mapping[str, LazyTensor], name: str, directory: Path) -> str:
+    """The name of a tensor in the files: GPT-2's prefix is optional, GPT-NeoX's head has two names."""
+    for candidate in (name, name.removeprefix(_GPT2_PREFIX), _OTHER_HEAD.get(name, name)):
+        if candidate in stored:
+            return candidate
+    raise CheckpointError(f"{directory} lacks the tensor {name}")
+
+
+def _joined(rule: Rule, parts: list[LazyTensor], directory: Path) -> LazyTensor:
+    for name, part, wanted in zip(rule.theirs, parts, rule.shapes, strict=True):
+        if part.shape != wanted:
+            raise CheckpointError(
+                f"{directory}: {name} has shape {list(part.shape)}, its config.json asks for {list(wanted)}"
+            )
+    return derive(parts, rule.shape, rule.join, rule.ours)
+
+
+def _split(rule: Rule, tensor: LazyTensor) -> dict[str, LazyTensor]:
+    def part(index: int) -> LazyTensor:
+        return LazyTensor(tensor.dtype, rule.shapes[index], lambda: rule.split(tensor.read())[index])
+
+    return {name: part(index) for index, name in enumerate(rule.theirs)}
+
+
+def _check_left_over(
+    names: set[str], keys: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
+) -> None:
+    """Check that only buffers and the second copy of a tied head are left over."""
+    known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+    known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
+    tied = _HEADS & names if keys["tie_word_embeddings"] else set()
+    unknown = sorted(name for name in names - tied if not name.endswith(known))
+    if unknown:
+        raise CheckpointError(
+            f"{directory} holds tensors that this network does not have: {', '.join(unknown[:4])}"
+        )
+    for head in tied:
+        word = next(name for name in stored if name.endswith(_WORDS))
+        if (stored[head].read() != stored[word].read()).any():
+            raise CheckpointError(
+                f"{directory}: config.json ties the head to the word embedding, and their values differ"
+            )

@@ -1,0 +1,125 @@
+"""Configuration and tensors in the files of a Hugging Face, PaddleNLP or PaddleFormers directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.conversion.paddle import read_paddle_file
+from ppfleetx.conversion.pickles import flatten, reading
+from ppfleetx.conversion.safetensors_file import (
+    INDEX,
+    PADDLE_FORMATS,
+    SINGLE,
+    read_safetensors,
+    safetensors_format,
+)
+from ppfleetx.conversion.torch_file import read_torch_file
+from ppfleetx.utils.foreign_files import read_json
+
+CONFIG, PADDLE_CONFIG, GENERATION_CONFIG = "config.json", "model_config.json", "generation_config.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PADDLE_PICKLE, PADDLE_INDEX = "model_state.pdparams", "model_state.pdparams.index.json"
+PADDLE_PICKLE_FORMAT = "pdparams"
+_MAX_CONFIG_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tensors of a directory as they are stored.
+
+    Attributes:
+        tensors: by the names in the files.
+        formats: `format` in the metadata of the files: `pt`, `np`, ..., None if it is missing; `pdparams` for
+            pickles of Paddle.
+    """
+
+    tensors: dict[str, LazyTensor]
+    formats: frozenset[str | None]
+
+    @property
+    def is_paddle(self) -> bool:
+        """Whether the files say that PaddleNLP or PaddleFormers wrote them."""
+        return not self.formats.isdisjoint(PADDLE_FORMATS | {PADDLE_PICKLE_FORMAT})
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """`config.json`, or `model_config.json` of an older PaddleNLP. Raises CheckpointError."""
+    if not (directory / CONFIG).exists() and (directory / PADDLE_CONFIG).is_file():
+        return _flattened(read_json(directory / PADDLE_CONFIG, max_bytes=_MAX_CONFIG_BYTES))
+    return read_json(directory / CONFIG, max_bytes=_MAX_CONFIG_BYTES)
+
+
+def read_generation_config(directory: Path) -> dict[str, Any] | None:
+    """`generation_config.json`, if there is one. Raises CheckpointError if it is damaged."""
+    path = directory / GENERATION_CONFIG
+    return read_json(path, max_bytes=_MAX_CONFIG_BYTES) if path.is_file() else None
+
+
+def read_stored(directory: Path) -> Stored:
+    """All tensors of a directory. Raises CheckpointError."""
+    for index, single, read, format_of in (
+        (INDEX, SINGLE, read_safetensors, safetensors_format),
+        (PICKLE_INDEX, PICKLE, _read_pickle, lambda path: "pt"),
+        (PADDLE_INDEX, PADDLE_PICKLE, read_paddle_file, lambda path: PADDLE_PICKLE_FORMAT),
+    ):
+        if (directory / index).is_file():
+            return _indexed(directory, index, read, format_of)
+        if (directory / single).is_file():
+            return Stored(read(directory / single), frozenset({format_of(directory / single)}))
+    raise CheckpointError(
+        f"{directory} holds no weights: neither {SINGLE}, {PICKLE} nor {PADDLE_PICKLE}, nor an index of them"
+    )
+
+
+def _read_pickle(path: Path) -> dict[str, LazyTensor]:
+    tree = read_torch_file(path)
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} holds no state dict")
+    with reading(path):
+        return flatten(tree)
+
+
+def _indexed(
+    directory: Path,
+    index: str,
+    read: Callable[[Path], dict[str, LazyTensor]],
+    format_of: Callable[[Path], str | None],
+) -> Stored:
+    where = read_json(directory / index).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise CheckpointError(f"{directory / index} has no weight_map from tensors to files")
+    tensors: dict[str, LazyTensor] = {}
+    formats = set()
+    for name in dict.fromkeys(where.values()):
+        if Path(name).name != name or "\0" in name:
+            raise CheckpointError(f"{directory / index} names {shown(name)}, which is not a file beside it")
+        if not (directory / name).exists():
+            raise CheckpointError(f"{directory / index} names {shown(name)}, which is missing beside it")
+        found = read(directory / name)
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise CheckpointError(f"{directory / name} holds {shown(twice[0])}, which another file holds too")
+        tensors |= found
+        formats.add(format_of(directory / name))
+    if absent := [name for name in where if name not in tensors]:
+        raise CheckpointError(
+            f"{directory / index} lists {shown(absent[0])}, which is not in {shown(where[absent[0]])}"
+        )
+    return Stored(tensors, frozenset(formats))
+
+
+def _flattened(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested arguments of an older PaddleNLP as one object; outer values of a key take precedence."""
+    flat = {key: value for key, value in content.items() if key not in ("init_args", "init_class")}
+    inner = content.get("init_args")
+    for arguments in inner if isinstance(inner, list) else ():
+        if isinstance(arguments, Mapping):
+            flat = _flattened(arguments) | flat
+    kind = content.get("init_class")
+    if isinstance(kind, str) and kind.startswith("Llama"):
+        flat.setdefault("model_type", "llama")
+    return flat

@@ -1,0 +1,190 @@
+"""Rotary settings between a Hugging Face ``config.json`` and our ``Model`` section.
+
+transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters`` with the
+base inside. If both are there, they are read as in transformers 5: ``rope_scaling`` takes precedence unless
+it is empty, and a ``rope_theta`` inside over the one outside. :func:`rope_notes` reports what was ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ppfleetx.config.errors import CheckpointError, ConfigError, shown
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.rope import REFUSED_TYPES, RopeScalingConfig
+from ppfleetx.config.validate import section_of
+
+PLACES = ("rope_scaling", "rope_parameters")
+DEFAULT_BASE = 10000.0
+_TYPES = ("default", "linear", "llama3", "yarn")
+_ORIGINAL = "original_max_position_embeddings"
+_TURNS_A_PART = ("gpt_neox",)
+_NEOX_PART = 0.25  # the default of transformers
+# Keys that transformers knows; those of another type of scaling have no effect.
+_KNOWN = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",
+    "beta_fast", "beta_slow", "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mscale",
+    "mscale_all_dim", "truncate", "finetuned",
+}  # fmt: skip
+
+
+def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``rotary_base``, ``rope_scaling`` (a mapping or None) and ``rotary_percent`` of our ``Model`` section.
+
+    Args:
+        config: contents of a ``config.json`` that ``check_values`` has passed.
+
+    Raises:
+        CheckpointError: the kind of scaling is not supported, or a value is invalid.
+    """
+    config = _with_usual_names(config)
+    place, given = _in_effect(config)
+    if unknown := sorted(set(given) - _KNOWN):
+        raise CheckpointError(
+            f"config.json: {place} has {', '.join(shown(key) for key in unknown)}, which means nothing here"
+        )
+    keys = {"rotary_base": _base(config), "rope_scaling": _scaling(place, given, config)}
+    if config.get("model_type") in _TURNS_A_PART:
+        part = _first(given.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
+        return keys | {"rotary_percent": float(part)}
+    for where in (config, given):
+        if where.get("partial_rotary_factor") not in (None, 1.0):
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor of this {config.get('model_type')} is not supported; "
+                "whole heads are turned"
+            )
+    return keys
+
+
+def rope_notes(config: Mapping[str, Any]) -> list[str]:
+    """Warnings about how the rotary settings of a ``config.json`` were read, one sentence each.
+
+    Args:
+        config: one that :func:`rope_keys` accepts.
+    """
+    config = _with_usual_names(config)
+    place, given = _in_effect(config)
+    notes = []
+    other = next(name for name in PLACES if name != place)
+    if config.get(other) and not _equal(config, {**config, place: None}):
+        notes.append(
+            f"config.json has {place} and {other}, which differ; {place} is used, as in transformers"
+        )
+    if "rope_theta" in given and config.get("rope_theta") not in (None, given["rope_theta"]):
+        notes.append(
+            f"config.json has rope_theta {given['rope_theta']!r} in {place} and {config['rope_theta']!r} "
+            "beside it; the former is used, as in transformers"
+        )
+    scaling = rope_keys(config)["rope_scaling"]
+    if scaling is not None and scaling["type"] == "yarn" and config.get("max_position_embeddings"):
+        ratio = config["max_position_embeddings"] / scaling[_ORIGINAL]
+        if _ORIGINAL in given and ratio != scaling["factor"]:
+            notes.append(
+                f"config.json has the YaRN factor {scaling['factor']:g}, and max_position_embeddings is "
+                f"{ratio:g} times {_ORIGINAL}; the factor is used, as in transformers 5 (some releases of "
+                "transformers 4 compute with the ratio)"
+            )
+    return notes
+
+
+def hf_rope(model: ModelConfig) -> dict[str, Any]:
+    """The keys of a ``config.json`` for the rotary settings of ``model``, as both versions read them."""
+    if model.rope_scaling is None:
+        return {"rope_theta": model.rotary_base}
+    given = model.rope_scaling.model_dump(mode="json", exclude_none=True)
+    return {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": given.pop("type"), **given}}
+
+
+def hf_neox_rope(model: ModelConfig) -> dict[str, Any]:
+    """:func:`hf_rope` under GPT-NeoX's names."""
+    keys = hf_rope(model)
+    return {"rotary_emb_base": keys.pop("rope_theta"), "rotary_pct": model.rotary_percent, **keys}
+
+
+def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration with GPT-NeoX's own names of base and rotated part replaced by the usual ones."""
+    if config.get("model_type") != "gpt_neox" or "partial_rotary_factor" in config:
+        return config
+    names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+    usual = {"partial_rotary_factor": _NEOX_PART, **config}
+    return usual | {names[key]: value for key, value in config.items() if key in names and value is not None}
+
+
+def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The settings that are used, and their key."""
+    place = next((name for name in PLACES if config.get(name)), PLACES[0])
+    given = config.get(place) or {}
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            raise CheckpointError(
+                f"config.json: {place} has settings for {shown(key)} alone; all layers turn alike"
+            )
+    return place, given
+
+
+def _equal(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    try:
+        return rope_keys(one) == rope_keys(two)
+    except CheckpointError:
+        return False  # one of them is not supported
+
+
+def _base(config: Mapping[str, Any]) -> float:
+    _, given = _in_effect(config)
+    base = given["rope_theta"] if "rope_theta" in given else _first(config.get("rope_theta"), DEFAULT_BASE)
+    if base is None:
+        raise CheckpointError("config.json: rope_theta is null where it is read; give a number")
+    return float(base)
+
+
+def _scaling(place: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in _TYPES:
+        why = REFUSED_TYPES.get(kind, f"those that are: {', '.join(_TYPES)}") if isinstance(kind, str) else ""
+        advice = _WITHOUT_DYNAMIC if kind == "dynamic" else ""
+        raise CheckpointError(f"config.json: rope scaling {shown(kind)} is not supported: {why}{advice}")
+    values = {"type": kind, "factor": given.get("factor")}
+    if kind in ("llama3", "yarn"):
+        longest = config.get("max_position_embeddings")
+        values[_ORIGINAL] = _first(config.get(_ORIGINAL), given.get(_ORIGINAL), longest)
+    if kind == "llama3":
+        values |= {key: given.get(key) for key in ("low_freq_factor", "high_freq_factor")}
+    if kind == "yarn":
+        values |= _yarn(given)
+        if values["factor"] is None:
+            values["factor"] = _ratio(config.get("max_position_embeddings"), values[_ORIGINAL])
+    try:
+        section = section_of(RopeScalingConfig, values)
+    except ConfigError as error:
+        raise CheckpointError(f"config.json: rope scaling {shown(kind)} ({place}): {error}") from error
+    return section.model_dump(exclude_none=True)
+
+
+_WITHOUT_DYNAMIC = (
+    ". Up to max_position_embeddings it is the same as none: to convert the model for sequences of that "
+    "length, take it out of config.json"
+)
+
+
+def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN's own keys. As in transformers, 0 means "not given" for some of them."""
+    values = {"beta_fast": given.get("beta_fast") or None, "beta_slow": given.get("beta_slow") or None}
+    values["truncate"] = bool(given.get("truncate", True))
+    if given.get("attention_factor") is not None:
+        return values | {"attention_factor": given["attention_factor"]}
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return values | {key: given[key] for key in ("mscale", "mscale_all_dim")}
+    return values
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _ratio(longest: Any, original: Any) -> float | None:
+    if isinstance(longest, int) and isinstance(original, int) and original > 0:
+        return longest / original
+    return None

@@ -1,0 +1,120 @@
+"""Logits to check a conversion with: of our network and of transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights, fitted, network_of
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.utils.process_env import import_paddle
+
+TOLERANCE = 1e-4
+# transformers computes angles in float32: at this position they are off by 2e-5.
+_LAST_POSITION_OF_TRANSFORMERS = 256
+_SCRIPT = Path(__file__).with_name("ask_transformers.py")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Tokens to compute logits for, [b, s], and their positions, [b, s].
+
+    The first sequence has adjacent positions. The second is spread over all positions of the model, because
+    a difference in slow rotary frequencies or in late rows of a position table shows only there.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+
+    @classmethod
+    def of(cls, model: ModelConfig, length: int, seed: int) -> Probe:
+        """Random tokens for a model."""
+        length = min(length, model.max_position_embeddings)
+        tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (2, length))
+        return cls(tokens, _spread(length, model.max_position_embeddings - 1))
+
+    def logits(self, weights: Weights) -> np.ndarray:
+        """Logits of our network with these weights."""
+        model = network_of(weights.model, weights.place)
+        return our_logits(weights, model, self.tokens, self.positions)
+
+    def within_float32_angles(self) -> Probe:
+        """The same tokens at positions that transformers' float32 angles are good for."""
+        last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
+        return Probe(self.tokens, _spread(self.tokens.shape[1], last))
+
+
+def own_transformers() -> str | None:
+    """This interpreter, if it has `torch` and `transformers`."""
+    return sys.executable if find_spec("torch") and find_spec("transformers") else None
+
+
+def our_logits(
+    weights: Weights, model: ModelConfig, tokens: np.ndarray, positions: np.ndarray | None = None
+) -> np.ndarray:
+    """Logits [b, s, vocabulary] of our network in float32, on one card."""
+    import_paddle()
+    import paddle
+
+    from ppfleetx.checkpoint.tensors import load_model
+    from ppfleetx.models.gpt.stages import gpt_stages
+    from ppfleetx.models.staged import StagedModel
+    from ppfleetx.nn.factory import LocalFactory
+    from ppfleetx.nn.stage import canonical_parameters
+
+    network = StagedModel(gpt_stages(model, LocalFactory()))
+    network.eval()
+    checkpoint = ForeignCheckpoint(Path(weights.place), weights.with_tensors(fitted(weights, model)))
+    load_model(canonical_parameters(network).items(), checkpoint)
+    with paddle.no_grad():
+        logits = network(paddle.to_tensor(tokens), None if positions is None else paddle.to_tensor(positions))
+    return logits.transpose([1, 0, 2]).numpy()[..., : model.vocab_size]
+
+
+def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
+    """The largest difference between two arrays of logits.
+
+    Raises:
+        CheckpointError: it is above TOLERANCE (times the largest logit where that is above 1).
+    """
+    if not (np.isfinite(one).all() and np.isfinite(two).all()):
+        raise CheckpointError(
+            f"the logits {whose} are not all finite numbers (float16 holds nothing beyond 65504)"
+        )
+    largest = float(np.abs(one - two).max())
+    if not largest <= TOLERANCE * max(1.0, float(np.abs(two).max())):
+        raise CheckpointError(f"the logits {whose} differ by {largest:.3g}")
+    return largest
+
+
+def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarray:
+    """Logits that transformers computes of a directory, in a process of its own: torch and Paddle need not
+    live in one.
+
+    Raises:
+        CheckpointError: the interpreter ``python`` cannot be run, or transformers cannot load the directory.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        given, answer = Path(scratch, "probe.npz"), Path(scratch, "logits.npy")
+        np.savez(given, tokens=probe.tokens, positions=probe.positions)
+        command = [python, str(_SCRIPT), str(directory), str(given), str(answer)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise CheckpointError(f"{python} cannot be run: {error.strerror}") from error
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise CheckpointError(f"transformers could not be asked with {python}: {last}")
+        return np.load(answer)
+
+
+def _spread(length: int, last: int) -> np.ndarray:
+    """Positions [2, s]: adjacent ones, and as many from 0 to ``last``."""
+    return np.stack([np.arange(length), np.linspace(0, last, length).astype(np.int64)])

@@ -1,0 +1,316 @@
+"""Reading Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY]/model_optim_rng.pt``).
+
+Read are GPT weights with tensor and pipeline parallelism (interleaved or not), under the names of Megatron's
+own layers (``language_model.encoder...``) and of Megatron core (``decoder.layers...``), and the options in
+``args``. Not read are optimizer state, random states, experts, and the distributed formats (``.distcp``).
+
+Megatron's linears are ``[out, in]``. From checkpoint version 2 on, queries, keys and values are grouped per
+key/value head, like ours; before, they are ``[3, heads, d]`` (version 0) or ``[heads, d, 3]`` (version 1).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.weights import Weights, network_of
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.fused import join_parts
+from ppfleetx.conversion.pickles import Record, flatten, reading
+from ppfleetx.conversion.ranks import check_complete, joined, ranks_of_stage
+from ppfleetx.conversion.torch_file import read_torch_file
+from ppfleetx.nn.mlp_spec import GATE_AND_UP
+from ppfleetx.utils.foreign_files import read_bounded
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_MAX_TRACKER_BYTES = 100
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+RECORDS = ("argparse.Namespace", "types.SimpleNamespace", "megatron.", "enum.", "pathlib.", "apex.",
+           "transformer_engine.", "torch.Generator", "_io.BytesIO")  # fmt: skip
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.(weight|bias)")
+
+# Parameters of a layer: theirs -> ours.
+_IN_LAYER = {
+    "input_layernorm": "input_norm",
+    "self_attention.linear_qkv.layer_norm": "input_norm",
+    "attention.query_key_value": "attention.qkv",
+    "self_attention.query_key_value": "attention.qkv",
+    "self_attention.linear_qkv": "attention.qkv",
+    "attention.dense": "attention.out_proj",
+    "self_attention.dense": "attention.out_proj",
+    "self_attention.linear_proj": "attention.out_proj",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_norm": "mlp_norm",
+    "input_norm": "input_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "mlp.linear_fc1.layer_norm": "mlp_norm",
+    "mlp.dense_h_to_4h": "mlp.fc1",
+    "mlp.linear_fc1": "mlp.fc1",
+    "mlp.dense_4h_to_h": "mlp.fc2",
+    "mlp.linear_fc2": "mlp.fc2",
+}
+_OUTSIDE = {
+    "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
+    "embedding.position_embeddings.weight": "embedding.position_embeddings.weight",
+    "output_layer.weight": "head.weight",
+}
+_FINAL_NORM = re.compile(
+    r"(?:encoder|transformer|decoder)\.(?:final_layernorm|final_norm|final_layer_norm)\.(weight|bias)"
+)
+# Second copies of a tied embedding, and buffers.
+_IGNORED = re.compile(r".*(word_embeddings_for_head\.weight|_extra_state|rotary_pos_emb\..*|inv_freq)")
+
+
+def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights:
+    """Weights of a classic Megatron-LM checkpoint, joined from its ranks.
+
+    Args:
+        path: the directory with the tracker file, one iteration's directory (or ``release``), or the
+            directory of the only rank.
+        model: the network, for checkpoints without ``args``.
+
+    Raises:
+        RefusedPickleError: a file asks for more than arrays and containers.
+        CheckpointError: ranks are missing, files are damaged, or an option is not supported.
+    """
+    directory = _iteration(Path(path))
+    grid = _rank_files(directory)
+    first = _load(grid[0, 0])
+    arguments = first.get("args")
+    keys = _model_keys(arguments, directory) if isinstance(arguments, Record) else {}
+    if not keys and model is None:
+        raise CheckpointError(
+            f"{directory} does not say what network it is (no args); describe it with --config YAML"
+        )
+    model = model or network_of(keys, f"{directory} (args)")
+    version = first.get("checkpoint_version") or 0
+    tensors: dict[str, LazyTensor] = {}
+    start = 0
+    for chunk, pp in _chunks(grid, first):
+        parts = {file: _chunk(_load(file), chunk, file) for file in ranks_of_stage(grid, pp)}
+        ranks = [_canonical(part, start, file, model, version) for file, part in parts.items()]
+        tensors = joined(ranks, directory) | tensors
+        start += _layers_in(next(iter(parts.values())))
+    if model.tie_word_embeddings:  # a copy on the last stage
+        tensors.pop("head.weight", None)
+    return Weights(
+        str(directory),
+        tensors,
+        model=keys,
+        vocab_size=keys.get("vocab_size"),
+        step=int(first.get("iteration") or 0),
+        source={"format": "megatron"},
+    )
+
+
+def _iteration(path: Path) -> Path:
+    """The directory that holds the rank directories."""
+    tracker = path / TRACKER
+    if tracker.exists():
+        named = read_bounded(tracker, _MAX_TRACKER_BYTES).decode("ascii", "replace").strip()
+        is_number = named.isascii() and named.isdigit()
+        directory = path / (f"iter_{int(named):07d}" if is_number else named)
+        if not (is_number or named == "release") or not directory.is_dir():
+            raise CheckpointError(f"{tracker} names {shown(named)}, which is not there")
+        return directory
+    if any((path / name).is_file() for name in MODEL_FILES) and _RANK.fullmatch(path.resolve().name):
+        return path.resolve().parent
+    return path
+
+
+def _rank_files(directory: Path) -> dict[tuple[int, int], Path]:
+    found = {}
+    for child in sorted(directory.glob("mp_rank_*")):
+        match = _RANK.fullmatch(child.name)
+        if match is None:
+            raise CheckpointError(
+                f"{child} is a directory of experts or of an unknown kind, which is not read"
+            )
+        file = next((child / name for name in MODEL_FILES if (child / name).is_file()), None)
+        if file is not None:
+            found[int(match[1]), int(match[2] or 0)] = file
+    if not found:
+        hint = "; the distributed format (.distcp) is not read" if any(directory.glob("*.distcp")) else ""
+        raise CheckpointError(f"{directory} holds no mp_rank_XX[_YYY]/{MODEL_FILES[0]}{hint}")
+    check_complete(found, directory)
+    return found
+
+
+def _load(path: Path) -> dict[str, Any]:
+    tree = read_torch_file(path, record_prefixes=RECORDS)
+    if not isinstance(tree, dict) or not ({"model", "model0"} & tree.keys()):
+        raise CheckpointError(f"{path} is not a checkpoint of Megatron-LM: it has no model")
+    return tree
+
+
+def _chunks(grid: Mapping[tuple[int, int], Path], first: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """(key of the model part, pipeline rank) in the order of the layers."""
+    stages = sorted({pp for _, pp in grid})
+    count = 0
+    while f"model{count}" in first:
+        count += 1
+    for key in [f"model{index}" for index in range(count)] or ["model"]:
+        for pp in stages:
+            yield key, pp
+
+
+def _chunk(tree: Mapping[str, Any], key: str, path: Path) -> dict[str, LazyTensor]:
+    if not isinstance(tree.get(key), dict):
+        raise CheckpointError(f"{path} has no {key}")
+    named = {}
+    with reading(path):
+        tensors = flatten(tree[key])
+    for name, tensor in tensors.items():
+        bare = name.removeprefix("module.").removeprefix("language_model.")
+        if not _IGNORED.fullmatch(bare):
+            named[bare] = tensor
+    return named
+
+
+def _layers_in(chunk: Mapping[str, LazyTensor]) -> int:
+    return len({match[1] for name in chunk if (match := _LAYER.fullmatch(name))})
+
+
+def _canonical(
+    chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
+) -> dict[str, LazyTensor]:
+    """The parameters of a chunk under our names and in our layout. Its first layer is number ``start``."""
+    named = {}
+    for name, tensor in chunk.items():
+        ours = _canonical_name(name, start)
+        if ours is None:
+            raise CheckpointError(f"{path}: {shown(name)} is not a parameter of a GPT that can be read")
+        if ours in named:
+            raise CheckpointError(f"{path} holds {shown(name)} twice, under two names")
+        named[ours] = _in_our_layout(ours, tensor, model, version)
+    return named
+
+
+def _canonical_name(name: str, start: int) -> str | None:
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    if match := _FINAL_NORM.fullmatch(name):
+        return f"decoder.final_norm.{match[1]}"
+    # Transformer Engine keeps a norm inside of the linear that follows: linear_qkv.layer_norm_weight.
+    match = _LAYER.fullmatch(re.sub(r"\.layer_norm_(weight|bias)$", r".layer_norm.\1", name))
+    if match is None or match[2] not in _IN_LAYER:
+        return None
+    return f"decoder.layers.{start + int(match[1])}.{_IN_LAYER[match[2]]}.{match[3]}"
+
+
+def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: float) -> LazyTensor:
+    """One rank's part of the parameter ``name``. All but tables are transposed."""
+    if name.startswith("embedding."):
+        return tensor
+    layer, rows_at_once = name.rpartition(".")[0], 1
+    if layer.endswith("mlp.fc1") and model.is_gated:
+        rows_at_once = 2
+    elif layer.endswith("attention.qkv"):
+        rows_at_once = model.head_size * (1 if version >= 2.0 else 3)
+    if not tensor.shape or tensor.shape[0] % rows_at_once:
+        raise CheckpointError(f"{name} has shape {list(tensor.shape)}, which does not fit the Model section")
+
+    def make(array: np.ndarray) -> np.ndarray:
+        if layer.endswith("mlp.fc1") and model.is_gated:  # gate above up
+            return join_parts(GATE_AND_UP, [half.T for half in np.split(array, 2, axis=0)])
+        if layer.endswith("attention.qkv"):
+            return _grouped(array, model.head_size, version).T
+        return array.T
+
+    return derive([tensor], tensor.shape[::-1], make, name)
+
+
+def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
+    """Rows of fused q, k, v in the order of checkpoint version 2 and later: per key/value head."""
+    if version >= 2.0:
+        return array
+    heads = prod(array.shape[:1]) // (3 * head_dim)
+    rest = array.shape[1:]
+    if version >= 1.0:
+        return array.reshape(heads, head_dim, 3, *rest).swapaxes(1, 2).reshape(array.shape)
+    return array.reshape(3, heads, head_dim, *rest).swapaxes(0, 1).reshape(array.shape)
+
+
+def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
+    """The `Model` section for Megatron's options. Raises CheckpointError for those that are not supported."""
+
+    def get(name: str, default: Any = None) -> Any:
+        value = arguments.get(name, default)
+        if value is not None and type(value) not in (bool, int, float, str):
+            raise CheckpointError(f"{directory}: Megatron's option {name} is {shown(value)}")
+        return value
+
+    refused = {
+        "num_experts": get("num_experts"),
+        "apply_residual_connection_post_layernorm": get("apply_residual_connection_post_layernorm"),
+        "apply_layernorm_1p": get("apply_layernorm_1p"),
+        "layernorm_zero_centered_gamma": get("layernorm_zero_centered_gamma"),
+        "qk_layernorm": get("qk_layernorm"),
+        "rotary_interleaved": get("rotary_interleaved"),
+        "multi_latent_attention": get("multi_latent_attention"),
+    }
+    for key, value in refused.items():
+        if value:
+            raise CheckpointError(f"{directory}: Megatron's option {key} = {shown(value)} is not supported")
+    heads, hidden = get("num_attention_heads"), get("hidden_size")
+    if not (heads and hidden and get("num_layers")):
+        return {}
+    rope = get("position_embedding_type") == "rope" or get("use_rotary_position_embeddings")
+    keys = {
+        "vocab_size": get("vocab_size") or get("padded_vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": get("num_layers"),
+        "num_attention_heads": heads,
+        "num_query_groups": get("num_query_groups") if get("group_query_attention") else None,
+        "head_dim": get("kv_channels"),
+        "ffn_hidden_size": get("ffn_hidden_size") or 4 * hidden,
+        "max_position_embeddings": get("max_position_embeddings"),
+        "hidden_act": _activation(get),
+        "norm_epsilon": get("norm_epsilon") or get("layernorm_epsilon") or 1e-5,
+        "initializer_range": get("init_method_std"),
+        "hidden_dropout_prob": get("hidden_dropout"),
+        "attention_probs_dropout_prob": get("attention_dropout"),
+        "position_embedding_type": "rope" if rope else get("position_embedding_type"),
+        "rotary_base": get("rotary_base") or 10000.0,
+        "rotary_percent": get("rotary_percent"),
+        "normalization": get("normalization"),
+        "tie_word_embeddings": not get("untie_embeddings_and_output_weights", False),
+        "add_bias_linear": get("add_bias_linear", True),
+        "add_qkv_bias": True if get("add_qkv_bias") else None,
+    }
+    given = {key: value for key, value in keys.items() if value is not None}
+    return given | {"rope_scaling": _rope_scaling(get, directory)} if rope else given
+
+
+# The constants of Megatron's --use-rope-scaling.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def _rope_scaling(get: Any, directory: Path) -> dict[str, Any] | None:
+    interpolation = get("rotary_seq_len_interpolation_factor")
+    if not get("use_rope_scaling"):
+        return {"type": "linear", "factor": interpolation} if interpolation not in (None, 1) else None
+    if interpolation not in (None, 1):
+        raise CheckpointError(
+            f"{directory}: Megatron's options use_rope_scaling and rotary_seq_len_interpolation_factor = "
+            f"{shown(interpolation)} are supported one at a time"
+        )
+    return {"type": "llama3", "factor": get("rope_scaling_factor") or 8.0, **_LLAMA3}
+
+
+def _activation(get: Any) -> str:
+    if get("swiglu"):
+        return "swiglu"
+    if get("squared_relu"):
+        return "relu2"
+    # Megatron's fusion of bias and GeLU uses the tanh form; without it, GeLU is exact.
+    tanh = get("bias_gelu_fusion") or get("openai_gelu")
+    return "gelu" if tanh else "gelu_exact"

@@ -1,0 +1,248 @@
+"""Reading pickled weights with an unpickler that can only build arrays and containers.
+
+A pickle may use the names in the tables below; any other is refused before anything is imported. Objects of
+other classes (Megatron's options) are read as :class:`Record`, if their names are allowed.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import pickle
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY
+from ppfleetx.config.errors import CheckpointError, shown
+
+# What the standard library and NumPy raise for damaged pickles.
+_DAMAGE = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    struct.error,
+    SyntaxError,
+    SystemError,
+    TypeError,
+    ValueError,
+)
+_MOST_LEVELS = 16
+
+
+class RefusedPickleError(CheckpointError):
+    """A pickle asks for more than arrays and containers: for `wanted`."""
+
+    def __init__(self, wanted: str) -> None:
+        self.wanted = wanted
+        super().__init__(wanted)
+
+
+class Record:
+    """The arguments and the state of an object of another class, without its behaviour."""
+
+    class_name = ""
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __repr__(self) -> str:
+        return f"<{self.class_name}>"
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """An attribute, for a class whose state is a dictionary, as that of ``argparse.Namespace`` is."""
+        return self.state.get(key, default) if isinstance(self.state, dict) else default
+
+
+class Kind:
+    """A class that a pickle may name."""
+
+    def __setstate__(self, state: Any) -> None:  # keeps pickles from setting attributes
+        raise RefusedPickleError(f"a state of {type(self).__name__}")
+
+
+class WeightsUnpickler(pickle.Unpickler):
+    """The standard library's unpickler with a closed list of names.
+
+    Args:
+        file: the pickle.
+        names: allowed name -> what it stands for.
+        record_prefixes: names with one of these prefixes stand for a :class:`Record`.
+        persistent: makes the object of a persistent id (PyTorch's storages); None: they are refused.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        names: Mapping[str, Any],
+        *,
+        record_prefixes: Iterable[str] = (),
+        persistent: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(file, encoding="latin1")  # for bytes of Python 2
+        self._names, self._prefixes, self._persistent = names, tuple(record_prefixes), persistent
+
+    def find_class(self, module: str, name: str) -> Any:
+        text = f"{module}.{name}".replace("__builtin__.", "builtins.", 1)
+        if text in self._names:
+            found = self._names[text]
+            # A pickle can set attributes of a function that it names, so it gets one of its own.
+            return found if isinstance(found, type) else lambda *args: found(*args)
+        if text.startswith(self._prefixes):
+            return type("Record", (Record,), {"class_name": text})
+        raise RefusedPickleError(text)
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise RefusedPickleError("an object kept outside of the pickle")
+        return self._persistent(pid)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name the file in errors of the block that reads it.
+
+    Raises:
+        RefusedPickleError: the pickle asks for a name that is not allowed.
+        CheckpointError: the file is damaged.
+    """
+    try:
+        yield
+    except RefusedPickleError as error:
+        refused = RefusedPickleError(error.wanted)
+        refused.args = (
+            f"{path} is refused: it asks for {shown(error.wanted)}. Weights are read from such files, arrays "
+            "and containers, and nothing else; nothing of it has been run",
+        )
+        raise refused from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except _DAMAGE as error:
+        raise CheckpointError(f"{path} is damaged, or not a file of weights") from error
+
+
+class PickledType:
+    """A ``numpy.dtype`` of plain numbers."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.dtype = np.dtype(code)
+        if self.dtype.hasobject or self.dtype.names is not None:
+            raise RefusedPickleError(f"an array of the element type {shown(code)}")
+
+    def __setstate__(self, state: Any) -> None:
+        """NumPy's (version, byte order, ...)."""
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class PickledArray:
+    """A ``numpy.ndarray``, whose own ``__setstate__`` would trust the pickle."""
+
+    array = np.empty(0, np.uint8)
+
+    def __setstate__(self, state: Any) -> None:
+        """NumPy's (version, shape, type, whether in Fortran order, bytes)."""
+        shape, kind, is_fortran, raw = state[-4:]
+        raw = raw.encode("latin-1") if isinstance(raw, str) else raw
+        self.array = np.frombuffer(raw, kind.dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
+def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTensor:
+    """An array as a tensor. Raises RefusedPickleError for element types that checkpoints do not have."""
+    held = array.dtype.newbyteorder("<")
+    if bfloat16_as_uint16 and held == np.dtype("<u2"):
+        return LazyTensor("BF16", array.shape, lambda: array)
+    if held not in DTYPE_OF_NUMPY:
+        raise RefusedPickleError(f"an array of the element type {held}")
+    native = array.dtype.newbyteorder("=")
+    return LazyTensor(DTYPE_OF_NUMPY[held], array.shape, lambda: array.astype(native, copy=False))
+
+
+def flatten(tree: Mapping[Any, Any]) -> dict[str, LazyTensor]:
+    """The tensors in nested dictionaries, by their keys joined with dots. Everything else is ignored.
+
+    Raises:
+        CheckpointError: the nesting is too deep, or two tensors have the same name.
+    """
+    named: dict[str, LazyTensor] = {}
+
+    def collect(node: Any, path: tuple[str, ...]) -> None:
+        if len(path) > _MOST_LEVELS:
+            raise CheckpointError(f"its dictionaries are nested more than {_MOST_LEVELS} levels deep")
+        if isinstance(node, Mapping):
+            for key, child in node.items():
+                collect(child, (*path, str(key)))
+        elif isinstance(node, PickledArray | LazyTensor):
+            name = ".".join(path)
+            if name in named:
+                raise CheckpointError(f"two tensors in it have the name {shown(name)}")
+            named[name] = node if isinstance(node, LazyTensor) else tensor_of(node.array)
+
+    collect(tree, ())
+    return named
+
+
+def _array(raw: Any, kind: PickledType, shape: Any, order: str = "C") -> PickledArray:
+    made = PickledArray()
+    made.__setstate__((shape, kind, order == "F", raw))
+    return made
+
+
+def _scalar(kind: PickledType, raw: Any = b"") -> Any:
+    return _array(raw, kind, ()).array[()]
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """Bytes, as protocols 0 to 2 write them."""
+    if encoding not in ("latin1", "latin-1"):
+        raise RefusedPickleError(f"_codecs.encode with {shown(encoding)}")
+    return text.encode("latin-1")
+
+
+def _paddle_tensor(*arguments: Any) -> PickledArray:
+    """Paddle writes a DenseTensor as ``eval('data', {'data': array})``; only this form is allowed."""
+    if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
+        scope = arguments[1]
+        if list(scope) == ["data"] and isinstance(scope["data"], PickledArray):
+            return scope["data"]
+    raise RefusedPickleError("builtins.eval")
+
+
+ARRAY_NAMES: dict[str, Any] = {
+    "collections.OrderedDict": collections.OrderedDict,
+    "collections.defaultdict": lambda *_: {},
+    "_codecs.encode": _encode,
+    "numpy.ndarray": Kind,
+    "numpy.dtype": PickledType,
+    **{
+        f"numpy.{core}.{name}": build
+        for core in ("core", "_core")
+        for name, build in {
+            "multiarray._reconstruct": lambda *_: PickledArray(),
+            "multiarray.scalar": _scalar,
+            "numeric._frombuffer": _array,
+        }.items()
+    },
+    **{
+        f"builtins.{kind.__name__}": kind
+        for kind in (tuple, list, dict, set, frozenset, bytearray, bytes, object)
+    },
+    "copyreg._reconstructor": copyreg._reconstructor,
+    "copy_reg._reconstructor": copyreg._reconstructor,
+}
+"""Names in pickles of arrays; those of PyTorch's tensors are in ``torch_file.py``."""
+
+PADDLE_NAMES = ARRAY_NAMES | {"builtins.eval": _paddle_tensor}

@@ -1,0 +1,62 @@
+"""Files of tensor- and pipeline-parallel ranks, as Megatron-LM and FleetX write them, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ppfleetx.checkpoint.layout import cut_dim
+from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.config.errors import CheckpointError
+
+RankFiles = Mapping[tuple[int, int], Path]
+"""(tensor-parallel rank, pipeline rank) -> file."""
+
+
+def check_complete(files: RankFiles, directory: Path) -> None:
+    """Raise CheckpointError unless there is a file for each rank of a grid."""
+    mp_degree, pp_degree = (max(numbers) + 1 for numbers in zip(*files, strict=True))
+    for mp in range(mp_degree):
+        for pp in range(pp_degree):
+            if (mp, pp) not in files or not files[mp, pp].is_file():
+                raise CheckpointError(f"{directory} lacks tensor rank {mp}, pipeline rank {pp}")
+
+
+def ranks_of_stage(files: RankFiles, pp: int) -> list[Path]:
+    """The files of one pipeline rank in the order of the tensor-parallel ranks."""
+    return [files[rank] for rank in sorted(files) if rank[1] == pp]
+
+
+def joined(ranks: Sequence[Mapping[str, LazyTensor]], directory: Path) -> dict[str, LazyTensor]:
+    """The whole parameters of tensor-parallel ranks, which cut them in the dimensions in which ours are cut.
+
+    Args:
+        ranks: of each rank its parameters in our layout, by canonical name.
+        directory: where they are; used in messages.
+
+    Raises:
+        CheckpointError: a parameter is not on every rank, or its parts do not fit together.
+    """
+    whole = {}
+    for name, first in ranks[0].items():
+        if any(name not in rank for rank in ranks):
+            raise CheckpointError(f"{directory}: {name} is not on every tensor-parallel rank")
+        parts, dim = [rank[name] for rank in ranks], cut_dim(name)
+        if len(parts) == 1 or dim is None:
+            whole[name] = first
+            continue
+        if any(part.shape != first.shape for part in parts) or len(first.shape) <= dim:
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise CheckpointError(
+                f"{directory}: {name} has the shapes {shapes} on the tensor-parallel ranks, which cannot be "
+                "put together"
+            )
+        shape = tuple(n * len(parts) if axis == dim else n for axis, n in enumerate(first.shape))
+        whole[name] = derive(parts, shape, _concatenation(dim), name)
+    return whole
+
+
+def _concatenation(dim: int) -> Callable[..., np.ndarray]:
+    return lambda *arrays: np.concatenate(arrays, axis=dim)

@@ -1,0 +1,76 @@
+"""The watchdog of a program: from the configuration to a thread that watches this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.run_directory import output_dir_of
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather
+from ppfleetx.resilience import watchdog
+from ppfleetx.resilience.hang_report import Identity
+from ppfleetx.resilience.report_dir import HANG_DIRS
+from ppfleetx.utils.cli import EXIT_HUNG
+from ppfleetx.utils.peers import ended_peer_in, ends_this_process
+
+HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
+"""Directories of reports. Evaluation and generation, which may run beside a training, have their own."""
+
+
+def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
+    """Watch this process from now on, before Paddle is imported; only in a program of ours, whose training
+    ends the watch."""
+    if ends_this_process():
+        _begin(cfg, rank, device, HANG_DIR)
+
+
+def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
+    """Tell the other ranks which process this is, so that theirs can ask the kernel what became of it."""
+    if cfg.Engine.hang_timeout and ctx.world_size > 1:
+        watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.Peers.own()))))
+
+
+@contextmanager
+def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
+    """Within, this process is watched; a watch that has begun already goes on.
+
+    Args:
+        directory: under the output directory, for the reports.
+    """
+    if watchdog.current() is None:
+        _begin(cfg, ctx.rank, ctx.device, directory)
+    introduce(cfg, ctx)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        watch = watchdog.current()
+        if watch is not None:
+            watch.report_failure(error, lost=ended_peer_in(error) is not None, at_end=ends_this_process())
+        raise
+    finally:
+        watchdog.finish()
+
+
+def _begin(cfg: RunConfig, rank: int, device: str, directory: str) -> None:
+    engine = cfg.Engine
+    limits = watchdog.Limits(
+        timeout=engine.hang_timeout,
+        start_timeout=engine.hang_start_timeout,
+        ends=engine.on_hang == "stop" and ends_this_process(),
+        counts_work=device == "cpu",
+    )
+    who = Identity(rank, cfg.plan.world_size)
+    watchdog.begin(who, limits, output_dir_of(cfg) / directory, end=_end)
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_HUNG)

@@ -1,0 +1,399 @@
+"""How the processes of a job meet: the first one listens, the others find it, and each learns about all.
+
+The process groups of CPU ranks begin this way instead of with Paddle's TCPStore, which waits in C++ for ranks
+that do not come and cannot name them. ``ppfleetx doctor`` meets the same way and keeps the connections. Every
+wait ends in a known time, with a sentence that names the address and who is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.distributed.cpu.watch import end_when_silent
+from ppfleetx.utils.log import get_logger
+
+Address = tuple[str, int]
+
+MARGIN_SECONDS = 10.0
+"""The others wait this much longer than the first process, which knows who is missing."""
+_LOG_AFTER_SECONDS = 10.0
+_CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
+_ANSWER_SECONDS = 10.0
+_SEND_SECONDS = 30.0
+_LONGEST_LINE = 64 << 20
+_SAME_CURE = "start all with the same --nnodes, --nproc and --master, and no other job at that address"
+
+
+class RendezvousError(Exception):
+    """The processes cannot meet; ``cure`` says what to do about it."""
+
+    def __init__(self, found: str, cure: str) -> None:
+        super().__init__(found)
+        self.cure = cure
+
+
+def meeting_point() -> Address:
+    """The address at which rank 0 listens: the one that Paddle would use for the job's store.
+
+    Raises:
+        ConfigError: the environment names none.
+    """
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not (host and port):
+        endpoints = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
+        host, _, port = endpoints.split(",")[0].rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(
+            "not the HOST:PORT where the ranks of the job meet; start them with python -m "
+            "paddle.distributed.launch",
+            key="PADDLE_MASTER",
+            value=os.environ.get("PADDLE_MASTER", ""),
+            place="environment",
+        )
+    return host, int(port)
+
+
+class Line:
+    """A connection that carries one JSON value per line. One thread may receive while others send."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self._read = connection, bytearray()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._out, self._lock = connection.dup(), threading.Lock()
+        self._out.settimeout(_SEND_SECONDS)
+
+    def send(self, value: Any) -> None:
+        with self._lock:
+            self._out.sendall(json.dumps(value).encode() + b"\n")
+
+    def receive(self, deadline: float) -> Any:
+        """The next value. Raises TimeoutError at ``deadline`` (monotonic), ConnectionError at the end."""
+        while (value := self.buffered()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self.connection.settimeout(left)
+            self.fill()
+        return value
+
+    def fill(self) -> None:
+        """Read what has arrived."""
+        data = self.connection.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError(errno.ECONNRESET, "connection closed")
+        self._read += data
+        if len(self._read) > _LONGEST_LINE:
+            raise ConnectionAbortedError(errno.EMSGSIZE, "the message is too long")
+
+    def buffered(self) -> Any:
+        """The next value that has arrived completely, or None."""
+        line, end, rest = self._read.partition(b"\n")
+        if not end:
+            return None
+        self._read = rest
+        try:
+            return json.loads(line)
+        except ValueError:
+            raise ConnectionAbortedError(errno.EPROTO, "it sends something else than JSON") from None
+
+    def close(self) -> None:
+        self.connection.close()
+        self._out.close()
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a process says about itself.
+
+    Attributes:
+        name: for messages, e.g. ``rank 3``.
+        number: its place in the job, 0 for the process that listens; None in a job whose members are numbered
+            as they come.
+        address: where it can be reached later, if the others need to know.
+    """
+
+    name: str
+    number: int | None = None
+    address: Address | None = None
+
+
+@dataclass
+class Members:
+    """What every process knows once all have met.
+
+    Attributes:
+        number: the place of this process.
+        names, addresses: of all processes, by number.
+        token: 256 random bits that prove that a connection belongs to this job.
+        lines: the connections that are open, by number: the first process has one to each of the others,
+            and these have one to it.
+    """
+
+    number: int
+    names: list[str]
+    addresses: list[Address | None]
+    token: bytes
+    lines: dict[int, Line] = field(default_factory=dict)
+
+    def close(self) -> None:
+        for line in self.lines.values():
+            line.close()
+
+
+class _Wait:
+    """A limited wait; the log says once what it is for when it takes long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._begin, self.seconds, self._is_logged = time.monotonic(), seconds, False
+
+    def is_over(self, what: str) -> bool:
+        waited = time.monotonic() - self._begin
+        if waited > _LOG_AFTER_SECONDS and not self._is_logged:
+            self._is_logged = True
+            get_logger().info(f"{what}, for {self.seconds:g} s at most")
+        return waited >= self.seconds
+
+    def next_look(self) -> float:
+        """Seconds until the limit or the line in the log, whichever is next."""
+        until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
+        return max(self._begin + until - time.monotonic(), 0.0) + 0.001
+
+
+# -- the process that listens ---------------------------------------------------------------------
+
+
+def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
+    """Listen at ``point`` until all ``size`` processes have come.
+
+    Raises:
+        RendezvousError: the port cannot be opened, somebody did not come or is gone again. The others get
+            the same sentence.
+    """
+    try:
+        listener = socket.create_server(("", point[1]), backlog=size + 16)
+    except OSError as error:
+        raise RendezvousError(
+            f"port {point[1]} of this machine cannot be opened: {error.strerror}",
+            "another program, or a job that still runs, holds it: name another free port",
+        ) from error
+    reception = _Reception(point, size, own)
+    with listener:
+        try:
+            reception.wait_for_all(listener, _Wait(seconds))
+        except RendezvousError as error:
+            reception.refuse_all(error)
+            raise
+    return reception.welcome_all()
+
+
+class _Reception:
+    """Who has come so far."""
+
+    def __init__(self, point: Address, size: int, own: Member) -> None:
+        self._where, self._size = "{}:{}".format(*point), size
+        self._came: dict[int, Member] = {0: own}
+        self._lines: dict[int, Line] = {}
+        self._numbers: dict[Line, int] = {}
+        self._strangers: dict[Line, str] = {}  # connections that have not said who they are, and from where
+        self._refused: list[str] = []
+        self._selector = selectors.DefaultSelector()
+
+    def wait_for_all(self, listener: socket.socket, wait: _Wait) -> None:
+        self._selector.register(listener, selectors.EVENT_READ)
+        try:
+            while missing := [number for number in range(self._size) if number not in self._came]:
+                if wait.is_over(f"{self._came[0].name} waits for {self._listed(missing)} at {self._where}"):
+                    raise self._incomplete(missing, wait.seconds)
+                for key, _ in self._selector.select(wait.next_look()):
+                    if key.fileobj is listener:
+                        self._accept(listener)
+                    elif not self._hear(key.data):
+                        self._selector.unregister(key.fileobj)
+                        self._strangers.pop(key.data, None)
+                        key.data.close()
+        finally:
+            self._selector.close()
+            for line in self._strangers:
+                line.close()
+
+    def welcome_all(self) -> Members:
+        members = [self._came[number] for number in range(self._size)]
+        names, addresses = [one.name for one in members], [one.address for one in members]
+        token = secrets.token_bytes(32)
+        for number, line in self._lines.items():
+            with contextlib.suppress(OSError):  # it is gone; whoever needs it next finds out
+                line.send({"number": number, "names": names, "addresses": addresses, "token": token.hex()})
+        return Members(0, names, addresses, token, self._lines)
+
+    def refuse_all(self, error: RendezvousError) -> None:
+        for line in self._lines.values():
+            with contextlib.suppress(OSError):
+                line.send({"refused": str(error), "cure": error.cure})
+            line.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is gone already
+            connection, address = listener.accept()
+            end_when_silent(connection)
+            line = Line(connection)
+            self._strangers[line] = address[0]
+            self._selector.register(connection, selectors.EVENT_READ, line)
+
+    def _hear(self, line: Line) -> bool:
+        """Read what has arrived; False when nothing more is wanted from there.
+
+        Raises:
+            RendezvousError: a member that had come is gone.
+        """
+        try:
+            line.fill()
+            said = line.buffered() if line in self._strangers else None
+        except OSError as error:
+            if line in self._strangers:
+                return False
+            name = self._came[self._numbers[line]].name
+            raise RendezvousError(
+                f"{name} ended before all had come ({error.strerror})",
+                "look at its log (workerlog.N of its machine)",
+            ) from error
+        return True if said is None else self._admit(line, said)
+
+    def _admit(self, line: Line, said: Any) -> bool:
+        try:
+            name, number, size, address = (said[key] for key in ("name", "number", "size", "address"))
+        except (KeyError, TypeError):
+            return False
+        if number is None:
+            name, number = f"{name} ({self._strangers[line]})", len(self._came)
+        why = ""
+        if size != self._size:
+            why = f"the job that meets at {self._where} has {self._size} members, not {size}"
+        elif number in self._came or not 0 < number < self._size:
+            why = f"number {number} is there already: two jobs meet at {self._where}"
+        with contextlib.suppress(OSError):
+            line.send({"refused": why, "cure": _SAME_CURE} if why else {})
+        if why:
+            self._refused.append(f"{name}: {why}")
+            return False
+        del self._strangers[line]
+        self._came[number] = Member(name, number, address and tuple(address))
+        self._lines[number], self._numbers[line] = line, number
+        return True
+
+    def _listed(self, numbers: Sequence[int]) -> str:
+        if self._came[0].number is None:
+            return f"{len(numbers)} of {self._size - 1} others"
+        return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+    def _incomplete(self, missing: Sequence[int], seconds: float) -> RendezvousError:
+        text = f"{self._listed(missing)} did not come to {self._where} within {seconds:g} s"
+        refused = [*dict.fromkeys(self._refused)]
+        refused += [f"{origin}, which connected and sent nothing" for origin in self._strangers.values()]
+        if refused:
+            text += f"; turned away: {'; '.join(refused)}"
+        return RendezvousError(
+            text,
+            "start all of them, with the same address to meet at, and let them through a firewall; of one "
+            "that was started, look at its log (workerlog.N of its machine)",
+        )
+
+
+# -- the others -----------------------------------------------------------------------------------
+
+
+def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
+    """Find the process that listens at ``point``, and wait until all have come.
+
+    Raises:
+        RendezvousError: nobody listens there, nothing comes through, or the first one names who is missing.
+    """
+    where, deadline = "{}:{}".format(*point), time.monotonic() + seconds
+    line = Line(_connect(point, own.name, _Wait(seconds)))
+    is_heard = False
+    try:
+        line.send({"name": own.name, "number": own.number, "size": size, "address": own.address})
+        said = line.receive(time.monotonic() + _ANSWER_SECONDS)
+        is_heard = True
+        if "refused" not in said:
+            said = line.receive(deadline + MARGIN_SECONDS)
+        if "refused" not in said:
+            addresses = [one and (str(one[0]), int(one[1])) for one in said["addresses"]]
+            token = bytes.fromhex(said["token"])
+            return Members(said["number"], said["names"], addresses, token, {0: line})
+    except TimeoutError as error:
+        line.close()
+        raise _silent(where, seconds, is_heard=is_heard) from error
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        line.close()
+        raise RendezvousError(
+            f"what answers at {where} is not the first process of this job, or ended: {error}",
+            "another program holds that port, or the first process ended there: look at its log",
+        ) from error
+    line.close()
+    raise RendezvousError(f"the first process at {where} says: {said['refused']}", str(said.get("cure")))
+
+
+def _connect(point: Address, name: str, wait: _Wait) -> socket.socket:
+    """Try until it succeeds or the time is up."""
+    where = "{}:{}".format(*point)
+    while True:
+        try:
+            connection = socket.create_connection(point, max(0.2, min(_CONNECT_SECONDS, wait.next_look())))
+            if connection.getsockname() != connection.getpeername():
+                end_when_silent(connection)
+                return connection
+            # TCP may connect a local port to itself while nobody listens there.
+            connection.close()
+            problem: OSError = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        except OSError as error:
+            problem = error
+        if wait.is_over(f"{name} waits for the first process to listen at {where} ({problem})"):
+            raise _unreachable(point, problem, wait.seconds) from problem
+        time.sleep(_RETRY_SECONDS)
+
+
+def _silent(where: str, seconds: float, *, is_heard: bool) -> RendezvousError:
+    if is_heard:
+        return RendezvousError(
+            f"the first process at {where} gave no answer within {seconds:g} s",
+            "it is stopped, or its machine does not answer: look at its log and its machine",
+        )
+    return RendezvousError(
+        f"a connection to {where} opens, and nothing comes through it",
+        "a firewall or proxy drops the data, or another program holds that port: let it through, or name "
+        "another port",
+    )
+
+
+def _unreachable(point: Address, error: OSError, seconds: float) -> RendezvousError:
+    where = "{}:{}".format(*point)
+    if isinstance(error, socket.gaierror):
+        return RendezvousError(
+            f"the name {point[0]} is not known here ({error.strerror})",
+            "give the address instead of the name, or add it to /etc/hosts of this machine",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return RendezvousError(
+            f"nobody listens at {where}, tried for {seconds:g} s ({error.strerror})",
+            "start the first process; is this its address and port?",
+        )
+    if isinstance(error, TimeoutError):
+        return RendezvousError(
+            f"nothing comes back from {where}, tried for {seconds:g} s",
+            "a firewall drops what goes to that port, or the address is of another network: open the port",
+        )
+    return RendezvousError(
+        f"{where} cannot be reached: {error.strerror}", "is the address right, and is the network up?"
+    )

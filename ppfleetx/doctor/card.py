@@ -1,0 +1,249 @@
+"""A card: its driver, the types it computes in, and small runs on it compared with the CPU.
+
+The runs take a device, so tests can try them on a CPU; as checks they run on cards only.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+
+from ppfleetx.distributed.device import capability, count, is_gpu, kind_of, total_memory
+from ppfleetx.distributed.tf32 import allow_tf32
+from ppfleetx.doctor.case import Case, lacks
+from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
+from ppfleetx.nn.flash import flash_attention, flash_obstacle
+from ppfleetx.nn.fused import TABLE, obstacles
+from ppfleetx.nn.kernels import KernelOptions, reference_attention
+
+_QUERY = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,pstate"
+_QUERY_SECONDS = 20.0
+_BUSY_SHARE = 0.1
+
+
+def driver(case: Case) -> Iterator[Row]:
+    """What ``nvidia-smi`` reports: driver, cards, memory in use, errors."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield warn("nvidia-smi", "not found", "install the driver's tools; in a container: --gpus all")
+        return
+    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        yield fail("nvidia-smi", said, "the driver does not answer: load it, or restart the machine")
+        return
+    yield from card_rows(done.stdout)
+    links = subprocess.run(
+        [program, "topo", "-m"], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False
+    )
+    if links.returncode == 0 and links.stdout.strip():
+        yield ok("links", _links(links.stdout))
+
+
+def card_rows(answer: str) -> Iterator[Row]:
+    """Rows of the answer of ``nvidia-smi --query-gpu`` (``csv,noheader,nounits``)."""
+    for line in answer.strip().splitlines():
+        index, name, version, total, used, errors, _ = (part.strip() for part in line.split(","))
+        text = f"{name}, driver {version}, {used} of {total} MiB used"
+        title = f"card {index}"
+        if errors.isdigit() and int(errors):
+            yield fail(title, f"{text}, {errors} uncorrected memory errors", "reset or replace the card")
+        elif used.isdigit() and total.isdigit() and int(used) > _BUSY_SHARE * int(total):
+            yield warn(title, text, "another program holds its memory: nvidia-smi names it")
+        else:
+            yield ok(title, text)
+
+
+def _links(matrix: str) -> str:
+    """The number of pairs of cards by kind of link, from ``nvidia-smi topo -m``."""
+    kinds: dict[str, int] = {}
+    rows = [line.split() for line in matrix.splitlines() if line.startswith("GPU")]
+    for number, words in enumerate(rows):
+        for kind in words[number + 2 : len(rows) + 1]:
+            kinds[kind] = kinds.get(kind, 0) + 1
+    return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "one card"
+
+
+def card(case: Case) -> Iterator[Row]:
+    """The card of this process, as Paddle sees it."""
+    device = paddle.get_device()
+    parts, numbers = [f"{count(kind_of(device))}; this process has {device}"], {}
+    found = total_memory()
+    if found is not None:
+        parts.append(f"{found[1]}, {found[0] / 2**30:.1f} GiB")
+        numbers["memory_gib"] = found[0] / 2**30
+    if is_gpu(device):
+        parts.append("compute capability " + ".".join(map(str, capability(device))))
+        libraries = {
+            "CUDA": paddle.version.cuda(),
+            "cuDNN": paddle.version.cudnn(),
+            "NCCL": paddle.version.nccl(),
+        }
+        parts += [f"{name} {version}" for name, version in libraries.items()]
+    yield ok("visible cards", ", ".join(parts), **numbers)
+    for dtype in case.float_types:
+        if lacks(dtype):
+            yield _lacking(dtype, device, case)
+
+
+def _lacking(dtype: str, device: str, case: Case) -> Row:
+    """The row of a type the card does not compute in: a failure if the configuration asks for it."""
+    text = f"{device} does not compute in {dtype}"
+    if case.cfg is None:
+        return skipped(dtype, f"{text}; nothing of it is tried")
+    return fail(
+        dtype, text, "set Engine.mix_precision.dtype to float16, or Engine.mix_precision.enable to False"
+    )
+
+
+# -- small runs --------------------------------------------------------------------------------
+
+Inputs = Sequence[np.ndarray]
+Operator = Callable[..., paddle.Tensor]
+
+TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
+"""Largest difference from the CPU's float32, relative to the largest number of the result."""
+HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
+_HALF = ("float16", "bfloat16")
+_CURE = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
+
+
+def _random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+def _ids(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 16, shape)
+
+
+# The operators of a step and their inputs. Whole numbers stay whole in every type.
+OPERATORS: dict[str, tuple[Operator, Inputs]] = {
+    "matmul": (paddle.matmul, (_random(24, 32), _random(32, 40))),
+    "batched matmul": (lambda a, b: paddle.matmul(a, b, transpose_y=True), (_random(2, 3, 8, 16),) * 2),
+    "linear": (F.linear, (_random(24, 32), _random(32, 40), _random(40))),
+    "softmax": (F.softmax, (_random(4, 33),)),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, 32, w, b), (_random(5, 32), _random(32), _random(32))),
+    "gelu": (lambda x: F.gelu(x, approximate=True), (_random(7, 32),)),
+    "silu": (F.silu, (_random(7, 32),)),
+    "embedding": (lambda table, ids: F.embedding(ids, table), (_random(16, 32), _ids(4, 9))),
+    "add": (paddle.add, (_random(7, 32), _random(32))),
+    "multiply": (paddle.multiply, (_random(7, 32), _random(32))),
+    "mean and rsqrt": (lambda x: x * paddle.rsqrt(x.square().mean(-1, keepdim=True)), (_random(7, 32),)),
+    "transpose, strided": (lambda x: x.transpose([1, 0, 2]).reshape([0, -1]) * 2, (_random(3, 5, 8),)),
+    "concat and split": (lambda x: paddle.concat(x.chunk(2, axis=-1)[::-1], axis=-1), (_random(5, 32),)),
+    "where": (lambda x: paddle.where(x > 0, x, paddle.zeros_like(x)), (_random(5, 32),)),
+    "sum": (paddle.sum, (_random(64, 64),)),
+    "cross_entropy": (
+        lambda x, ids: F.cross_entropy(x.astype("float32"), ids, reduction="none"),
+        (_random(9, 16), _ids(9)),
+    ),
+}
+
+
+def small_operators(case: Case) -> Iterator[Row]:
+    """Each operator in each type of the plan, forward and backward, against the CPU; fused ones too."""
+    types = [dtype for dtype in case.float_types if dtype in TOLERANCE and not lacks(dtype)]
+    for dtype in types:
+        yield operators_row(dtype, case.device)
+    for name, reasons in obstacles(list(TABLE), types).items():
+        well = [dtype for dtype, reason in reasons.items() if reason is None]
+        others = "; ".join(f"{dtype}: {reason}" for dtype, reason in reasons.items() if reason)
+        text = f"equals plain operators in {', '.join(well)}" if well else "is not used"
+        yield ok(f"fused {name}", f"{text}{f' ({others})' if others else ''}")
+
+
+def operators_row(
+    dtype: str, device: str, operators: Mapping[str, tuple[Operator, Inputs]] = OPERATORS
+) -> Row:
+    """All operators in one type on one device, without TF32."""
+    wrong, worst = [], 0.0
+    allow_tf32(False)
+    for name, (operator, inputs) in operators.items():
+        expected = _run(operator, inputs, "float32", "cpu")
+        found = _run(operator, inputs, dtype, device)
+        error = max(_difference(one, other) for one, other in zip(found, expected, strict=True))
+        worst = max(worst, error)
+        if not error <= TOLERANCE[dtype]:
+            wrong.append(f"{name} by {error:.1e}")
+    if wrong:
+        return fail(
+            f"operators {dtype}", f"off from the CPU: {', '.join(wrong)}", _CURE, relative_error=worst
+        )
+    text = f"{len(operators)} forward and backward: at most {worst:.1e} from the CPU"
+    return ok(f"operators {dtype}", text, relative_error=worst)
+
+
+def _run(operator: Operator, inputs: Inputs, dtype: str, device: str) -> list[np.ndarray]:
+    """The result and the gradients of the inputs, as float32."""
+    before = paddle.get_device()
+    paddle.set_device(device)
+    try:
+        tensors = [paddle.to_tensor(array) for array in inputs]
+        floats = [t.astype(dtype) if t.dtype == paddle.float32 else t for t in tensors]
+        for tensor in floats:
+            tensor.stop_gradient = tensor.dtype == paddle.int64
+        result = operator(*floats)
+        weights = paddle.arange(result.size, dtype="float32").reshape(result.shape).cos()
+        (result.astype("float32") * weights).sum().backward()
+        found = [result, *(tensor.grad for tensor in floats if not tensor.stop_gradient)]
+        return [tensor.astype("float32").numpy() for tensor in found]
+    finally:
+        paddle.set_device(before)
+
+
+def _difference(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-6))
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def flash(case: Case) -> Iterator[Row]:
+    """Flash attention against the reference, by head size, type and documents."""
+    for dtype in case.float_types:
+        if dtype not in _HALF or lacks(dtype):
+            continue
+        for packed in (False, True):
+            yield attention_row(dtype, packed=packed)
+
+
+def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_SIZES) -> Row:
+    """All head sizes in one type, with one document in a row or several (``packed``)."""
+    name = f"flash {dtype}{', documents' if packed else ''}"
+    well, wrong, refused = [], [], {}
+    for size in head_sizes:
+        query, key, value, start = _attention_inputs(size, dtype, packed=packed)
+        dropout = paddle.nn.Dropout(0.0)
+        reason = flash_obstacle(query, dropout, packed=packed)
+        if reason:
+            refused.setdefault(reason, []).append(size)
+            continue
+        found = flash_attention(query, key, value, start, dropout)
+        expected = reference_attention(query, key, value, start, dropout, KernelOptions())
+        error = _difference(*(t.astype("float32").numpy() for t in (found, expected)))
+        (well if error <= TOLERANCE[dtype] else wrong).append(
+            f"{size}" if not wrong else f"{size} ({error:.1e})"
+        )
+    parts = [f"heads of {', '.join(well)} as the reference"] if well else []
+    parts += [
+        f"heads of {', '.join(map(str, sizes))} by the reference: {why}" for why, sizes in refused.items()
+    ]
+    if wrong:
+        cure = "set Model.attention_kernel to reference on these cards"
+        return fail(name, f"heads of {', '.join(wrong)} differ from the reference; {'; '.join(parts)}", cure)
+    return ok(name, "; ".join(parts))
+
+
+def _attention_inputs(size: int, dtype: str, *, packed: bool) -> tuple:
+    """``query [b, g, r, q, d]``, ``key``, ``value [b, g, k, d]``: two query heads per key head."""
+    length = 64
+    query = paddle.to_tensor(_random(2, 2, 2, length, size)).astype(dtype)
+    key, value = (paddle.to_tensor(_random(2, 2, length, size)).astype(dtype) for _ in range(2))
+    start = np.tile(np.where(np.arange(length) < 24, 0, 24).astype(np.int32), (2, 1))
+    return query, key, value, paddle.to_tensor(start) if packed else None

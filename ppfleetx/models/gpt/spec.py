@@ -1,0 +1,472 @@
+"""A GPT as it is declared: embedding, blocks, final norm, head. Plain data, without Paddle.
+
+Layers take their sizes from this, and it is what the planner, ``--check`` and conversions count by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
+from typing import Any, ClassVar
+
+from ppfleetx.config.registries import ARCHITECTURES
+from ppfleetx.config.registry import load_target
+from ppfleetx.config.sections.compress import CompressConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.nn.attention_spec import AttentionSpec
+from ppfleetx.nn.cost import Operation, Recompute, Work, dropout_step, elementwise, residual
+from ppfleetx.nn.init import Normal
+from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, TableSpec, within
+from ppfleetx.nn.mlp_spec import MLPSpec
+from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
+from ppfleetx.nn.tape import Step, Tape
+from ppfleetx.nn.transforms import transformed
+from ppfleetx.utils.log import get_logger
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """Token ids to the hidden states.
+
+    Attributes:
+        words: the table of the vocabulary, padded.
+        positions: the learned table of positions, if there is one.
+        dropout: share of elements dropped from the sum.
+    """
+
+    words: TableSpec
+    positions: TableSpec | None
+    dropout: float
+
+    def parameters(self, *, sequence_parallel: bool = True) -> Specs:
+        """Local name -> declaration."""
+        words = within("word_embeddings", self.words.parameters())
+        return words | within("position_embeddings", self.positions.parameters() if self.positions else {})
+
+    def operations(self, work: Work) -> list[Operation]:
+        """Operations of a forward pass on one rank."""
+        moved = work.bytes_of(self.words.width) * (3 + 1 + (self.positions is not None))
+        return [elementwise("embedding", "edge", moved, moved, 3)]
+
+    def tape(self, work: Work) -> Tape:
+        """Ids to the hidden states."""
+        size, part, ids = work.bytes_of(self.words.width), work.part_of(self.words.width), work.tokens * 8
+        steps = [Step("words", size, ("ids",), extra=2 * ids, weights=self.words.weight_bytes(work))]
+        if self.positions is not None:
+            steps.append(Step("positions", size, ("ids",), weights=self.positions.weight_bytes(work)))
+            steps.append(Step("sum", size, ("words", "positions")))
+        if work.split > 1:
+            steps.append(Step("part", part, (steps[-1].writes,)))
+        steps.append(dropout_step(work, "out", steps[-1].writes, part, self.dropout))
+        return Tape({"ids": 0.0}, tuple(steps), work.low_share)
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A pre-norm transformer block.
+
+    Attributes:
+        layer: the block's class; a subclass may name its own.
+        input_norm: of what attention reads.
+        attention: the first branch.
+        attention_post_norm: of what it adds to the hidden states (Ding et al., 2021).
+        mlp_norm: of what the feed-forward part reads.
+        mlp: the second branch.
+        mlp_post_norm: of what it adds.
+        parallel_residual: whether the feed-forward part reads what attention reads (Black et al., 2022).
+        dropout: share of elements dropped from a branch before it is added to the hidden states.
+    """
+
+    layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.models.gpt.layers:Block"
+
+    input_norm: NormSpec
+    attention: AttentionSpec
+    attention_post_norm: NormSpec | None
+    mlp_norm: NormSpec
+    mlp: MLPSpec
+    mlp_post_norm: NormSpec | None
+    parallel_residual: bool
+    dropout: float
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Made once: what a block costs is looked up often."""
+        return hash((self.attention, self.mlp, self.input_norm))
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.attention.hidden_size
+
+    def parameters(self, *, sequence_parallel: bool = True) -> Specs:
+        """Local name -> declaration."""
+        specs: Specs = {}
+        for name in ("input_norm", "attention", "attention_post_norm", "mlp_norm", "mlp", "mlp_post_norm"):
+            layer = getattr(self, name)
+            if layer is not None:
+                specs |= within(name, layer.parameters(sequence_parallel=sequence_parallel))
+        return specs
+
+    def operations(self, work: Work) -> Iterator[Operation]:
+        """Operations of a forward pass on one rank."""
+        yield self.input_norm.operation("input norm", "attention", work)
+        yield from self.attention.operations(work)
+        yield residual("attention residual", "attention", work, self.hidden_size, self.dropout)
+        if self.attention_post_norm is not None:
+            yield self.attention_post_norm.operation("norm after attention", "attention", work)
+        yield self.mlp_norm.operation("mlp norm", "mlp", work)
+        yield from self.mlp.operations(work)
+        yield residual("mlp residual", "mlp", work, self.hidden_size, self.dropout)
+        if self.mlp_post_norm is not None:
+            yield self.mlp_post_norm.operation("norm after mlp", "mlp", work)
+
+    def tape(self, work: Work, recompute: Recompute) -> Tape:
+        """What the forward pass writes and keeps."""
+        size = work.part_of(self.hidden_size)
+        x, low = {"x": size}, work.low_share
+        attention = [
+            *self.input_norm.tape(work, "normed", "x"),
+            *self.attention.tape(work, "attended", "normed", recompute_core=recompute == "core_attn"),
+            *self._branch(work, "attended", self.attention_post_norm),
+        ]
+        if recompute == "full_attn":
+            attention = [Step(attention[-1].writes, size, ("x",), inner=Tape(x, tuple(attention), low))]
+        mlp = [
+            *self.mlp_norm.tape(work, "mlp normed", "x" if self.parallel_residual else "y"),
+            *self.mlp.tape(work, "mlp", "mlp normed"),
+            *self._branch(work, "mlp", self.mlp_post_norm),
+        ]
+        steps = (
+            *attention,
+            Step("y", size, ("x", attention[-1].writes)),
+            *mlp,
+            Step("out", size, ("y", mlp[-1].writes)),
+        )
+        if recompute == "full":
+            steps = (Step("out", size, ("x",), inner=Tape(x, steps, low)),)
+        return Tape(x, steps, low)
+
+    def _branch(self, work: Work, name: str, post_norm: NormSpec | None) -> list[Step]:
+        """A branch on its way to the hidden states."""
+        size, dropped = work.part_of(self.hidden_size), f"{name}, dropped"
+        steps = [dropout_step(work, dropped, name, size, self.dropout)]
+        return steps if post_norm is None else [*steps, *post_norm.tape(work, f"{name}, normed", dropped)]
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """Hidden states to logits, and their loss.
+
+    Attributes:
+        vocab_size: true number of tokens; the other columns are padding.
+        linear: a matrix of its own.
+        words: the table that the head is tied to instead.
+        loss_chunks: pieces of the positions in which logits and loss are computed.
+    """
+
+    vocab_size: int
+    linear: LinearSpec | None
+    words: TableSpec | None
+    loss_chunks: int
+
+    name: ClassVar[str] = "head"
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether its matrix is the word embedding."""
+        return self.words is not None
+
+    @property
+    def matrix(self) -> LinearSpec:
+        """The product that gives the logits."""
+        if self.linear is not None:
+            return self.linear
+        words = self.words
+        return LinearSpec(words.width, words.rows, "columns", False, words.init, "head")
+
+    def parameters(self, *, sequence_parallel: bool = True) -> Specs:
+        """Local name -> declaration."""
+        return self.linear.parameters(sequence_parallel=sequence_parallel) if self.linear else {}
+
+    def operations(self, work: Work) -> Iterator[Operation]:
+        """Operations of a forward pass on one rank."""
+        yield from _loss_operations(self.matrix, work)
+
+    def tape(self, work: Work, source: str) -> list[Step]:
+        """Logits and the loss of a micro batch."""
+        hides_padding = self.matrix.out_features != self.vocab_size
+        if self.loss_chunks > 1:
+            return [self._loss_in_pieces(work, source, hides_padding)]
+        return _loss_tape(self.matrix, work, source, hides_padding=hides_padding)
+
+    def _loss_in_pieces(self, work: Work, source: str, hides_padding: bool) -> Step:
+        """Head and loss of ``Model.loss_chunks``, whose gradients are made in the forward pass."""
+        matrix, e = self.matrix, work.activation_bytes
+        columns, size = matrix.out_features / work.mp, work.bytes_of(matrix.in_features)
+        piece = work.tokens * columns / min(self.loss_chunks, work.seq_len / work.sep)
+        copies, elements = 1 + (e != 4) + hides_padding + _loss_copies(work), columns * matrix.in_features
+        weights = matrix.weight_bytes(work)
+        return Step(
+            "loss",
+            0.0,
+            (source,),
+            extra=size + elements * 4,
+            scratch=piece * e + copies * 4.0 * piece + elements * e,
+            back=-size - (weights if e == 4 else 0.0),
+            weights=weights,
+        )
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """A classification head: scores of each class at every position, whole on every rank."""
+
+    linear: LinearSpec
+
+    name: ClassVar[str] = "score"
+    is_tied: ClassVar[bool] = False
+
+    def parameters(self, *, sequence_parallel: bool = True) -> Specs:
+        """Local name -> declaration."""
+        return self.linear.parameters()
+
+    def operations(self, work: Work) -> Iterator[Operation]:
+        """Operations of a forward pass on one rank."""
+        yield from _loss_operations(self.linear, work)
+
+    def tape(self, work: Work, source: str) -> list[Step]:
+        """Scores and the loss of a micro batch."""
+        return _loss_tape(self.linear, work, source, hides_padding=False)
+
+
+def _columns(matrix: LinearSpec, work: Work) -> float:
+    return (matrix.out_features or 1) / (work.mp if matrix.cut == "columns" else 1)
+
+
+def _loss_operations(matrix: LinearSpec, work: Work) -> Iterator[Operation]:
+    logits, e = work.tokens * _columns(matrix, work), work.activation_bytes
+    yield matrix.operation("logits", "edge", work)
+    yield elementwise("loss", "edge", logits * (e + 4 + 4), logits * (4 + 4 + e), 4)
+
+
+def _loss_tape(matrix: LinearSpec, work: Work, source: str, *, hides_padding: bool) -> list[Step]:
+    elements, e = work.tokens * _columns(matrix, work), work.activation_bytes
+    steps = [Step("logits", elements * e, (source,), keeps=(source,), weights=matrix.weight_bytes(work))]
+    if e != 4:
+        steps.append(Step("wide logits", elements * 4, ("logits",), back=0.0))
+    if hides_padding:
+        steps.append(Step("hidden padding", elements * 4, (steps[-1].writes,), reuses=True))
+    softmax, named = elements * 4, elements * e if e != 4 else 0.0  # the caller has the logits by name
+    scratch = max(named, _loss_copies(work) * softmax)
+    # On a CPU, one copy on the way back; else the gradient of the logits is written over the softmax.
+    back = softmax if work.mp > 1 and work.on_cpu else -softmax
+    reads = (steps[-1].writes,)
+    return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
+
+
+def _loss_copies(work: Work) -> int:
+    """Copies of the logits that the tensor-parallel loss needs for a moment, beside its softmax."""
+    return {"cpu": 2, "plugin": 3}.get(work.kernels, 0) if work.mp > 1 else 0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A whole model. Blocks may differ; equal ones are best one and the same object."""
+
+    embedding: EmbeddingSpec
+    blocks: tuple[BlockSpec, ...]
+    final_norm: NormSpec
+    head: HeadSpec | ScoreSpec
+
+    def stages(self) -> Iterator[tuple[str, LayerSpec]]:
+        """The layers by what their parameters' canonical names begin with, in model order."""
+        yield "embedding", self.embedding
+        for index, block in enumerate(self.blocks):
+            yield f"decoder.layers.{index}", block
+        yield "decoder.final_norm", self.final_norm
+        yield self.head.name, self.head
+
+    def parameters(self, *, sequence_parallel: bool = True) -> Mapping[str, ParamSpec]:
+        """Canonical name -> declaration of every parameter, in model order. Linear weights are [in, out]."""
+        specs: Specs = {}
+        for stage, layer in self.stages():
+            specs |= within(stage, layer.parameters(sequence_parallel=sequence_parallel))
+        return {name: replace(spec, name=name) for name, spec in specs.items()}
+
+    def end_operations(self, work: Work) -> list[Operation]:
+        """Operations of final norm, logits and loss on one rank."""
+        return [self.final_norm.operation("final norm", "edge", work), *self.head.operations(work)]
+
+    def end_tape(self, work: Work) -> Tape:
+        """Final norm, logits and the loss of a micro batch."""
+        steps, size = self.final_norm.tape(work, "normed", "x"), work.part_of(self.final_norm.size)
+        if work.split > 1:
+            steps.append(Step("whole", work.bytes_of(self.final_norm.size), ("normed",)))
+        steps += self.head.tape(work, steps[-1].writes)
+        return Tape({"x": size}, tuple(steps), work.low_share)
+
+
+def model_spec(cfg: ModelConfig) -> ModelSpec:
+    """The declaration of the architecture that ``Model.name`` names."""
+    traits = ARCHITECTURES.traits(cfg.name)
+    if traits.layer_shapes is not None:
+        return _with_listed_parameters(gpt_spec(cfg), cfg, load_target(traits.layer_shapes))
+    return gpt_spec(cfg) if traits.spec is None else load_target(traits.spec)(cfg)
+
+
+def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
+    """A GPT of the ``Model`` section, with blocks of class ``block``."""
+    h, std = cfg.hidden_size, cfg.initializer_range
+    output_init = Normal(std / math.sqrt(2 * cfg.num_layers) if cfg.scale_output_init else std)
+    word_init = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)
+    words = TableSpec(cfg.padded_vocab_size, h, word_init)
+    rows = cfg.max_position_embeddings if cfg.positions.has_table else None
+    positions = None if rows is None else TableSpec(rows, h, Normal(cfg.embedding_std), of_words=False)
+
+    def norm(gain: float = 1.0) -> NormSpec:
+        return NormSpec(cfg.normalization, h, cfg.norm_epsilon, gain)
+
+    head_norm = NormSpec(cfg.normalization, cfg.head_size, cfg.norm_epsilon, inside_heads=True)
+    attention = AttentionSpec(
+        hidden_size=h,
+        num_heads=cfg.num_attention_heads,
+        num_kv_heads=cfg.kv_heads,
+        head_dim=cfg.head_size,
+        qkv_bias=cfg.has_qkv_bias,
+        output_bias=cfg.has_out_proj_bias,
+        init=Normal(std),
+        output_init=output_init,
+        dropout=cfg.attention_probs_dropout_prob,
+        window=cfg.attention_window,
+        head_norm=head_norm if cfg.qk_layernorm else None,
+        rotary_size=cfg.rotary_size if cfg.positions.rotates else None,
+        softmax_in_fp32=cfg.softmax_in_fp32,
+    )
+    one = block(
+        input_norm=norm(),
+        attention=attention,
+        attention_post_norm=norm(cfg.attn_post_norm_scale) if cfg.sandwich_norm else None,
+        mlp_norm=norm(),
+        mlp=MLPSpec(h, cfg.ffn_size, cfg.hidden_act, cfg.has_mlp_bias, Normal(std), output_init),
+        mlp_post_norm=norm(cfg.ffn_post_norm_scale) if cfg.sandwich_norm else None,
+        parallel_residual=cfg.parallel_residual,
+        dropout=cfg.hidden_dropout_prob,
+    )
+    embedding = EmbeddingSpec(words, positions, cfg.embedding_dropout)
+    if cfg.task.classifies:
+        head = score_spec(cfg, cfg.num_classes or 0)
+    elif cfg.tie_word_embeddings:
+        head = HeadSpec(cfg.vocab_size, None, words, cfg.loss_chunks)
+    else:
+        init = Normal(std, padded_dim=1, true_size=cfg.vocab_size)
+        linear = LinearSpec(h, words.rows, "columns", cfg.has_head_bias, init, "head")
+        head = HeadSpec(cfg.vocab_size, linear, None, cfg.loss_chunks)
+    return ModelSpec(embedding, (one,) * cfg.num_layers, norm(), head)
+
+
+def score_spec(cfg: ModelConfig, num_outputs: int) -> ScoreSpec:
+    """A classification head of ``num_outputs`` classes (1: a number)."""
+    return ScoreSpec(LinearSpec(cfg.hidden_size, num_outputs, "whole", False, Normal(cfg.initializer_range)))
+
+
+# -- the form of before, for one version: an architecture lists the parameters of a layer
+
+
+@dataclass(frozen=True)
+class _ListedBlock(BlockSpec):
+    """A block of GPT's sizes and cost with other parameters."""
+
+    listed: Specs = field(default_factory=dict, compare=False)
+
+    __hash__ = BlockSpec.__hash__
+
+    def parameters(self, *, sequence_parallel: bool = True) -> Specs:
+        return self.listed
+
+
+def _with_listed_parameters(spec: ModelSpec, cfg: ModelConfig, layer_shapes: Callable[..., Any]) -> ModelSpec:
+    _warn_of_layer_shapes(cfg.name)
+    known = spec.blocks[0].parameters()
+    listed = {
+        name: shape if isinstance(shape, ParamSpec) else _of_shape(tuple(shape), known.get(name))
+        for name, shape in layer_shapes(cfg).items()
+    }
+    sizes = {one.name: getattr(spec.blocks[0], one.name) for one in fields(BlockSpec)}
+    return replace(spec, blocks=(_ListedBlock(**sizes, listed=listed),) * cfg.num_layers)
+
+
+@cache
+def _warn_of_layer_shapes(architecture: str) -> None:
+    get_logger().warning(
+        f"architecture {architecture}: ArchitectureTraits(layer_shapes=...) will go in the next version; "
+        "give spec=..., which makes a ModelSpec (docs/extending.md)"
+    )
+
+
+def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
+    """A parameter with a name of GPT's block lies where that one does; of the others, matrices are sliced by
+    columns."""
+    if like is not None and len(like.shape) == len(shape):
+        return replace(like, shape=shape)
+    is_matrix = len(shape) > 1
+    mp = Shard(len(shape) - 1) if is_matrix else REPLICATE
+    return dense(shape, Normal(0.0), "matrix" if is_matrix else "norm", mp=mp, partial=not is_matrix)
+
+
+# -- what is counted
+
+
+def parameter_specs(model: ModelConfig, compress: CompressConfig | None = None) -> Mapping[str, ParamSpec]:
+    """Canonical name -> declaration of every parameter, with adapters and what ``compress`` changes, in model
+    order."""
+    return transformed(model_spec(model).parameters(), model.lora, compress)
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Canonical name -> global shape of every parameter, in model order."""
+    return {name: spec.shape for name, spec in parameter_specs(model).items()}
+
+
+def trained_count(model: ModelConfig) -> int:
+    """Number of parameters that train: all, or adapters and a classification head."""
+    return sum(math.prod(spec.shape) for spec in parameter_specs(model).values() if spec.trains)
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Number of parameters, a tied head counted once.
+
+    With biases, LayerNorm, learned positions (P of them), MHA, f = 4h and a tied head this is
+    12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al. 2021, which leaves out the final norm's 2h).
+    """
+    return sum(math.prod(shape) for shape in parameter_shapes(model).values())
+
+
+def matrix_size(layer: LayerSpec) -> int:
+    """Elements of all matrices that a layer multiplies by."""
+    return sum(math.prod(spec.shape) for spec in layer.parameters().values() if spec.kind == "matrix")
+
+
+def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
+    """Floating-point operations of one optimizer step, forward and backward, by Megatron-LM's formula.
+
+    Only matrix products count, a multiply-add as two; attention counts the causal half; recomputation does
+    not count. Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] + 6Bs^2qL with k = 2 (3 for swiglu), which for plain
+    GPT is 72BLsh^2(1 + s/12h + V/12hL); h, q, kv are the widths of hidden states, queries and keys, f that
+    of the MLP, L layers, V padded vocabulary, B sequences of s tokens.
+
+    Args:
+        model: the network.
+        batch_size: sequences per step over the whole job.
+        seq_len: tokens per sequence.
+    """
+    blocks = model_spec(model).blocks
+    matrices = sum(matrix_size(block) for block in blocks) + model.hidden_size * model.padded_vocab_size
+    scores = batch_size * seq_len**2 * sum(block.attention.q_width for block in blocks)
+    return 6 * (batch_size * seq_len * matrices + scores)

@@ -1,0 +1,210 @@
+"""Declaration of self-attention: sizes, parameters, and what it costs. No Paddle.
+
+Letters: q, kv bytes of all queries, of all keys (or values) on one rank; e bytes of a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ppfleetx.nn.cost import Operation, Work, elementwise
+from ppfleetx.nn.init import Init
+from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, Specs, within
+from ppfleetx.nn.param_spec import Part
+from ppfleetx.nn.tape import Step, Tape
+
+
+def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
+    """Columns ``[key/value head][query ... query, key, value][head_dim]``."""
+    widths = {"q": queries_per_group * head_dim, "k": head_dim, "v": head_dim}
+    period, parts, end = sum(widths.values()), [], 0
+    for name, width in widths.items():
+        parts.append(Part(name, 1, period, end, width))
+        end += width
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Causal self-attention.
+
+    Attributes:
+        hidden_size: width of the hidden states, h.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; ``num_heads`` divides by it (Ainslie et al., 2023).
+        head_dim: width of a head.
+        qkv_bias: whether queries, keys and values have a bias.
+        output_bias: whether the projection after attention has one.
+        init: initial values of the projection to queries, keys and values.
+        output_init: initial values of the projection after attention.
+        dropout: share of attention weights dropped.
+        window: how many positions before its own a token sees; None: all of them.
+        head_norm: norm of each head's query and key (Henry et al., 2020).
+        rotary_size: features of each head that positions turn; None: they turn none.
+        softmax_in_fp32: whether the softmax is in float32 under mixed precision.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    output_bias: bool
+    init: Init
+    output_init: Init
+    dropout: float = 0.0
+    window: int | None = None
+    head_norm: NormSpec | None = None
+    rotary_size: int | None = None
+    softmax_in_fp32: bool = True
+
+    @property
+    def q_width(self) -> int:
+        """Of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Of all key heads, and of all value heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def queries_per_group(self) -> int:
+        """Query heads of each key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def qkv(self) -> LinearSpec:
+        """The projection to queries, keys and values, grouped by key/value head."""
+        width = self.q_width + 2 * self.kv_width
+        parts = qkv_parts(self.queries_per_group, self.head_dim)
+        return LinearSpec(self.hidden_size, width, "columns", self.qkv_bias, self.init, parts=parts)
+
+    @property
+    def out_proj(self) -> LinearSpec:
+        """The projection after attention."""
+        return LinearSpec(self.q_width, self.hidden_size, "rows", self.output_bias, self.output_init)
+
+    def parameters(self, *, sequence_parallel: bool = True) -> Specs:
+        """Local name -> declaration."""
+        layers = {"qkv": self.qkv, "out_proj": self.out_proj}
+        if self.head_norm is not None:
+            layers = {"qkv": self.qkv, "q_norm": self.head_norm, "k_norm": self.head_norm} | layers
+        specs: Specs = {}
+        for name, layer in layers.items():
+            specs |= within(name, layer.parameters(sequence_parallel=sequence_parallel))
+        return specs
+
+    def exchanged_bytes(self, work: Work) -> tuple[float, float]:
+        """What a context-parallel rank exchanges before attention, and after it."""
+        each = work.tokens * self.head_dim / work.mp * work.activation_bytes
+        return (self.num_heads + 2 * self.num_kv_heads) * each, self.num_heads * each
+
+    def operations(self, work: Work) -> Iterator[Operation]:
+        """Operations of a forward pass on one rank."""
+        q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))
+        yield self.qkv.operation("qkv", "attention", work)
+        yield elementwise("qkv apart", "attention", 2 * (q + 2 * kv), 2 * (q + 2 * kv))
+        if self.head_norm is not None:
+            yield elementwise("norm of queries and keys", "attention", 2 * (q + kv), 4 * (q + kv), 2)
+        if self.rotary_size is not None:
+            yield elementwise("rotary positions", "attention", 3 * (q + kv), 3 * (q + kv), 2)
+        yield from self._core_operations(work)
+        yield elementwise("context together", "core", 2 * q, 2 * q)
+        yield self.out_proj.operation("output projection", "attention", work)
+
+    def _pairs(self, work: Work) -> float:
+        """Scores: of whole sequences, with the heads divided by tensor and context ranks."""
+        return work.micro_batch * (self.num_heads / (work.mp * work.sep)) * work.seq_len**2
+
+    def _core_operations(self, work: Work) -> Iterator[Operation]:
+        """Scores, softmax, context."""
+        pairs, e = self._pairs(work), work.activation_bytes
+        product = 2 * pairs * self.head_dim
+        if work.flash:
+            yield Operation("flash attention", "flash", "core", flops=product)  # half of two products
+            return
+        yield Operation("scores", "scores", "core", product, pairs * e, pairs * e)
+        yield elementwise("softmax", "core", 2 * pairs * e, 3 * pairs * e)
+        if self.dropout > 0:
+            yield elementwise("attention dropout", "core", pairs * (2 * e + 1), pairs * (2 * e + 1))
+        yield Operation("context", "scores", "core", product, pairs * e, pairs * e)
+
+    def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
+        """Steps of a forward pass; with ``recompute_core`` scores and weights are forgotten in it."""
+        q = work.bytes_of(self.q_width / work.mp)
+        steps = [*self.qkv.tape(work, "qkv", reads), *self._heads(work, keeps_queries=recompute_core)]
+        core = self._core(work)
+        if recompute_core:
+            inner = Tape({"heads": steps[-1].size}, (*core, Step("flat", q, ("context",), back=0.0)))
+            steps.append(Step("flat", q, ("heads",), inner=inner))
+        else:
+            steps += [*core, Step("flat", q, ("context",))]
+        if work.sep > 1:
+            steps.append(Step("flat here", q, ("flat",), scratch=2 * q, back=2 * q))
+        return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
+
+    def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
+        """What attention reads: views of the projection, or copies cut out of it.
+
+        Queries are copied once more when they are scaled, so that only a recomputed core or flash attention
+        keeps the unscaled ones.
+        """
+        q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))
+        whole, turning = q + 2 * kv, q + kv
+        kept = q * (keeps_queries or work.flash) + 2 * kv
+        steps, source = [], "qkv"
+        if work.sep > 1:
+            steps.append(Step("qkv exchanged", whole, (source,), scratch=2 * whole, back=2 * whole))
+            source = "qkv exchanged"
+        if self.rotary_size is None and self.head_norm is None:
+            if self.queries_per_group == 1:
+                return [*steps, Step("heads", whole, (source,), view=True)]
+            return [*steps, Step("heads", kept, (source,), scratch=whole - kept, back=whole)]
+        steps.append(Step("apart", whole, (source,), back=whole))
+        if self.head_norm is not None:
+            steps += self.head_norm.tape(work, "normed heads", "apart", turning)
+        if self.rotary_size is not None:
+            steps.append(self._turned(work, steps[-1].writes, turning))
+        if work.on_cpu:
+            kept -= kv  # values stay within "apart", which is kept
+        return [*steps, Step("heads", kept, (steps[-1].writes,), scratch=whole - kept, back=turning)]
+
+    def _turned(self, work: Work, source: str, turning: float) -> Step:
+        """Rotary positions of queries and keys."""
+        part = turning * self.rotary_size / self.head_dim
+        wide = part * 4 / work.activation_bytes
+        if work.on_cpu:  # x cos + partners sin, with tables as large as x; both products keep their factors
+            return Step("turned", turning, (source,), (source,), extra=3 * part, scratch=2 * part, back=part)
+        if work.fused:
+            return Step("turned", turning, (source,))
+        return Step("turned", turning, (source,), extra=wide, scratch=2.5 * wide, back=2 * wide)  # in float32
+
+    def _core(self, work: Work) -> list[Step]:
+        """Scores, softmax, weights, context."""
+        q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))
+        n, e, whole = self._pairs(work), work.activation_bytes, q + 2 * kv
+        if work.flash:
+            rows, keeps = n / work.seq_len * 4, ("heads", "context")  # log-sum-exp
+            return [Step("context", q, ("heads",), keeps, extra=rows, scratch=whole, back=whole)]
+        # The fused kernel scales the scores, ours the queries. Keys and values are views: a product copies
+        # the one that it reads.
+        keeps = ("heads",) if work.fused else ("scaled", "heads")
+        steps = [
+            Step("scaled", q, ("heads",), view=work.fused),
+            Step("scores", n * e, ("scaled", "heads"), keeps, scratch=kv, back=kv),
+        ]
+        softmax_bytes = 4 if self.softmax_in_fp32 and not work.fused else e
+        if not work.fused:
+            if softmax_bytes != e:
+                steps.append(Step("wide scores", n * softmax_bytes, ("scores",)))
+                steps.append(Step("unguarded", n * softmax_bytes, ("wide scores",), back=0.0))
+            steps.append(Step("masked", n * softmax_bytes, (steps[-1].writes,), reuses=True))
+        steps.append(Step("softmax", n * softmax_bytes, (steps[-1].writes,), keeps=("softmax",)))
+        if softmax_bytes != e:
+            steps.append(Step("weights", n * e, ("softmax",)))
+        if self.dropout > 0:
+            steps.append(Step("dropped", n * e, (steps[-1].writes,), extra=n))
+        source = steps[-1].writes
+        return [*steps, Step("context", q, (source, "heads"), (source, "heads"), scratch=kv, back=kv)]

@@ -1,0 +1,157 @@
+"""What a layer costs, in words that every declaration uses: operations, and steps of a tape. No Paddle.
+
+A multiply-add counts as two operations. Attention counts all pairs of positions, as the Megatron papers do
+and as a kernel without causal skipping computes them; fused attention skips the upper half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ppfleetx.nn.tape import Step
+
+Kernels = Literal["cpu", "gpu", "plugin", "fused"]
+"""Whose operations are counted:
+
+``cpu``    ours on a CPU, in float32.
+``gpu``    ours on a GPU: reference attention, or flash attention where the work says so.
+``plugin`` ours on the device of a plugin (Ascend): as on a GPU, but Paddle composes the tensor-parallel loss.
+``fused``  those of Megatron-LM and PaddleFleetX: scale, mask and softmax in one kernel that keeps the 16-bit
+           result. For published runs.
+"""
+Recompute = Literal["none", "core_attn", "full_attn", "full"]
+Kind = Literal["matmul", "scores", "flash", "elementwise"]
+Part = Literal["attention", "core", "mlp", "edge"]
+_REPEATED: dict[str, tuple[Part, ...]] = {
+    "none": (),
+    "core_attn": ("core",),
+    "full_attn": ("core", "attention"),
+    "full": ("core", "attention", "mlp"),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One micro batch on one rank: everything that the cost of a layer depends on besides its declaration.
+
+    Attributes:
+        micro_batch: sequences.
+        seq_len: tokens of a sequence, over all context-parallel ranks.
+        mp, sep, sequence_parallel: how layers and positions are sliced.
+        activation_bytes, parameter_bytes, gradient_bytes: bytes of a number.
+        kernels: whose operations are counted.
+        flash: whether attention is fused.
+    """
+
+    micro_batch: int
+    seq_len: int
+    mp: int
+    sep: int
+    sequence_parallel: bool
+    activation_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    kernels: Kernels
+    flash: bool
+
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens on this rank, before sequence parallelism slices them."""
+        return self.micro_batch * self.seq_len / self.sep
+
+    @property
+    def split(self) -> int:
+        """Into how many parts sequence parallelism slices the positions between products."""
+        return self.mp if self.sequence_parallel else 1
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.kernels == "cpu"
+
+    @property
+    def fused(self) -> bool:
+        return self.kernels == "fused"
+
+    @property
+    def low_share(self) -> float:
+        """Size of a gradient as it arrives, as a share of its size as it is kept; 0: it stays as it is."""
+        same = self.gradient_bytes == self.parameter_bytes
+        return 0.0 if same else self.parameter_bytes / self.gradient_bytes
+
+    def bytes_of(self, width: float) -> float:
+        """Bytes of activations ``[tokens, width]``."""
+        return self.tokens * width * self.activation_bytes
+
+    def part_of(self, width: float) -> float:
+        """The same for the positions between products that this rank has under sequence parallelism."""
+        return self.bytes_of(width) / self.split
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a forward pass and what it costs in the backward pass.
+
+    Attributes:
+        name: for the account.
+        kind: ``matmul`` of weights, ``scores`` (batched product of activations), ``flash``, ``elementwise``.
+        part: which recompute granularity repeats it: ``core`` is within ``attention``.
+        flops: of the forward pass; the backward pass takes twice as many (2.5 times with flash, which
+            computes the scores again).
+        num_bytes: read and written in the forward pass beside what a product streams anyway.
+        backward_bytes: the same in the backward pass.
+        kernels: launches of the forward pass.
+        narrowest: least dimension of a product of weights; 0 for all others.
+        operands: elements of input and output of a product of weights: what its weight's gradient is made of.
+    """
+
+    name: str
+    kind: Kind
+    part: Part
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    kernels: int = 1
+    narrowest: float = 0.0
+    operands: float = 0.0
+
+    @property
+    def backward_flops(self) -> float:
+        """Floating-point operations of its backward pass."""
+        return self.flops * (2.5 if self.kind == "flash" else 2.0)
+
+    def is_repeated(self, recompute: Recompute) -> bool:
+        """Whether the backward pass computes the operation again under this granularity."""
+        return self.part in _REPEATED[recompute]
+
+
+def matmul(name: str, part: Part, rows: float, width_in: float, width_out: float) -> Operation:
+    """``[rows, width_in]`` times a weight ``[width_in, width_out]``."""
+    return Operation(
+        name,
+        "matmul",
+        part,
+        flops=2 * rows * width_in * width_out,
+        narrowest=min(rows, width_in, width_out),
+        operands=rows * (width_in + width_out),
+    )
+
+
+def elementwise(name: str, part: Part, forward: float, backward: float, kernels: int = 1) -> Operation:
+    """An operation whose cost is the bytes that it reads and writes."""
+    return Operation(name, "elementwise", part, 0.0, forward, backward, kernels)
+
+
+def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> Operation:
+    """Dropout of a branch and its addition: two inputs, the sum, one byte of mask."""
+    values = work.tokens * width / work.split
+    e, mask = work.activation_bytes, int(dropout > 0)
+    return elementwise(name, part, values * (3 * e + mask), values * (2 * e + mask), 1 + mask)
+
+
+def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
+    """Dropout of a tensor of ``size`` bytes, which keeps one byte an element."""
+    if probability == 0:
+        return Step(writes, size, (reads,), view=True)
+    return Step(writes, size, (reads,), extra=size / work.activation_bytes)

@@ -1,0 +1,137 @@
+"""Transforms of a model's declaration: adapters, fake quantisation, small weights. No Paddle.
+
+Each maps the parameters of a model, by canonical name, to those that it has then. The layers themselves are
+in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``, and declare parameters with the functions
+at the end of this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ppfleetx.config.sections.compress import QUANTIZER, CompressConfig, QuantizationConfig, WeightsConfig
+from ppfleetx.config.sections.lora import LoraConfig
+from ppfleetx.nn.init import Constant, Normal
+from ppfleetx.nn.layer_spec import Specs, within
+from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
+
+_KINDS = {Shard(1): "ColumnParallelLinear", Shard(0): "RowParallelLinear"}
+
+
+def transformed(
+    specs: Mapping[str, ParamSpec], lora: LoraConfig | None, compress: CompressConfig | None
+) -> Mapping[str, ParamSpec]:
+    """``specs`` as ``Model.lora`` and section ``Compress`` change them."""
+    if compress is not None and compress.quantization is not None:
+        specs = fake_quantized(specs, compress.quantization)
+    if lora is not None:
+        specs = adapted(specs, lora)
+    if compress is not None and compress.Weights is not None:
+        specs = stored_small(specs, compress.Weights)
+    return specs
+
+
+def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
+    """Frozen, but for a classification head, and with adapters beside the linears that ``cfg`` names."""
+    result: Specs = {}
+    for name, spec in specs.items():
+        result[name] = replace(spec, trains=spec.trains and name.startswith("score."))
+        linear = name.removesuffix(".weight")
+        if linear != name and cfg.adapts(linear):
+            result |= _named(f"{linear}.lora", adapter(spec, cfg.rank))
+    return result
+
+
+def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> Specs:
+    """With the numbers of a quantiser at each linear that ``cfg`` names, and perhaps a frozen embedding."""
+    result: Specs = {}
+    for name, spec in specs.items():
+        is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
+        result[name] = replace(spec, trains=False) if is_frozen else spec
+        linear, kind = name.removesuffix(".weight"), _KINDS.get(spec.lies("mp"))
+        if linear != name and kind is not None and cfg.quantizes(linear, kind):
+            result |= _named(f"{linear}.{QUANTIZER}", quantizer(spec, quantizer_numbers(cfg)))
+    return result
+
+
+def stored_small(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Specs:
+    """With codes and scales in the place of the matrices that ``cfg`` names."""
+    result: Specs = {}
+    for name, spec in specs.items():
+        layer = name.removesuffix(".weight")
+        is_matrix = layer != name and spec.kind in ("matrix", "head", "word_embedding")
+        form = cfg.form_of(layer) if is_matrix else None
+        if form is None:
+            result[name] = spec
+        elif spec.kind == "word_embedding":
+            result |= _named(layer, {"weight": codes(spec), "scale": row_scales(spec)})
+        else:
+            per_row = 2 if form.bits == 4 else 1
+            scale = scales(spec, form.group_size)
+            result |= _named(layer, {"weight": codes(spec, per_row), "scale": scale})
+    return result
+
+
+def _named(layer: str, specs: Specs) -> Specs:
+    return {name: replace(spec, name=name) for name, spec in within(layer, specs).items()}
+
+
+def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
+    """A low-rank adapter of ``matrix [in, out]``, sliced as the matrix is: A where its input features are
+    sliced, B where its output features are. A starts as N(0, 1 / in), so that x A is of the size of x."""
+    width_in, width_out = matrix.shape
+    cut = matrix.lies("mp")
+    a, b = (cut if cut == Shard(dim) else REPLICATE for dim in (0, 1))
+    partial = matrix.sums("mp") if cut == REPLICATE else sequence_parallel
+    init = Normal(1.0 / math.sqrt(width_in))
+    return {
+        "a": dense((width_in, rank), init, "lora", mp=a, partial=partial and a == REPLICATE),
+        "b": dense((rank, width_out), Constant(0.0), "lora", mp=b, partial=partial and b == REPLICATE),
+    }
+
+
+def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
+    """The numbers that a quantiser has: the scale of its input, the learned shares of the bounds."""
+    has = {
+        "input_scale": cfg.activation_quantize_type == "moving_average_abs_max",
+        "weight_clip": cfg.weight_preprocess_type is not None,
+        "input_clip": cfg.activation_preprocess_type is not None,
+    }
+    return tuple(name for name, is_there in has.items() if is_there)
+
+
+def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
+    """The numbers of a fake quantiser of ``matrix``. Each rank learns the share of the weight's bound from
+    its part of the weight, and the share of the input's bound from its features or positions."""
+    cut = matrix.lies("mp")
+    partial = {"input_scale": False, "weight_clip": cut != REPLICATE or matrix.sums("mp")}
+    partial["input_clip"] = matrix.sums("mp") if cut == REPLICATE else sequence_parallel or cut == Shard(0)
+    start = {"input_scale": 0.0}
+    specs = {
+        name: dense((1,), Constant(start.get(name, 1.0)), "quant", partial=partial[name]) for name in names
+    }
+    return {name: replace(spec, trains=name != "input_scale") for name, spec in specs.items()}
+
+
+def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
+    """The stored integers of a frozen ``matrix``, of which ``per_row`` input features share a row."""
+    dtype = "int8" if per_row == 1 else "uint8"
+    return replace(matrix, shape=(matrix.shape[0] // per_row, matrix.shape[1]), dtype=dtype, trains=False)
+
+
+def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
+    """The scales of a frozen ``matrix``: one for each group of input features and output feature, or for each
+    output feature (None), which is then the same on all ranks that share its input features."""
+    if group_size is not None:
+        return replace(codes(matrix, group_size), dtype="float32")
+    cut = matrix.lies("mp")
+    value = {"mp": cut if cut == Shard(1) else REPLICATE}
+    shape = (1, matrix.shape[1])
+    return replace(matrix, shape=shape, value=value, parts=(), dtype="float32", trains=False)
+
+
+def row_scales(table: ParamSpec) -> ParamSpec:
+    """The scales of a stored word embedding, one for each row."""
+    return replace(table, shape=(table.shape[0], 1), dtype="float32", trains=False)

@@ -1,0 +1,183 @@
+"""An optimizer: groups of named parameters, each with a rule, and the states that the rules keep.
+
+Parameters and states are known by canonical names, so nothing here depends on the plan. Gradients are those
+of ``optims/gradients.py``. Learning rate and weight decay come with each step; no scheduler lives inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import paddle
+
+from ppfleetx.optims.gradients import drop_gradient, gradient_of
+from ppfleetx.optims.on_host import copy_to_host, made_on_host, update_on_host
+from ppfleetx.optims.rule import Group, ParamView
+from ppfleetx.optims.whole import update_whole
+
+if TYPE_CHECKING:
+    from paddle import Tensor
+
+    from ppfleetx.optims.rule import Rule, StateSpec
+
+MASTER_WEIGHT = "master_weight"
+
+NamedParams = Sequence[tuple[str, "Tensor"]]
+StateKey = tuple[str, str]
+
+
+def _alone(axis: str) -> None:
+    """There is no other rank along any axis."""
+
+
+@dataclass(frozen=True)
+class UpdatePlace:
+    """Where and how an optimizer works.
+
+    Attributes:
+        multi_precision: keep float32 master weights of 16-bit parameters.
+        on_host: keep all state in host memory and update there.
+        fused: update many parameters in one kernel, where the rule has one.
+        group_of: this rank's group along an axis of the ranks; None: there is no other rank along it.
+    """
+
+    multi_precision: bool = False
+    on_host: bool = False
+    fused: bool = False
+    group_of: Callable[[str], Any] = _alone
+
+
+class Optimizer:
+    """Moves parameters by the rules of their groups.
+
+    Args:
+        groups: each parameter belongs to the first that takes it.
+        named_params: (canonical name, parameter) pairs; frozen ones are left out.
+        decays: whether weight decay applies to a parameter, by canonical name.
+        weight_decay: until a step brings another.
+        place: where and how it works.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        named_params: NamedParams,
+        decays: Callable[[str], bool],
+        weight_decay: float,
+        place: UpdatePlace,
+    ) -> None:
+        self.named_params = _trainable(named_params)
+        self._all = [param for _, param in self.named_params]
+        self._groups, self._place, self._decays = groups, place, decays
+        self._group_of = {name: _group(param, groups) for name, param in self.named_params}
+        self._weight_decay = weight_decay
+        self._states: dict[str, dict[str, Tensor]] = {}
+        self._masters: dict[str, Tensor] = {}
+        self._updated: Callable[[], None] = lambda: None
+        for group in groups:
+            group.rule.fused = place.fused
+
+    def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
+        """Update, and keep states of, the `owned` parameters only; call `updated` after each update."""
+        self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
+        self._updated = updated
+
+    def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Use these float32 tensors, by canonical name, as the master weights of 16-bit parameters; they lie
+        where the states lie. The others are made from the rounded parameters."""
+        self._masters |= {name: masters[name] for name, _ in self.named_params if name in masters}
+
+    @paddle.no_grad()
+    def step(self, lr: float, weight_decay: float | None = None) -> None:
+        """Update all parameters that have a gradient; `weight_decay` None keeps the last one."""
+        if weight_decay is not None:
+            self._weight_decay = float(weight_decay)
+        for group in self._groups:
+            for decays in (True, False):
+                views = self._views(group, decays)
+                if views:
+                    self._update(group.rule, views, lr, self._weight_decay if decays else 0.0)
+        self._updated()
+
+    def clear_grad(self) -> None:
+        """Drop all gradients, also of parameters that another rank updates."""
+        for param in self._all:
+            drop_gradient(param)
+
+    def state(self) -> dict[StateKey, Tensor]:
+        """State tensors, (canonical name, state name) -> tensor; created first if no step was taken."""
+        state: dict[StateKey, Tensor] = {}
+        for name, param in self.named_params:
+            state |= {(name, key): tensor for key, tensor in self._states_of(name, param).items()}
+            master = self._master_of(name, param)
+            if master is not None:
+                state[name, MASTER_WEIGHT] = master
+        return state
+
+    def _views(self, group: Group, decays: bool) -> list[ParamView]:
+        """What of a group has a gradient, and is or is not decayed."""
+        views = []
+        for name, param in self.named_params:
+            if self._group_of[name] is not group or self._decays(name) is not decays:
+                continue
+            gradient = gradient_of(param)
+            if gradient is not None:
+                master = self._master_of(name, param)
+                value, rounded = (param, None) if master is None else (master, param)
+                spec, states = getattr(param, "spec", None), self._states_of(name, param)
+                if _is_16_bit(gradient):
+                    gradient = gradient.astype("float32")
+                views.append(ParamView(name, spec, value, gradient, states, rounded))
+        return views
+
+    def _update(self, rule: Rule, views: list[ParamView], lr: float, weight_decay: float) -> None:
+        if self._place.on_host:
+            for view in views:
+                update_on_host(rule, view, lr=lr, weight_decay=weight_decay)
+            return
+        if rule.needs_whole:
+            update_whole(rule, views, self._place.group_of, lr=lr, weight_decay=weight_decay)
+        else:
+            rule.update(views, lr=lr, weight_decay=weight_decay)
+        for view in views:
+            if view.rounded is not None and not rule.rounds:
+                paddle.assign(view.value.astype(view.rounded.dtype), view.rounded)
+
+    def _states_of(self, name: str, param: Tensor) -> dict[str, Tensor]:
+        if name not in self._states:
+            specs = self._group_of[name].rule.states
+            self._states[name] = {spec.name: self._new_state(spec, param) for spec in specs}
+        return self._states[name]
+
+    def _new_state(self, spec: StateSpec, param: Tensor) -> Tensor:
+        dtype = "float32" if _is_16_bit(param) else param.dtype
+        with made_on_host() if spec.is_number else self._where():
+            return paddle.full([1] if spec.is_number else param.shape, spec.start, dtype)
+
+    def _master_of(self, name: str, param: Tensor) -> Tensor | None:
+        if name not in self._masters and self._place.multi_precision and _is_16_bit(param):
+            master = param.detach().astype("float32")
+            self._masters[name] = copy_to_host(master) if self._place.on_host else master
+        return self._masters.get(name)
+
+    def _where(self) -> AbstractContextManager[None]:
+        return made_on_host() if self._place.on_host else nullcontext()
+
+
+def _group(param: Tensor, groups: Sequence[Group]) -> Group:
+    if len(groups) == 1:
+        return groups[0]
+    return next(group for group in groups if group.takes(param.spec))
+
+
+def _is_16_bit(param: Tensor) -> bool:
+    return param.dtype in (paddle.float16, paddle.bfloat16)
+
+
+def _trainable(named_params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Parameters that train, each once (a tied one may be listed under one name from two places)."""
+    unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
+    return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]

@@ -1,0 +1,206 @@
+"""Against Hugging Face transformers, by goldens (recipe: tests/goldens/make_hf_goldens.py)."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys
+from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.stage import canonical_parameters
+from tests.helpers.hf_weights import canonical_to_hf, hf_to_canonical
+from tests.models.gpt_builders import assign, build, load_golden
+
+FAMILIES = ["hf_gpt2", "hf_llama"]
+
+
+def golden_model(name):
+    hf_config, arrays = load_golden(name)
+    weights = {key.removeprefix("weight/"): value for key, value in arrays.items() if "weight/" in key}
+    keys = model_keys(hf_config) | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = build(ModelConfig(**keys))
+    canonical = dict(hf_to_canonical(hf_config, weights.__getitem__))
+    assert canonical.keys() == canonical_parameters(model).keys()
+    for key, value in canonical.items():
+        assign(model, key, value)
+    return hf_config, arrays, weights, model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_gradients_equal_hugging_face(name):
+    hf_config, arrays, _, model = golden_model(name)
+    tokens = paddle.to_tensor(arrays["tokens"])
+    mask = paddle.ones([3, 20])
+    mask[:, -1] = 0.0
+    labels = paddle.concat([tokens[:, 1:], tokens[:, :1]], axis=1)
+    loss = token_loss(model(tokens), labels, mask, 97).loss / mask.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(float(arrays["loss"]), rel=1e-6)
+    gradients = {key: p.grad.numpy() for key, p in canonical_parameters(model).items()}
+    ours = dict(canonical_to_hf(hf_config, gradients.__getitem__))
+    expected = {key.removeprefix("grad/"): value for key, value in arrays.items() if "grad/" in key}
+    assert len(expected) >= 3
+    for key, value in expected.items():
+        np.testing.assert_allclose(ours[key], value, rtol=1e-3, atol=1e-5, err_msg=key)
+
+
+# config.json files as they are published, by the programs and releases that wrote them.
+PUBLISHED = {
+    "gpt2": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+        "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+        "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
+        "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+        "summary_use_proj": True, "vocab_size": 50257,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+    "llama 1": {
+        "architectures": ["LLaMAForCausalLM"], "bos_token_id": 0, "eos_token_id": 1, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 11008, "initializer_range": 0.02,
+        "max_sequence_length": 2048, "max_position_embeddings": 2048, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": -1, "rms_norm_eps": 1e-06,
+        "torch_dtype": "float16", "transformers_version": "4.27.0.dev0", "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "llama 3.1": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+    },
+    "paddlenlp": {
+        "alibi": False, "architectures": ["LlamaForCausalLM"], "attention_probs_dropout_prob": 0.1,
+        "bos_token_id": 1, "dtype": "float16", "eos_token_id": 2, "hidden_dropout_prob": 0.1,
+        "hidden_size": 5120, "initializer_range": 0.002, "intermediate_size": 13824,
+        "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 40,
+        "num_hidden_layers": 40, "num_key_value_heads": 40, "pad_token_id": 0, "paddlenlp_version": None,
+        "rms_norm_eps": 1e-06, "rope_scaling_factor": 1.0, "rope_scaling_type": None,
+        "tie_word_embeddings": False, "use_recompute": False, "virtual_pp_degree": 1, "vocab_size": 32000,
+        "fuse_attention_qkv": True, "fuse_attention_ffn": True, "use_fused_rope": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_have_no_key_that_is_not_known(name):
+    config = PUBLISHED[name]
+    keys = model_keys(config)
+    assert keys["hidden_size"] == config.get("hidden_size", 768)
+    assert ModelConfig(**keys).vocab_size == config["vocab_size"]
+    # Every key that is mapped is read: another value gives another section, or is refused.
+    for key, value in config.items():
+        if isinstance(value, float) and key in ("rms_norm_eps", "layer_norm_epsilon", "rope_theta"):
+            assert model_keys(config | {key: 2 * value}) != keys, key
+
+
+@pytest.mark.parametrize(
+    "family, change, words",
+    [
+        (
+            "hf_llama",
+            {"qk_norm": True, "logit_scale": 0.1},
+            "qk_norm: True of this llama",
+        ),
+        ("hf_llama", {"n_embd": 48}, "n_embd"),
+        ("hf_gpt2", {"rope_theta": 1e4}, "rope_theta"),
+        ("hf_gpt2", {"hidden_size": 64}, "hidden_size .*n_embd .*are one size"),
+        ("hf_gpt2", {"scale_attn_weights": False}, "scale_attn_weights: False"),
+        ("hf_gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("hf_gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("hf_gpt2", {"activation_function": "tanh"}, "activation_function 'tanh' of this gpt2"),
+        ("hf_gpt2", {"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ("hf_gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        ("hf_llama", {"quantization_config": {"bits": 4}}, "weights are quantized"),
+        ("hf_llama", {"auto_map": {"AutoModel": "own.Model"}}, "its own code"),
+        ("hf_llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("hf_llama", {"sliding_window": 16}, "sliding_window: 16"),
+        ("hf_llama", {"alibi": True}, "alibi: True"),
+        ("hf_llama", {"rope_scaling_type": "ntk"}, "rope_scaling_type"),
+        ("hf_llama", {"head_dim": None, "hidden_size": 47}, "6 heads do not divide the hidden size 47"),
+    ],
+)
+def test_every_key_is_understood_or_refused(family, change, words):
+    hf_config, _ = load_golden(family)
+    with pytest.raises(CheckpointError, match=words):
+        model_keys(hf_config | change)
+
+
+# Keys of published files, beside sizes, that do not change what the network computes.
+OF_THE_HUB = {
+    "gpt2": {
+        "n_special": 0, "predict_special_tokens": True, "_num_labels": 1, "output_past": True, "n_ctx": 1024,
+        "summary_type": "cls_index", "task_specific_params": {"conversational": {"max_length": 1000}},
+        "tokenizer_class": "GPT2TokenizerFast", "gradient_checkpointing": False, "do_sample": True,
+    },
+    "llama": {
+        "num_labels": 1, "_attn_implementation_autoset": True, "is_llama_config": True, "use_mrope": False,
+        "rope_interleaved": False, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "pruned_heads": {}, "temperature": 1.0, "top_k": 50, "unsloth_fixed": True, "use_bfloat16": False,
+        "num_experts": 0, "qkv_bias": False, "scale_emb": 1, "max_window_layers": 28,
+    },
+    "qwen2": {"use_mrope": False, "attention_bias": False, "tie_encoder_decoder": False},
+    "gpt_neox": {"custom_pipelines": {"text-generation": {"impl": "x"}}, "hidden_dropout_prob": 0},
+    "mistral": {"_name_or_path": "x", "use_parallel_residual": False, "is_causal": True},
+    "qwen3": {"max_new_tokens": 9},
+}  # fmt: skip
+
+
+def smallest(kind):
+    """A configuration with what it cannot do without."""
+    if kind == "gpt2":
+        return {
+            "model_type": kind,
+            "vocab_size": 64,
+            "n_embd": 32,
+            "n_head": 2,
+            "n_layer": 2,
+            "n_positions": 16,
+        }
+    return {"model_type": kind, "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
+            "max_position_embeddings": 16, "sliding_window": None}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF_THE_HUB)
+def test_keys_of_published_files_are_taken_without_a_word(kind):
+    config = smallest(kind)
+    more = config | OF_THE_HUB[kind]
+    assert model_keys(more) == model_keys(config)
+    assert unknown_keys(more) == []
+
+
+@pytest.mark.parametrize("kind", OF_THE_HUB)
+def test_a_key_that_nobody_knows_is_passed_over_and_named(kind):
+    config = smallest(kind)
+    more = config | {"a_new_key": 3, "dual_chunk_attention_config": {"chunk_size": 262144}, "nothing": None}
+    assert model_keys(more) == model_keys(config)
+    assert unknown_keys(more) == ["a_new_key", "dual_chunk_attention_config"]
+
+
+@pytest.mark.parametrize("kind", OF_THE_HUB)
+@pytest.mark.parametrize(
+    "key, value",
+    [("use_mrope", True), ("num_local_experts", 8), ("clip_qkv", 6.0), ("logit_scale", 0.0625),
+     ("residual_multiplier", 0.22), ("mamba_d_state", 16), ("vision_config", {"depth": 1}), ("n_special", 3),
+     ("quantization", {"bits": 4}), ("position_embedding_type", "alibi")],
+)  # fmt: skip
+def test_a_key_of_another_network_is_refused(kind, key, value):
+    with pytest.raises(CheckpointError, match=f"{key}: .* of this {kind} is not supported"):
+        model_keys(smallest(kind) | {key: value})
+
+
+def test_what_is_switched_off_or_of_no_effect_is_taken():
+    hf_config, _ = load_golden("hf_llama")
+    more = {"layer_types": ["full_attention"] * 2, "quantization_config": None, "sliding_window": None,
+            "is_decoder": True, "auto_map": None, "num_beams": 4, "some_new_key": None}  # fmt: skip
+    assert model_keys(hf_config | more) == model_keys(hf_config)
+    gpt2, _ = load_golden("hf_gpt2")
+    renamed = {"hidden_size": gpt2["n_embd"], **{k: v for k, v in gpt2.items() if k != "n_embd"}}
+    assert model_keys(renamed) == model_keys(gpt2)

@@ -1,0 +1,301 @@
+"""Hugging Face directories in and out."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.weights import fitted
+from ppfleetx.checkpoint.weights_only import read_ppfleetx
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.convert import Conversion, check_logits, convert, model_of, our_logits
+from ppfleetx.conversion.huggingface.config_export import hf_config
+from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
+from ppfleetx.conversion.safetensors_file import write_sharded
+from ppfleetx.models.gpt.spec import parameter_shapes
+from tests.conversion import hf_dirs
+from tests.models.gpt_builders import LLAMA_STYLE, load_golden, tiny_config
+
+FAMILIES = ["hf_gpt2", "hf_llama"]
+
+
+def job(source, target, one, two, **more):
+    return Conversion(source, target, one, two, **more)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_there_and_back_is_bit_equal_and_computes_the_same(tmp_path, name, shards):
+    source = hf_dirs.write(tmp_path / "hf", name, shards=shards)
+    hf_dirs.write_tokenizer(source, eos="</s>")
+    there = job("hf", "ppfleetx", source, tmp_path / "ours")
+    step_dir = convert(there)
+    assert check_logits(there, step_dir) < 1e-4
+    # Our network on the golden tokens, against what transformers computed.
+    _, arrays = load_golden(name)
+    weights = read_ppfleetx(tmp_path / "ours")
+    logits = our_logits(weights, ModelConfig(**weights.model), arrays["tokens"])
+    np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=1e-4)
+
+    back = job("ppfleetx", "hf", tmp_path / "ours", tmp_path / "back")
+    convert(back)
+    assert check_logits(back, tmp_path / "back") < 1e-4
+    _, tensors = hf_dirs.golden(name)
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == tensors.keys() - ({"lm_head.weight"} if name == "hf_gpt2" else set())
+    for key, value in found.items():
+        np.testing.assert_array_equal(value, tensors[key], err_msg=key)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "back" / file).read_text()) == json.loads((source / file).read_text())
+    before, after = (json.loads((place / "config.json").read_text()) for place in (source, tmp_path / "back"))
+    assert after["torch_dtype"] == "float32"
+    for key in before.keys() - {"dtype", "torch_dtype"}:
+        assert after[key] == before[key]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sixteen_bits_stay_and_dtype_converts(tmp_path, name):
+    source = hf_dirs.write(tmp_path / "hf", name, dtype=np.float16)
+    convert(job("hf", "hf", source, tmp_path / "same"))
+    for key, value in load_file(tmp_path / "same" / "model.safetensors").items():
+        assert value.dtype == np.float16
+        np.testing.assert_array_equal(value, hf_dirs.golden(name)[1][key].astype(np.float16))
+    convert(job("hf", "ppfleetx", source, tmp_path / "b", dtype="bfloat16"))
+    assert {t.dtype for t in read_ppfleetx(tmp_path / "b").tensors.values()} == {"BF16"}
+    convert(job("ppfleetx", "hf", tmp_path / "b", tmp_path / "c", dtype="float32"))
+    for key, value in load_file(tmp_path / "c" / "model.safetensors").items():
+        halved = hf_dirs.golden(name)[1][key].astype(np.float16).astype(np.float32)
+        np.testing.assert_allclose(value, halved, rtol=2**-8)  # half a unit in the last of 8 bits
+
+
+def test_configuration_and_tokenizer_lie_beside_the_checkpoint(tmp_path):
+    source = hf_dirs.write(tmp_path / "hf", "hf_llama")
+    hf_dirs.write_tokenizer(source, eos="</s>")
+    step_dir = convert(job("hf", "ppfleetx", source, tmp_path / "ours"))
+    cfg = load_config(tmp_path / "ours" / "config.yaml")
+    for key, value in model_keys(json.loads((source / "config.json").read_text())).items():
+        assert getattr(cfg.Model, key) == value
+    assert cfg.Data.tokenizer.eos_token == "</s>"
+    assert step_dir == tmp_path / "ours" / "epoch_0_step_0"
+    assert (tmp_path / "ours" / "tokenizer" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_of_our_own_gets_a_configuration_made_for_it(tmp_path, name):
+    """After training nothing is left of the original config.json."""
+    config, tensors = hf_dirs.golden(name)
+    weights = read_hf(hf_dirs.write(tmp_path / "hf", name))
+    model = model_of(weights, None)
+    ids = {"bos_token_id": 4, "eos_token_id": [5, 6]}
+    write_hf(fitted(weights, model), model, tmp_path / "out", token_ids=ids, max_file_bytes=20_000)
+    for file in ("config.json", "generation_config.json"):
+        made = json.loads((tmp_path / "out" / file).read_text())
+        assert (made["bos_token_id"], made["eos_token_id"]) == (4, [5, 6])
+    made = json.loads((tmp_path / "out" / "config.json").read_text())
+    ours, theirs = model_keys(made), model_keys(config)
+    assert ours | {"initializer_range": 0} == theirs | {"initializer_range": 0}
+    again = read_hf(tmp_path / "out")
+    for key, tensor in again.tensors.items():
+        np.testing.assert_array_equal(tensor.read(), weights.tensors[key].read())
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert set(json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]) == (
+        tensors.keys() - ({"lm_head.weight"} if name == "hf_gpt2" else set())
+    )
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("hf_llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("hf_llama", {"model_type": "mixtral"}, "mixtral"),
+        ("hf_llama", {"attention_bias": True}, r"lacks the tensor .*bias"),
+        ("hf_llama", {"num_hidden_layers": 1}, "does not have"),
+        ("hf_llama", {"vocab_size": 96}, "embed_tokens.*97, 48.*96, 48"),
+        ("hf_gpt2", {"n_positions": 25}, "wpe"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_in_words(tmp_path, name, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_hf(hf_dirs.write(tmp_path / "hf", name, **change))
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"sandwich_norm": True}, "sandwich_norm"),
+        ({"hidden_act": "relu2"}, "hidden_act = .relu2."),
+        ({"attention_window": 8}, "attention_window"),
+        ({**LLAMA_STYLE, "rotary_percent": 0.5}, "rotary_percent = 0.5"),
+        ({**LLAMA_STYLE, "parallel_residual": True}, "llama.*parallel_residual = True"),
+        ({**LLAMA_STYLE, "qk_layernorm": True, "add_mlp_bias": True}, "qk_layernorm = True"),
+        ({**LLAMA_STYLE, "qk_layernorm": True, "add_qkv_bias": True}, "qk_layernorm = True"),
+        ({**LLAMA_STYLE, "add_qkv_bias": True, "add_mlp_bias": True}, "add_out_proj_bias = False"),
+        ({**LLAMA_STYLE, "attention_window": 3, "add_out_proj_bias": True}, "mistral.*add_out_proj_bias"),
+        ({**LLAMA_STYLE, "add_out_proj_bias": True}, "llama.*add_"),
+        ({"qk_layernorm": True}, "gpt2.*qk_layernorm"),
+        ({"parallel_residual": True}, "gpt2.*parallel_residual"),
+        ({"position_embedding_type": "rope", "num_query_groups": 2}, "gpt_neox.*num_query_groups"),
+        ({"position_embedding_type": "rope", "hidden_act": "relu2"}, "gpt_neox.*hidden_act"),
+        ({"position_embedding_type": "rope", "attention_window": 2}, "gpt_neox.*attention_window"),
+        ({"add_mlp_bias": False}, "gpt2.*add_mlp_bias"),
+        ({"num_query_groups": 2}, "num_query_groups"),
+        ({"position_embedding_type": "rope", "normalization": "RMSNorm"}, "gpt_neox.*normalization"),
+        ({"position_embedding_type": "none"}, "position_embedding_type = .none"),
+    ],
+)
+def test_networks_that_hugging_face_has_no_name_for(keys, message):
+    with pytest.raises(CheckpointError, match=message):
+        hf_config(tiny_config(**keys), "F32")
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path):
+    source = hf_dirs.write(tmp_path / "hf", "hf_gpt2")
+    tensors = dict(load_file(source / "model.safetensors"))
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="ties the head"):
+        read_hf(source)
+
+
+def test_gpt2_names_without_prefix(tmp_path):
+    source = hf_dirs.write(tmp_path / "hf", "hf_gpt2")
+    before = {name: tensor.load() for name, tensor in read_hf(source).tensors.items()}
+    tensors = load_file(source / "model.safetensors")
+    bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    assert bare.keys() != tensors.keys()
+    save_file(bare, source / "model.safetensors")
+    for name, tensor in read_hf(source).tensors.items():
+        np.testing.assert_array_equal(tensor.load(), before[name], err_msg=name)
+
+
+def test_an_untied_gpt2(tmp_path):
+    source = hf_dirs.write(tmp_path / "hf", "hf_gpt2", tie_word_embeddings=False)
+    tensors = dict(load_file(source / "model.safetensors"))
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"][::-1].copy()
+    save_file(tensors, source / "model.safetensors")
+    there = job("hf", "ppfleetx", source, tmp_path / "ours")
+    assert check_logits(there, convert(there)) < 1e-4
+    assert not read_ppfleetx(tmp_path / "ours").model["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize(
+    "stored, value, dtype, words",
+    [
+        ("F32", np.nan, None, "NaN or infinite in 1 of"),
+        ("F16", np.inf, None, "NaN or infinite in 1 of"),
+        ("BF16", np.nan, None, "NaN or infinite in 1 of"),
+        ("F32", 1e5, "float16", "as float16, .*65504"),
+    ],
+)
+@pytest.mark.parametrize("target", ["ppfleetx", "hf"])
+def test_a_weight_that_is_no_number_is_refused(tmp_path, target, stored, value, dtype, words):
+    config, tensors = hf_dirs.golden("hf_llama")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = tensors[name].copy()
+    tensors[name][3, 5] = value
+    lazy = {
+        key: LazyTensor("F32", one.shape, lambda one=one: one).cast(stored) for key, one in tensors.items()
+    }
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    write_sharded(tmp_path / "hf", lazy, max_bytes=1 << 30, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"decoder\.layers\.1\.mlp\.fc2.* {words}"):
+        convert(job("hf", target, tmp_path / "hf", tmp_path / "out", dtype=dtype))
+
+
+def test_end_tokens_are_kept_where_there_is_no_tokenizer(tmp_path):
+    hf_dirs.write(tmp_path / "hf", "hf_llama", eos_token_id=[5, 7])
+    step = convert(job("hf", "ppfleetx", tmp_path / "hf", tmp_path / "one"))
+    assert load_config(step / "config.yaml").Generation.end_ids == (5,)  # generation_config.json
+    (tmp_path / "hf/generation_config.json").unlink()
+    step = convert(job("hf", "ppfleetx", tmp_path / "hf", tmp_path / "two"))
+    assert load_config(step / "config.yaml").Generation.end_ids == (5, 7)
+
+
+def test_what_is_passed_over_is_said_once(tmp_path, caplog):
+    hf_dirs.write(tmp_path / "hf", "hf_llama", a_new_key=3)
+    (tmp_path / "hf/generation_config.json").write_text('{"do_sample": true, "min_p": 0.25}')
+    convert(job("hf", "ppfleetx", tmp_path / "hf", tmp_path / "ours"))
+    assert caplog.text.count("'a_new_key'") == caplog.text.count("min_p = 0.25") == 1
+
+
+def test_an_output_in_use_is_not_touched(tmp_path):
+    source = hf_dirs.write(tmp_path / "hf", "hf_gpt2")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    for output, message in ((tmp_path / "out", "is there already"), (source, "another directory")):
+        with pytest.raises(CheckpointError, match=message):
+            convert(job("hf", "hf", source, output))
+    with pytest.raises(CheckpointError, match=r"--input .*nothing: there is no such file or directory"):
+        convert(job("hf", "hf", tmp_path / "nothing", tmp_path / "other"))
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from ppfleetx.conversion.convert import Conversion, convert
+def high_water():  # not getrusage: its maximum goes back to before this program was started
+    [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+base = high_water()
+convert(Conversion(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])))
+print(high_water() - base)
+"""
+
+
+@pytest.mark.parametrize("source", ["hf", "ppfleetx"])
+def test_memory_is_that_of_a_few_tensors(tmp_path, source):
+    """A model of 22 equal layers: 170 MB, the largest tensor 2.6 MB."""
+    hidden, layers = 400, 22
+    config = {"model_type": "gpt2", "vocab_size": 600, "n_positions": 8, "n_embd": hidden, "n_layer": layers,
+              "n_head": 4}  # fmt: skip
+    model = ModelConfig(**model_keys(config), vocab_size_divisible_unit=1)
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: LazyTensor("F32", shape, lambda shape=shape: rng.standard_normal(shape, np.float32))
+        for name, shape in parameter_shapes(model).items()
+    }
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    largest = max(tensor.num_bytes for tensor in tensors.values())
+    write_hf(tensors, model, tmp_path / "hf")
+    run = [sys.executable, "-c", PEAK]
+    result = subprocess.run(
+        [*run, "hf", "ppfleetx", tmp_path / "hf", tmp_path / "ours"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if source == "ppfleetx":
+        result = subprocess.run(
+            [*run, "ppfleetx", "hf", tmp_path / "ours", tmp_path / "back"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    peak = int(result.stdout)
+    assert peak < 8 * largest + 12e6 < total / 3, f"{peak} bytes for {total}, largest tensor {largest}"
+
+
+def test_transformers_loads_the_result_and_generates_the_same_text(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers and torch")
+    torch = pytest.importorskip("torch", reason="needs transformers and torch")
+    for name in FAMILIES:
+        source = hf_dirs.write(tmp_path / name, name)
+        convert(job("hf", "ppfleetx", source, tmp_path / f"{name}_ours"))
+        convert(job("ppfleetx", "hf", tmp_path / f"{name}_ours", tmp_path / f"{name}_back"))
+        tokens = torch.arange(3, 9)[None]
+        texts = []
+        for place in (source, tmp_path / f"{name}_back"):
+            model = transformers.AutoModelForCausalLM.from_pretrained(place)
+            mask = torch.ones_like(tokens)
+            texts.append(
+                model.generate(
+                    tokens, attention_mask=mask, do_sample=False, max_new_tokens=12, pad_token_id=5
+                )
+            )
+        assert torch.equal(*texts)

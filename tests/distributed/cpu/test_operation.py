@@ -1,0 +1,94 @@
+"""Operations in the background: which are started, and in which order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
+from ppfleetx.distributed.cpu.operation import STARTED_SUMS, Operation, Progress
+from ppfleetx.distributed.cpu.wire import Signature
+
+SIGNATURE = Signature(1, 0, 4, -1)
+SECONDS = 10.0
+
+
+class Background:
+    """A progress thread, and the operations that it has begun and ended."""
+
+    def __init__(self) -> None:
+        self.state = threading.Condition(threading.Lock())
+        self.pending: list[Operation] = []
+        self.inbox = Inbox(0, self.state, BufferPool(0))
+        self.progress = Progress(self.state, self.pending, self._advance)
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+
+    def _advance(self, operation: Operation) -> None:
+        """What the mesh does."""
+        operation.advance()
+        with self.state:
+            operation.busy = False
+            if operation.done:
+                self.pending.remove(operation)
+            self.state.notify_all()
+
+    def begin(self, group: int, number: int, *, takes_memory: bool = True) -> None:
+        name = f"{group}/{number}"
+
+        def steps() -> Iterator[list]:
+            self.begun.append(name)
+            view = memoryview(bytearray(4))
+            yield self.inbox.post([((1, group, 0, number), SIGNATURE, view)])
+            self.ended.append(name)
+
+        operation = Operation(
+            self.inbox,
+            lambda _: None,
+            steps(),
+            text=name,
+            group=group,
+            number=number,
+            signature=SIGNATURE,
+            background=True,
+            takes_memory=takes_memory,
+        )
+        self.progress.begin(operation)
+
+    def arrive(self, group: int, number: int) -> None:
+        self.inbox.take((1, group, 0, number), SIGNATURE, 4, lambda view: None)
+
+    def wait(self, condition: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + SECONDS
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return condition()
+
+
+def test_so_many_sums_of_a_group_are_started_and_no_more() -> None:
+    background = Background()
+    for number in range(5):
+        background.begin(7, number)
+    background.begin(8, 0)  # behind all of them, and not kept waiting: another group
+    assert background.wait(lambda: len(background.begun) == STARTED_SUMS + 1)
+    assert background.begun == ["7/0", "7/1", "8/0"]
+    background.arrive(7, 1)
+    assert background.wait(lambda: background.ended == ["7/1"] and len(background.begun) == 4)
+    assert background.begun[-1] == "7/2"
+    for number in (0, 2, 3, 4):
+        background.arrive(7, number)
+    background.arrive(8, 0)
+    assert background.wait(lambda: len(background.ended) == 6)
+    assert [name for name in background.begun if name.startswith("7")] == [f"7/{n}" for n in range(5)]
+    assert background.pending == []
+
+
+def test_what_takes_no_memory_is_not_held_up() -> None:
+    background = Background()
+    for number in range(STARTED_SUMS + 1):
+        background.begin(7, number)
+    for number in range(10, 13 + STARTED_SUMS):
+        background.begin(7, number, takes_memory=False)
+    assert background.wait(lambda: len(background.begun) == 2 * STARTED_SUMS + 3)
+    assert f"7/{STARTED_SUMS}" not in background.begun

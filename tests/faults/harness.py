@@ -1,0 +1,236 @@
+"""What the campaigns share: a command line, programs run to their end, damaged bytes, jobs that halt."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.config.plan import ParallelPlan
+from tests.e2e.program import NANO, ROOT, values_of
+from tests.e2e.resumption import write_corpus
+from tests.helpers import programs
+from tests.multinode.nodes import Node
+
+MAX_SECONDS, MAX_BYTES = 20.0, 10**9
+_PATIENCE = 120.0  # seconds until a program is killed
+_START_SECONDS = 120.0
+
+
+def command_line(description: str, **counts: int) -> argparse.ArgumentParser:
+    """A parser with these numbers and ``--seed`` as options."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    for name, default in {**counts, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser
+
+
+def conclude(counts: Mapping[str, int], failures: Sequence[str], summary: str) -> int:
+    """Print how often what happened and what failed; the exit code."""
+    for what, count in sorted(counts.items()):
+        print(f"{count:4d} {what}")
+    for failure in failures:
+        print(failure)
+    print(summary)
+    return 1 if failures else 0
+
+
+# ---- programs that are given something bad
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    Attributes:
+        code: exit code, negative for a signal.
+        said: what it wrote.
+        seconds: the smaller of wall-clock and CPU time, so that other work on the machine does not count.
+        num_bytes: most memory it, or a child of it, held.
+    """
+
+    code: int
+    said: str
+    seconds: float
+    num_bytes: int
+
+    def complaint(self, codes: Sequence[int], *, in_words: bool = True) -> str | None:
+        """What is wrong with how it ended; None: nothing. ``in_words``: code 2 comes with one sentence."""
+        if "Traceback" in self.said or "Fatal Python error" in self.said:
+            return "a traceback"
+        if self.seconds > MAX_SECONDS:
+            return f"{self.seconds:.0f} seconds"
+        if self.num_bytes > MAX_BYTES:
+            return f"{self.num_bytes >> 20} MiB"
+        if self.code not in codes:
+            return f"exit code {self.code}"
+        if (
+            in_words
+            and self.code == 2
+            and sum(line.startswith("error: ") for line in self.said.splitlines()) != 1
+        ):
+            return "not one sentence"
+        return None
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}, {self.seconds:.1f} s, {self.num_bytes >> 20} MiB\n{self.said[-3000:]}"
+
+
+def run_to_end(command: Sequence[str], log: Path, cwd: Path = ROOT) -> Ended:
+    """Run a Python program in a process of its own; ``log`` gets what it writes."""
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        timer = threading.Timer(_PATIENCE, process.kill)
+        timer.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        timer.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    seconds = min(time.monotonic() - began, usage.ru_utime + usage.ru_stime)
+    said = log.read_text(errors="replace")
+    return Ended(process.returncode, said, seconds, usage.ru_maxrss * 1024)
+
+
+# ---- damaged bytes
+
+
+def flipped(content: bytes, rng: random.Random, times: int = 1) -> bytes:
+    """``content`` with so many random bits flipped."""
+    changed = bytearray(content)
+    for _ in range(times):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+@contextlib.contextmanager
+def damaged(path: Path, content: bytes) -> Iterator[None]:
+    """``path`` with other bytes, for as long as this lasts."""
+    sound = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(sound)
+
+
+# ---- jobs under Paddle's launcher, of which one rank halts
+
+
+@dataclass
+class Job:
+    """The training program under one launcher per host.
+
+    Attributes:
+        program: script of the ranks; it writes ``reached`` into ``directory`` when the moment has come.
+        plan: of all ranks.
+        hosts: network namespaces; None is this machine.
+        corpus: prefix of the training data.
+        directory: for everything that the job writes.
+        port: where launchers of several hosts meet.
+        overrides: of the configuration, beside those of a small endless run.
+        environment: for the ranks.
+    """
+
+    program: str
+    plan: ParallelPlan
+    hosts: Sequence[Node | None]
+    corpus: Path
+    directory: Path
+    port: int
+    overrides: Mapping[str, Any]
+    environment: Mapping[str, str]
+    launchers: list[programs.Popen] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.launchers = [self._start(number, host) for number, host in enumerate(self.hosts)]
+
+    @property
+    def per_host(self) -> int:
+        return self.plan.world_size // len(self.hosts)
+
+    def _start(self, number: int, host: Node | None) -> programs.Popen:
+        endless = {"Engine.max_steps": 100000, **self.overrides}
+        values = values_of(self.plan, self.corpus, self.directory / "run", overrides=endless)
+        command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", str(self.per_host)]
+        command += ["--log_dir", str(self.directory / f"log.{number}")]
+        if host is not None:
+            command += ["--master", f"{self.hosts[0].address}:{self.port}", "--nnodes", str(len(self.hosts))]
+            command += ["--rank", str(number), "--host", host.address]
+        command += [self.program, "-c", str(NANO)]
+        command += [word for key, value in values.items() for word in ("-o", f"{key}={value}")]
+        with (self.directory / f"launcher.{number}").open("w") as log:
+            return programs.Popen(
+                command if host is None else host.command(*command),
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
+                cwd=ROOT,
+                start_new_session=True,
+            )
+
+    def await_halt(self, also: Callable[[], bool] = lambda: True) -> None:
+        """Wait until the rank has come to its moment, and ``also`` holds."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not ((self.directory / "reached").exists() and also()):
+            ended = [launcher.poll() for launcher in self.launchers]
+            assert ended == [None] * len(ended), f"ended before the moment ({ended}): {self.said()}"
+            assert time.monotonic() < deadline, "the moment did not come"
+            time.sleep(0.02)
+
+    def wait_for_launchers(
+        self, seconds: float, launchers: Sequence[programs.Popen] | None = None
+    ) -> list[int]:
+        """Exit codes of the launchers that end in time."""
+        deadline, codes = time.monotonic() + seconds, []
+        for launcher in self.launchers if launchers is None else launchers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                codes.append(launcher.wait(max(1.0, deadline - time.monotonic())))
+        return codes
+
+    def log(self, rank: int) -> str:
+        """What a rank has said."""
+        number, local = divmod(rank, self.per_host)
+        return (self.directory / f"log.{number}" / f"workerlog.{local}").read_text(errors="replace")
+
+    def said(self) -> str:
+        """What all ranks have said."""
+        logs = sorted(self.directory.glob("log.*/workerlog.*"))
+        return "\n".join(path.read_text(errors="replace") for path in logs)
+
+
+def run_cases(
+    cases: Iterable[tuple[str, Callable[[Path, Path], tuple[str, Sequence[str]]]]], keep: Path | None
+) -> int:
+    """Run named cases, each called with a corpus and a directory of its own; the exit code.
+
+    A case gives what it found and what is wrong with that. ``keep`` is where the directories stay.
+    """
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="campaign-") as name:
+        corpus = Path(name) / "toy"
+        write_corpus(corpus)
+        for number, (title, run) in enumerate(cases):
+            directory = (keep or Path(name)) / f"case{number}"
+            directory.mkdir(parents=True)
+            found, complaints = run(corpus, directory)
+            failed += bool(complaints)
+            print(f"{title}: {found}: {'; '.join(complaints) or 'ok'}", flush=True)
+    print(f"{failed} failed")
+    return 1 if failed else 0

@@ -1,0 +1,108 @@
+"""Prompts that begin like earlier rows, scores of tokens, and penalties by hand."""
+
+import random
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.generation import continuous, prefix_cache
+from ppfleetx.generation.continuous import ContinuousBatch
+from ppfleetx.generation.prefix_cache import PrefixStore
+from ppfleetx.generation.sampling import RowChoice, RowOptions, choose_tokens, score_prompt, score_tokens
+from ppfleetx.generation.session import NextTokenModel
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_known_beginnings_change_no_logits(
+    make_model, style: dict, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chats whose turns go on from what was said, new ones under a shared beginning, copies and guesses."""
+    monkeypatch.setattr(continuous, "_PREFILL_COLUMNS", 4)
+    monkeypatch.setattr(prefix_cache, "SHORTEST", 2)
+    staged, _ = make_model(**style)
+    staged.eval()
+    chance, store = random.Random(seed), PrefixStore(60)
+    batch = ContinuousBatch(NextTokenModel(staged, 61), store)
+    shared, ended = [chance.randrange(61) for _ in range(6)], [[7, 8, 9]]
+
+    def tokens(least: int, most: int) -> list[int]:
+        return [chance.randrange(61) for _ in range(chance.randint(least, most))]
+
+    def full_forward(row: list[int]) -> np.ndarray:
+        return staged(paddle.to_tensor([row]), paddle.arange(len(row)).unsqueeze(0), None)[:, 0, :61].numpy()
+
+    with paddle.no_grad():
+        for _ in range(16):
+            guesses: list[list[int]] = [[] for _ in batch.history]
+            if not guesses or chance.random() < 0.5:
+                prompts = [shared + tokens(1, 5), shared + tokens(1, 3), chance.choice(ended) + tokens(1, 2)]
+                batch.join(prompts, [1, chance.choice([1, 3]), 1])
+                guesses = [[] for _ in batch.history]
+                logits = batch.next_logits().unsqueeze(0).numpy()
+            else:
+                guesses = [tokens(0, 3) for _ in guesses]
+                logits = batch.logits_with_guesses(guesses).numpy()
+            for row, (history, own) in enumerate(zip(batch.history, guesses, strict=True)):
+                expected = full_forward(history + own)[len(history) - 1 :]
+                np.testing.assert_allclose(logits[: len(expected), row], expected, rtol=2e-4, atol=5e-5)
+            batch.append([own[: chance.randint(0, len(own))] + tokens(1, 1) for own in guesses])
+            going_on = [
+                row for row, one in enumerate(batch.history) if len(one) < 40 and chance.random() < 0.6
+            ]
+            ended += [one for row, one in enumerate(batch.history) if row not in going_on and len(one) < 40]
+            batch.select(going_on)
+            assert store.num_tokens <= 60
+    assert store.num_reused > 60
+
+
+def test_what_was_used_least_recently_goes_first() -> None:
+    store = PrefixStore(50)
+    known = {name: [number] * 20 for number, name in enumerate("abc")}
+    store.put(known["a"], {})
+    assert not store.wants(known["a"] + [9] * 15)
+    assert store.wants(known["a"] + [9] * 16)
+    store.put(known["b"], {})
+    assert store.groups([known["a"] + [5]])[0].length == 20, "it is used"
+    store.put(known["c"], {})
+    lengths = [group.length for name in "abc" for group in store.groups([known[name] + [5]])]
+    assert lengths == [20, 0, 20]
+    store.put(known["a"] + [9] * 5, {})
+    assert store.num_tokens == 45, "a longer one stands for what it begins with"
+    found = store.groups([known["a"] + [1], known["a"] + [2], [8] * 30, known["c"][:18]])
+    assert [(group.length, len(group.prompts)) for group in found] == [(20, 2), (0, 1), (17, 1)]
+
+
+def test_scores_are_those_of_the_full_forward(make_model) -> None:
+    staged, _ = make_model(max_position_embeddings=256)
+    staged.eval()
+    row = np.random.default_rng(3).integers(0, 61, 140).tolist()
+    with paddle.no_grad():
+        scores = score_prompt(NextTokenModel(staged, 61), row, 3)
+        logits = staged(paddle.to_tensor([row]), paddle.arange(len(row)).unsqueeze(0), None)
+        expected = np.asarray(logits[:, 0, :61].numpy(), np.float64)
+    expected -= expected.max(-1, keepdims=True)
+    expected -= np.log(np.exp(expected).sum(-1, keepdims=True))
+    assert scores[0].logprob is None
+    for place, score in enumerate(scores[1:]):
+        assert score.token == row[place + 1]
+        assert score.logprob == pytest.approx(expected[place, score.token], abs=1e-4)
+        assert [token for token, _ in score.top] == np.argsort(-expected[place])[:3].tolist()
+        for token, logprob in score.top:
+            assert logprob == pytest.approx(expected[place, token], abs=1e-4)
+
+
+def test_penalties_count_what_was_generated() -> None:
+    logits = paddle.to_tensor([[5.0, 4.9, 4.5, 1.0]] * 4)
+    history = [0, 0, 0, 1, 1]  # the first three are the prompt
+    greedy = {"temperature": 0.0}
+    choices = [
+        RowChoice(RowOptions(**greedy, presence_penalty=0.2), history, num_new=2),
+        RowChoice(RowOptions(**greedy, presence_penalty=0.6), [*history, 0], num_new=3),
+        RowChoice(RowOptions(**greedy, frequency_penalty=0.3), [*history, 0], num_new=3),
+        RowChoice(RowOptions(**greedy, frequency_penalty=-0.1), history, num_new=2),
+    ]
+    assert choose_tokens(logits, choices) == [0, 2, 0, 1]
+    scored = score_tokens(logits, [0, 1, 2, 3], 2)
+    assert [one.token for one in scored] == [0, 1, 2, 3]
+    assert scored[3].top[0][0] == 0

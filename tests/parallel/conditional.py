@@ -1,0 +1,38 @@
+"""In the ranks of a pool: a model with a layer that only some micro batches use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.parity.training import build, take_step
+
+
+def train(plan: dict[str, Any], world_size: int, micro_batch_size: int) -> list[list[float]]:
+    """Loss and gradient norm of four steps."""
+    import paddle
+
+    from ppfleetx.config.registries import ARCHITECTURES
+    from ppfleetx.models.gpt.layers import Block
+    from ppfleetx.models.gpt.stages import gpt_stages
+    from ppfleetx.nn.init import Normal
+
+    class Conditional(Block):
+        def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
+            super().__init__(factory, spec, **arguments)
+            size = spec.hidden_size
+            self.extra = factory.whole_linear(size, size, init=Normal(0.1), bias=True, of_trunk=True)
+
+        def transform(self, hidden: Any, *arguments: Any) -> Any:
+            hidden = super().transform(hidden, *arguments)
+            used = (hidden[:, :, :1].sum(0, keepdim=True) > 0).astype(hidden.dtype)
+            return hidden + self.extra(hidden) * used if used.any() else hidden
+
+    if "ConditionalGPT" not in ARCHITECTURES.names():
+        ARCHITECTURES.register(
+            "ConditionalGPT", lambda cfg, factory: gpt_stages(cfg, factory, block=Conditional)
+        )
+    with paddle.utils.unique_name.guard():
+        extra = {"Model.name": "ConditionalGPT", "Model.num_layers": 4}
+        cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", micro_batch_size, extra)
+        steps = [take_step(runner, step, cfg, ctx) for step in range(4)]
+    return [[one.loss, one.grad_norm] for one in steps]

@@ -1,0 +1,58 @@
+"""`examples/whole_matrix_rule.py`: an optimizer with groups of its own, of which one needs whole matrices."""
+
+import pytest
+
+from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.parity import training
+
+TRAIN_PART = "tests.parity.test_whole_matrices:train_part"
+OPTIMIZER = {"Optimizer.name": "NormalizedMatrices", "Optimizer.lr.max_lr": 0.01, "Model.num_layers": 2}
+
+
+def train_part(**arguments):
+    import examples.whole_matrix_rule  # noqa: F401 registers the optimizer
+
+    return training.train_part(**arguments)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(mp=2, sharding=2),
+        Plan(mp=2, sharding=2, sharding_stage=2, sequence_parallel=True),
+        Plan(sharding=2, sharding_stage=3),
+        Plan(pp=2, mp=2),
+    ],
+    ids=str,
+)
+def test_whole_matrices_move_as_on_one_card_and_a_run_resumes_bit_for_bit(comparison, tmp_path, plan):
+    def run(plan, first, end, **more):
+        return comparison.train_part(plan, first, end, train=TRAIN_PART, extra=OPTIMIZER, **more)
+
+    one = run(Plan(), 0, 4)
+    whole = run(plan, 0, 4, save_to=str(tmp_path / "whole"))
+    assert whole == pytest.approx(one, rel=1e-5)
+    begun = run(plan, 0, 2, save_to=str(tmp_path))
+    resumed = run(plan, 2, 4, load_from=str(tmp_path / "epoch_0_step_2"))
+    assert begun + resumed == whole
+    elsewhere = run(Plan(), 2, 4, load_from=str(tmp_path / "epoch_0_step_2"))
+    assert elsewhere == pytest.approx(whole[4:], rel=1e-5)
+
+
+def test_the_rule_sees_no_slices(comparison):
+    """Of a rule that is given slices the numbers depend on the plan."""
+    plan = Plan(mp=2)
+    one, two = (comparison.train_part(p, 0, 3, train=TRAIN_PART, extra=OPTIMIZER) for p in (Plan(), plan))
+    slices = comparison.train_part(plan, 0, 3, train=f"{TRAIN_PART}_of_slices", extra=OPTIMIZER)
+    assert two == pytest.approx(one, rel=1e-5)
+    assert slices != pytest.approx(one, rel=1e-4)
+
+
+def train_part_of_slices(**arguments):
+    import pytest
+
+    from examples.whole_matrix_rule import NormalizedMomentum
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NormalizedMomentum, "needs_whole", False)
+        return training.train_part(**arguments)
