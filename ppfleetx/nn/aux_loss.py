@@ -1,16 +1,16 @@
-"""Losses that are born inside the model, beside the task's own: of a router, of activations.
+"""Losses that arise inside the model, in addition to the task's own: of a router, of activations.
 
     hidden = with_aux_loss(hidden, AuxLoss("z_loss", logits.logsumexp(-1).square(), weight=1e-3))
 
-gives ``hidden`` back. In the backward pass the loss gets its gradient there, so that nothing has to travel
-to the end of the model: it works in any layer of any pipeline stage. Layers may attach several, of one name
-too: they add up. What is added to the loss of a step is, over all layers that attach ``name``,
+returns ``hidden``. In the backward pass the loss gets its gradient there, so nothing has to travel to the end
+of the model: it works in any layer of any pipeline stage. Layers may attach several losses, also of the same
+name: they add up. Over all layers that attach ``name``, this is added to the loss of a step:
 
     weight x (sum of the values over the step) / divisor
 
-with a divisor of the whole step, known before its first forward pass. So the loss does not depend on the
+The divisor is that of the whole step, known before its first forward pass. So the loss does not depend on the
 plan, nor on micro batches, recomputation or loss scaling. The metric ``name`` is the mean of the values over
-what counts and over the layers, without the weight. The logged ``loss`` is the task's alone.
+what counts and over the layers, without the weight. The logged ``loss`` is only the task's.
 
 Shape letters: s positions of the hidden states that this rank has, b rows of the micro batch.
 """
@@ -44,18 +44,18 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """A loss of one micro batch that is born in a layer.
+    """A loss of one micro batch that arises in a layer.
 
     Attributes:
         name: of its metric; the architecture or the task declares it.
         value: ``[s, b]`` for ``tokens``, a number for each position of the hidden states here; ``[b]`` for
             ``sequences``; a scalar for ``step``.
         weight: of the loss.
-        divisor: ``tokens`` and ``sequences``: those that count in the loss of the step, and values of others
-            count nothing; ``step``: 1, values of all micro batches and ranks add up.
-        same_on: axes whose ranks hold the same value, not a share of it. None: those that hold the same
-            hidden states. A value of whole sequences, summed over ranks by the layer itself, is the same on
-            ``("mp", "sep")``.
+        divisor: ``tokens`` and ``sequences``: those that count in the loss of the step (values of others do
+            not count); ``step``: 1, values of all micro batches and ranks add up.
+        same_on: axes whose ranks hold the same value, not a share of it. None: the axes whose ranks hold the
+            same hidden states. A value of whole sequences, which the layer itself has summed over ranks, is
+            the same on ``("mp", "sep")``.
     """
 
     name: str

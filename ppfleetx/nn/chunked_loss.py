@@ -1,8 +1,8 @@
 """Head and loss in pieces of the positions, so that the logits of a micro batch never exist whole.
 
 The forward pass makes the logits of one piece, their loss and its gradients, and forgets the logits before
-the next piece. The backward pass only multiplies what is there by the gradient of the loss. No product is
-computed twice; what is kept between the passes are the gradients of the head's weight and of its input
+the next piece. The backward pass only multiplies those gradients by the gradient of the loss. No product is
+computed twice; between the passes, the gradients of the head's weight and of its input are kept
 (Hsu et al., Liger Kernel, 2024, section 3.2, do the same in one GPU kernel).
 
 Shape letters: s positions, b rows, h width of the hidden states, V columns of the logits (of this rank).
@@ -41,7 +41,7 @@ class PieceTarget:
 
 
 class LogitsInPieces:
-    """Stands for logits that nobody has computed yet: the loss asks for them, piece by piece.
+    """Stands for logits that have not been computed yet: the loss asks for them, piece by piece.
 
     Args:
         head: the layer, a :class:`PieceHead`. It is called through its hooks, as in any forward pass.
@@ -67,8 +67,8 @@ class PieceHead(nn.Layer):
 
     Args:
         num_pieces: into how many parts the positions are cut; 1: logits are always whole.
-        matmul: says in which type the weight is multiplied, and where its gradient goes. There is nothing to
-            leave for later: the gradient is there before the backward pass begins.
+        matmul: says in which type the weight is multiplied, and where its gradient goes. It cannot defer
+            anything: the gradient is complete before the backward pass begins.
     """
 
     def __init__(self, num_pieces: int = 1, matmul: Matmul | None = None) -> None:
@@ -78,7 +78,7 @@ class PieceHead(nn.Layer):
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
-        """Within, whoever gets the logits only asks for their loss."""
+        """Within, the logits are only used for their loss."""
         self._loss_follows = self.num_pieces > 1
         try:
             yield

@@ -177,7 +177,7 @@ class Matmul:
         """Add ``left^T @ right``."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
-        # In float32; and neither is there a bias nor a gradient of one.
+        # In float32; there is no bias and no gradient of one.
         weight.main_grad = _C_ops.fused_linear_param_grad_add(left, right, main, None, True, False)[0]
 
     # -- gradients that come later
@@ -209,7 +209,7 @@ class Matmul:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Within a backward pass: call when the gradients of the weights passed so far are there."""
+        """Within a backward pass: call as soon as the weights that it has passed have their gradients."""
         if self.defers:
             self._open.append(call)
         else:
@@ -246,7 +246,7 @@ class _Work:
 
 
 class _WeightGradient:
-    """The half of the backward pass that nobody waits for: the gradient of the weight from the product's
+    """The half of the backward pass that nothing waits for: the gradient of the weight from the product's
     input ``x`` and the gradient ``upstream`` of its output."""
 
     def __init__(self, work: _Work, x: paddle.Tensor, upstream: paddle.Tensor) -> None:

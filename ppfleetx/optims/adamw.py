@@ -20,7 +20,7 @@ _CHUNK = 1 << 16
 """Elements that one block of threads works through."""
 _LARGEST = (1 << 31) - 1
 """The fused kernel counts a tensor's elements in 32 bits."""
-_STATES = ("moment1", "moment2", "beta1_pow", "beta2_pow")
+STATES = ("moment1", "moment2", "beta1_pow", "beta2_pow")
 
 
 class AdamW(Rule):
@@ -33,7 +33,7 @@ class AdamW(Rule):
 
     def __init__(self, cfg: OptimizerConfig) -> None:
         super().__init__(cfg)
-        powers = zip(_STATES[2:], (cfg.beta1, cfg.beta2), strict=True)
+        powers = zip(STATES[2:], (cfg.beta1, cfg.beta2), strict=True)
         self.states = (
             StateSpec("moment1"),
             StateSpec("moment2"),
@@ -49,7 +49,7 @@ class AdamW(Rule):
             together.setdefault(power, []).append(view)
         for views in together.values():
             values, gradients = [view.value for view in views], [view.gradient for view in views]
-            states = tuple([view.states[name] for view in views] for name in _STATES)
+            states = tuple([view.states[name] for view in views] for name in STATES)
             fused_adamw(values, gradients, rate, states, **options)
         for view in group:
             if not (self.fused and _fits(view)):
@@ -61,7 +61,7 @@ def adamw(
 ) -> None:
     """One step of AdamW, in place."""
     has_master = view.rounded is not None
-    moment1, moment2, power1, power2 = (view.states[name] for name in _STATES)
+    moment1, moment2, power1, power2 = (view.states[name] for name in STATES)
     _C_ops.adamw_(
         view.rounded if has_master else view.value,
         view.gradient,

@@ -1,22 +1,23 @@
-"""Trials of the optimizer's fused operators: each beside its composite, on a few tensors."""
+"""Trials of the optimizer's fused operators: each is compared with plain operators on a few tensors."""
 
 from __future__ import annotations
 
 import numpy as np
 import paddle
-from paddle import _C_ops
 
 from ppfleetx.nn.fused import FusedOps
 from ppfleetx.nn.trials_apart import Pairs
-from ppfleetx.optims.adamw import fused_adamw
+from ppfleetx.optims.adamw import STATES, fused_adamw
+from ppfleetx.optims.adamw import adamw as adamw_of_one
 from ppfleetx.optims.grad_clip import scale_all, squares_of
+from ppfleetx.optims.rule import ParamView
 
 _SHAPES = ([3, 5], [7], [64, 33], [1], [4096])
 _BETAS, _EPSILON, _LR = (0.9, 0.95), 1e-8, 1e-3
 
 
 def adamw(dtype: str) -> Pairs:
-    """Three steps with decay and one without, against Paddle's AdamW of one tensor."""
+    """Steps with decay and without, against the kernel of one tensor."""
     generator = np.random.default_rng(0)
     lr = paddle.full([1], _LR)
     start = [generator.standard_normal(shape).astype(dtype) for shape in _SHAPES]
@@ -27,11 +28,9 @@ def adamw(dtype: str) -> Pairs:
         fused_adamw(
             values, gradients, lr, tuple(states), betas=_BETAS, epsilon=_EPSILON, weight_decay=weight_decay
         )
-        for (value, moment1, moment2, power1, power2), gradient in zip(plain, gradients, strict=True):
-            tensors = (value, gradient, lr, moment1, moment2, None, power1, power2, None, None)
-            decays = weight_decay > 0
-            options = (*_BETAS, _EPSILON, 1.0, weight_decay, decays, False, 1000, False, False, False)
-            _C_ops.adamw_(*tensors, *options)
+        for (value, *states), gradient in zip(plain, gradients, strict=True):
+            view = ParamView("", None, value, gradient, dict(zip(STATES, states, strict=True)))
+            adamw_of_one(view, lr, betas=_BETAS, epsilon=_EPSILON, weight_decay=weight_decay)
     for ours, theirs in zip(fused, plain, strict=True):
         yield from zip(ours, theirs, strict=True)
 

@@ -1,15 +1,14 @@
 """Clipping of gradients by their global L2 norm.
 
-The squared norm of each gradient is taken in float32 by Paddle's own kernel (on a CPU it runs at
-memory speed and sums in blocks, so 40 million elements lose no digits; a plain dot product loses
-three), the squares of all parameters are added in float64, so that the sum does not depend on how
-parameters are grouped.
+Paddle's own kernel takes the squared norm of each gradient in float32 (on a CPU it runs at memory speed and
+sums in blocks, so 40 million elements lose no digits; a plain dot product loses three). The squares of all
+parameters are added in float64, so the sum does not depend on how parameters are grouped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
@@ -17,8 +16,6 @@ from ppfleetx.optims.gradients import gradient_of
 
 if TYPE_CHECKING:
     from paddle import Tensor
-
-Reduce = Callable[["Tensor"], "Tensor"]
 
 _SMALL = 1 << 16
 """Elements below which a gradient's norm takes less time than its launch on a GPU."""
@@ -38,8 +35,8 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
 
 
 def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
-    """Squared norms, of shape [], that add up to that of all ``gradients``: one of each, or with the fused
-    operator one of all small ones together, whose squares are then added in another order."""
+    """Squared norms, of shape [], that add up to that of all ``gradients``: one for each gradient, or, with
+    the fused operator, one for all small ones (their squares are then added in another order)."""
     import paddle
     from paddle import _C_ops
 
@@ -64,44 +61,15 @@ def scale_all(gradients: Sequence[Tensor], factor: float, ops: FusedOps) -> None
             gradient.scale_(factor)
 
 
-def global_norm(
-    params: Iterable[Tensor], reduce: Reduce | None = None, ops: FusedOps = NO_FUSED_OPS
-) -> Tensor:
-    """L2 norm over all gradients, a float64 tensor of shape [].
-
-    `reduce` turns this process's sum of squares into the job's (a sum over the axes parameters are
-    split on); parameters held by several ranks have to be passed by one of them only.
-    """
-    total = squared_norm(params, ops)
-    return (total if reduce is None else reduce(total)).sqrt()
-
-
-def clip_by_global_norm(
-    params: Iterable[Tensor],
-    max_norm: float | None,
-    reduce: Reduce | None = None,
-    counted: Iterable[Tensor] | None = None,
-    ops: FusedOps = NO_FUSED_OPS,
-) -> float:
-    """Scale all gradients in place so that their global norm is at most `max_norm`; give the norm before.
-
-    `counted` are the parameters this process adds to the norm (all by default): one that several
-    processes hold is counted by one of them and scaled by each.
-
-    The factor is `max_norm / (norm + 1e-6)`, applied when below 1 (Megatron). `max_norm` None or 0
-    only measures. A norm that is not finite is returned and the gradients are left alone: whether to
-    skip the step or to stop is the caller's choice, and scaling would hide which gradient was bad.
-    """
-    params = list(params)
-    norm = float(global_norm(params if counted is None else counted, reduce, ops).item())
-    scale_to_norm(params, norm, max_norm, ops)
-    return norm
-
-
 def scale_to_norm(
     params: Iterable[Tensor], norm: float, max_norm: float | None, ops: FusedOps = NO_FUSED_OPS
 ) -> None:
-    """Scale all gradients in place, as :func:`clip_by_global_norm` does, by a norm that is known."""
+    """Scale all gradients in place so that their global norm, which is ``norm``, is at most ``max_norm``.
+
+    The factor is ``max_norm / (norm + 1e-6)``, applied when below 1 (Megatron); ``max_norm`` None or 0 leaves
+    them alone. So does a norm that is not finite: whether to skip the step or to stop is the caller's choice,
+    and scaling would hide which gradient was bad.
+    """
     if not max_norm or not math.isfinite(norm):
         return
     coefficient = max_norm / (norm + 1e-6)

@@ -1,28 +1,20 @@
 """The courses of the learning rate after its warm-up, by the names of ``Optimizer.lr.decay_style``.
 
 A course is a function ``(n, schedule) -> rate``: of the step n being taken, and of a
-:class:`~ppfleetx.optims.schedules.Schedule`, of which it reads ``max_lr``, ``min_lr``, ``warmup_steps`` (W)
-and ``decay_steps`` (D). It is asked for W < n <= D only; one that is registered with
-``ScheduleTraits(decays=False)`` for every n > W. Formulas: those of Megatron's parameter scheduler, with
-steps in the place of samples.
+:class:`~ppfleetx.optims.schedules.Schedule`, of which it reads ``max_lr``, ``min_lr``, ``warmup_steps`` (W,
+fractional when it comes from a fraction of D) and ``decay_steps`` (D). It is called for W < n <= D only; one
+that is registered with ``ScheduleTraits(decays=False)`` for every n > W. The formulas are those of Megatron's
+parameter scheduler, with steps in the place of samples.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Course(Protocol):
-    """What a course may read; lengths in optimizer steps, W fractional when it comes from a fraction of D."""
-
-    max_lr: float
-    min_lr: float
-    warmup_steps: float
-    decay_steps: int
-    wsd_decay_steps: int | None
-    wsd_decay_style: str
+if TYPE_CHECKING:
+    from ppfleetx.optims.schedules import Schedule
 
 
 WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
@@ -34,29 +26,29 @@ WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
 """Part of ``max_lr - min_lr`` that is left of it, of the part u of the final decay that is done."""
 
 
-def cosine(n: int, schedule: Course) -> float:
+def cosine(n: int, schedule: Schedule) -> float:
     """Half a cosine from `max_lr` at W to `min_lr` at D."""
     left = 0.5 * (1.0 + math.cos(math.pi * _done(n, schedule)))
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * left
 
 
-def linear(n: int, schedule: Course) -> float:
+def linear(n: int, schedule: Schedule) -> float:
     """Straight line from `max_lr` at W to `min_lr` at D."""
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * (1.0 - _done(n, schedule))
 
 
-def constant(n: int, schedule: Course) -> float:
-    """`max_lr` for ever."""
+def constant(n: int, schedule: Schedule) -> float:
+    """`max_lr` in every step."""
     return schedule.max_lr
 
 
-def inverse_square_root(n: int, schedule: Course) -> float:
+def inverse_square_root(n: int, schedule: Schedule) -> float:
     """`max_lr * sqrt(W / n)`, never below `min_lr`; W counts as 1 when there is no warm-up."""
     rate = schedule.max_lr * math.sqrt(max(schedule.warmup_steps, 1.0)) / math.sqrt(max(n, 1))
     return max(schedule.min_lr, rate)
 
 
-def wsd(n: int, schedule: Course) -> float:
+def wsd(n: int, schedule: Schedule) -> float:
     """Warm-up, stable, decay: `max_lr` until D - `wsd_decay_steps`, then down to `min_lr` at D."""
     assert schedule.wsd_decay_steps is not None
     annealing_start = schedule.decay_steps - schedule.wsd_decay_steps
@@ -66,6 +58,6 @@ def wsd(n: int, schedule: Course) -> float:
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * coefficient
 
 
-def _done(n: int, schedule: Course) -> float:
+def _done(n: int, schedule: Schedule) -> float:
     """The part of the way from W to D that is behind."""
     return (n - schedule.warmup_steps) / (schedule.decay_steps - schedule.warmup_steps)

@@ -3,7 +3,7 @@
 Legend: n  the step being taken, 1, 2, 3, ... (never 0, so the first learning rate is not zero);
         W  warm-up length, D  decay length, both in optimizer steps; W may be fractional when it
         comes from a fraction of D.
-What comes after the warm-up is one of `courses.py`, or a plugin's.
+What comes after the warm-up is one of `lr_decay.py`, or a plugin's.
 """
 
 from __future__ import annotations
@@ -18,26 +18,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.registries import SCHEDULES
 from ppfleetx.config.sections.optimizer import LRConfig, OptimizerConfig
-from ppfleetx.optims.lr_decay import WSD_COEFFICIENT
 from ppfleetx.utils.log import get_logger
-
-WSD_STYLES = tuple(WSD_COEFFICIENT)
-WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
-RESUME_POLICIES = ("strict", "checkpoint", "config")
-
-
-def warmup(n: int, *, max_lr: float, warmup_steps: float) -> float:
-    """Straight line from 0 (step 0, never taken) to `max_lr` at step W."""
-    return max_lr * n / warmup_steps
-
-
-def weight_decay_at(n: int, *, start: float, end: float, style: str, total_steps: int) -> float:
-    """Weight decay of step n: constant, or a linear or cosine ramp reaching `end` at `total_steps`."""
-    if style == "constant":
-        return end
-    ratio = min(n / total_steps, 1.0)
-    coefficient = ratio if style == "linear" else 0.5 * (1.0 + math.cos(math.pi * (1.0 - ratio)))
-    return start + (end - start) * coefficient
 
 
 @dataclass(frozen=True)
@@ -45,8 +26,8 @@ class Schedule:
     """Everything that decides the learning rate and the weight decay of a step.
 
     `decay_steps` is D; after it the learning rate stays at `min_lr` (unless the style does not decay).
-    Two schedules are equal when all their fields are; `state()` goes into a checkpoint.
-    Raises ConfigError when the numbers cannot form a schedule.
+    Two schedules are equal when all their fields are; `state()` goes into a checkpoint. The section has
+    checked each number; whether the lengths fit together is checked here (ConfigError).
     """
 
     max_lr: float
@@ -62,24 +43,16 @@ class Schedule:
     weight_decay_steps: int = 1
 
     def __post_init__(self) -> None:
-        SCHEDULES.traits(self.decay_style)  # which raises for an unknown one
-        _check_choice("Optimizer.lr.wsd_decay_style", self.wsd_decay_style, WSD_STYLES)
-        _check_choice("Optimizer.weight_decay_schedule.style", self.weight_decay_style, WEIGHT_DECAY_STYLES)
-        _check_learning_rates(self)
         _check_lengths(self)
-        _check_weight_decay(self)
 
     def lr(self, step: int) -> float:
         """Learning rate used in step `step` (1 is the first).
 
         Raises:
-            ValueError: ``step`` is less than 1.
             ConfigError: the schedule gives no learning rate for this step.
         """
-        if step < 1:
-            raise ValueError(f"steps count from 1, got {step}")
         if step <= self.warmup_steps:
-            return warmup(step, max_lr=self.max_lr, warmup_steps=self.warmup_steps)
+            return self.max_lr * step / self.warmup_steps
         if step > self.decay_steps and SCHEDULES.traits(self.decay_style).decays:
             return self.min_lr
         return self._own_rate(step)
@@ -92,20 +65,13 @@ class Schedule:
         raise ConfigError(f"{rule}; it gives {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 
     def weight_decay(self, step: int) -> float:
-        """Weight decay used in step `step` (1 is the first).
-
-        Raises:
-            ValueError: ``step`` is less than 1.
-        """
-        if step < 1:
-            raise ValueError(f"steps count from 1, got {step}")
-        return weight_decay_at(
-            step,
-            start=self.start_weight_decay,
-            end=self.end_weight_decay,
-            style=self.weight_decay_style,
-            total_steps=self.weight_decay_steps,
-        )
+        """Weight decay used in step `step` (1 is the first): constant, or a linear or cosine ramp."""
+        if self.weight_decay_style == "constant":
+            return self.end_weight_decay
+        ratio = min(step / self.weight_decay_steps, 1.0)
+        if self.weight_decay_style == "cosine":
+            ratio = 0.5 * (1.0 + math.cos(math.pi * (1.0 - ratio)))
+        return self.start_weight_decay + (self.end_weight_decay - self.start_weight_decay) * ratio
 
     def describe(self) -> str:
         """One line for the log: style, limits and lengths."""
@@ -153,7 +119,6 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
     `strict` wants the saved one equal to the configured one, `checkpoint` takes the saved one,
     `config` the configured one. Raises CheckpointError (strict and different), naming each difference.
     """
-    _check_choice("Engine.save_load.lr_schedule", policy, RESUME_POLICIES)
     if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints, always 0
         saved = {name: value for name, value in saved.items() if name != "init_lr"}
     if policy == "config":
@@ -224,52 +189,15 @@ def _weight_decay(cfg_optimizer: OptimizerConfig, max_steps: int) -> dict[str, A
     }
 
 
-def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"must be one of {', '.join(allowed)}", key=key, value=value)
-
-
-def _check_learning_rates(schedule: Schedule) -> None:
-    for key in ("max_lr", "min_lr"):
-        value = getattr(schedule, key)
-        if not math.isfinite(value) or value < 0:
-            raise ConfigError("must be a finite number, 0 or more", key=f"Optimizer.lr.{key}", value=value)
-    if schedule.min_lr > schedule.max_lr and SCHEDULES.traits(schedule.decay_style).decays:
-        rule = f"must not be above max_lr ({schedule.max_lr:g})"
-        raise ConfigError(rule, key="Optimizer.lr.min_lr", value=schedule.min_lr)
-
-
 def _check_lengths(schedule: Schedule) -> None:
-    key = "Optimizer.lr.warmup_steps"
-    if schedule.warmup_steps < 0:
-        raise ConfigError("must not be negative", key=key, value=schedule.warmup_steps)
-    if not SCHEDULES.traits(schedule.decay_style).decays:
+    if not SCHEDULES.traits(schedule.decay_style).decays:  # which raises for an unknown style
         return
-    if schedule.decay_steps < 1:
-        raise ConfigError("must be 1 or more", key="Optimizer.lr.decay_steps", value=schedule.decay_steps)
     if schedule.warmup_steps > schedule.decay_steps:
         rule = f"must not exceed decay_steps ({schedule.decay_steps})"
-        raise ConfigError(rule, key=key, value=schedule.warmup_steps)
+        raise ConfigError(rule, key="Optimizer.lr.warmup_steps", value=schedule.warmup_steps)
     if schedule.decay_style != "wsd":
         return
     longest = schedule.decay_steps - schedule.warmup_steps
     if schedule.wsd_decay_steps is None or not 1 <= schedule.wsd_decay_steps <= longest:
         rule = f"must be between 1 and decay_steps - warm-up ({longest:g})"
         raise ConfigError(rule, key="Optimizer.lr.wsd_decay_steps", value=schedule.wsd_decay_steps)
-
-
-def _check_weight_decay(schedule: Schedule) -> None:
-    for key in ("start_weight_decay", "end_weight_decay"):
-        value = getattr(schedule, key)
-        if not math.isfinite(value) or value < 0:
-            raise ConfigError("must be a finite number, 0 or more", key=f"Optimizer.{key}", value=value)
-    if schedule.weight_decay_style == "constant" and schedule.start_weight_decay != schedule.end_weight_decay:
-        raise ConfigError(
-            f"a constant weight decay cannot start at {schedule.start_weight_decay:g} "
-            f"and end at {schedule.end_weight_decay:g}",
-            key="Optimizer.weight_decay_schedule.style",
-            value="constant",
-        )
-    if schedule.weight_decay_style != "constant" and schedule.weight_decay_steps < 1:
-        rule = f"needs a run of 1 or more steps to reach its end; this one has {schedule.weight_decay_steps}"
-        raise ConfigError(rule, key="Optimizer.weight_decay_schedule")

@@ -44,7 +44,9 @@ from ppfleetx.optims.gradients import complete_gradient, expects_gradient
 from ppfleetx.parallel.overlap import BUCKETS_IN_SIZE, Bucket, BucketSums, cut
 
 if TYPE_CHECKING:
-    from ppfleetx.parallel.sharding import Sharding, Values
+    from ppfleetx.parallel.param_broadcast import NewValues
+    from ppfleetx.parallel.sharding import Sharding
+    from ppfleetx.parallel.zero3 import ParameterSharding
 
 
 class GradientSync:
@@ -69,7 +71,7 @@ class GradientSync:
         tied_group: Any = None,
         has_experts: bool = False,
         sharding: Sharding | None = None,
-        values: Values | None = None,
+        values: NewValues | ParameterSharding | None = None,
         bucket_bytes: int | None = None,
         ops: FusedOps = NO_FUSED_OPS,
     ) -> None:

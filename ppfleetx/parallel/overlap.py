@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 
@@ -111,8 +111,8 @@ class SendOrder:
         return all(not expects_gradient(p) or self._has(p, passes) for p in self._buckets[index])
 
     def _has(self, parameter: paddle.Tensor, passes: int) -> bool:
-        """Whether the gradient of so many passes is complete. In the first step nobody knows how many parts
-        it comes in: where each pass sends, one is assumed; otherwise it is sent at the end."""
+        """Whether the gradient of so many passes is complete. In the first step it is not known how many
+        parts it comes in: where each pass sends, one is assumed; otherwise it is sent at the end."""
         parts = self._per_pass.get(id(parameter), 1 if self._each_pass else math.inf)
         return self._counts[id(parameter)] >= parts * passes
 
@@ -121,19 +121,17 @@ class SendOrder:
         self._send((self._num_sent - 1) % len(self._buckets))
 
 
-class Bucket:
-    """Parameters whose gradients travel together.
+class Bucket(NamedTuple):
+    """Parameters whose gradients travel together, in the order of the backward pass.
 
-    Args:
-        parameters: in the order of the backward pass.
+    Attributes:
         start: see :data:`Start`.
-        done: called when the sums are there.
+        done: called when the sums have arrived.
     """
 
-    def __init__(
-        self, parameters: Sequence[paddle.Tensor], start: Start, done: Callable[[], None] = lambda: None
-    ) -> None:
-        self.parameters, self.start, self.done = list(parameters), start, done
+    parameters: Sequence[paddle.Tensor]
+    start: Start
+    done: Callable[[], None] = lambda: None
 
 
 class BucketSums:
@@ -153,7 +151,7 @@ class BucketSums:
         self._order.begin(num_passes)
 
     def finish(self) -> None:
-        """Send what has not been sent, and wait until all sums are there."""
+        """Send what has not been sent, and wait for all sums."""
         self._order.finish()
         while self._under_way:
             self._complete()
@@ -179,9 +177,9 @@ def cut(
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
     """(key, parameters) of buckets of up to ``nbytes``, one key and one type in each.
 
-    In the order in which they are complete when the parameters come in their order. One that is nearly full
-    takes nothing more, lest it wait for a few bytes. A parameter that fills a bucket by itself is alone, and
-    those before it go on collecting.
+    They come in the order in which they are complete when the parameters come in theirs. A bucket that is
+    nearly full takes nothing more, so that it does not wait for a few bytes. A parameter that fills a bucket
+    is alone in it, and open buckets before it go on filling.
     """
     buckets: list[tuple[Any, list[paddle.Tensor]]] = []
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}

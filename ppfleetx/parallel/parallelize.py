@@ -32,7 +32,9 @@ from ppfleetx.parallel.runner import Runner
 from ppfleetx.parallel.step import StepOptions
 
 if TYPE_CHECKING:
-    from ppfleetx.parallel.sharding import Sharding, Values
+    from ppfleetx.parallel.param_broadcast import NewValues
+    from ppfleetx.parallel.sharding import Sharding
+    from ppfleetx.parallel.zero3 import ParameterSharding
 
 
 def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
@@ -198,7 +200,7 @@ def _values(
     stages: Sequence[tuple[int, paddle.nn.Layer]],
     cfg: RunConfig,
     ctx: ParallelContext,
-) -> Values:
+) -> NewValues | ParameterSharding:
     """How values come from their owners."""
     overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:

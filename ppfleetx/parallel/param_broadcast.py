@@ -1,22 +1,23 @@
 """Stages 1 and 2 of sharding: after an update, owners send the new values to the others.
 
-They leave in the order in which the next forward pass needs them, large parameters straight into their
+They leave in the order in which the next forward pass needs them. Large parameters go straight into their
 memory, so nothing is copied; the small ones (norms, biases) go first, packed by owner. The forward pass of a
-layer waits for that layer's values alone. Whoever reads parameters otherwise calls :meth:`NewValues.finish`
-first. Paddle's ``DygraphShardingOptimizer`` sends and waits in the same way when its ``broadcast_overlap``
-is on, but for the packing.
+layer waits only for that layer's values. Code that reads parameters otherwise calls :meth:`NewValues.finish`
+first. Apart from the packing, Paddle's ``DygraphShardingOptimizer`` does the same with ``broadcast_overlap``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import paddle
 from paddle import distributed
 
 from ppfleetx.distributed.collectives import Packed, broadcast_packed, start_packed
-from ppfleetx.parallel.zero3 import Owning
+
+if TYPE_CHECKING:
+    from ppfleetx.parallel.sharding import Sharding
 
 SMALL_BYTES = 256 << 10
 """Parameters below this travel packed: a message of that size costs more than its bytes."""
@@ -35,7 +36,7 @@ class NewValues:
     def __init__(
         self,
         parameters: Sequence[paddle.Tensor],
-        owning: Owning,
+        owning: Sharding,
         layers: Sequence[paddle.nn.Layer] | None,
         packed_bytes: int,
     ) -> None:
@@ -58,7 +59,7 @@ class NewValues:
 
     @paddle.no_grad()
     def updated(self) -> None:
-        """The owners' values have changed: let them leave, and, without overlap, wait for them."""
+        """The owners have new values: send them, and, without overlap, wait for them."""
         if not self._overlaps:
             for members in self._by_owner(self._parameters):
                 first = members[0]
@@ -73,7 +74,7 @@ class NewValues:
             self._tasks[id(parameter)] = self._start(parameter)(parameter.detach())
 
     def finish(self) -> None:
-        """Wait for all that is under way: every parameter has its new value then."""
+        """Wait for everything under way: then every parameter has its new value."""
         self._finish_small()
         while self._tasks:
             self._tasks.pop(next(iter(self._tasks))).wait()

@@ -43,7 +43,7 @@ class LossScaler:
         scale: what the loss of the next step is multiplied by.
         window: steps without overflow before the scale doubles.
         hysteresis: overflows before the scale halves.
-        dynamic: False keeps the scale for ever.
+        dynamic: False keeps the scale constant.
     """
 
     scale: float

@@ -1,4 +1,4 @@
-"""What the engine asks of whoever executes the model, whatever the plan."""
+"""What the engine asks of the code that runs the model, whatever the plan."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class Runner(Protocol):
     """Executes steps of one model under one plan.
 
     Attributes:
-        checks: ``Engine.checks``: what to look at beside computing.
+        checks: ``Engine.checks``: what is checked in each step.
         before_update: called in each step before parameters and optimizer states change; until then they
             are only read.
-        judge: called in each step with the loss, the gradient norm, and what computes the step again and
-            gives both anew; gives the two that count, and whether the step is taken, the same on all ranks.
-            None: each is taken. With a judge, numbers that are not finite are for it to refuse, unless the
-            loss is scaled.
+        judge: called in each step with the loss, the gradient norm, and a function that computes the step
+            again and returns both. It returns the two that count and whether the step is taken, the same on
+            all ranks. None: every step is taken. Unless the loss is scaled, it is the judge that refuses
+            numbers that are not finite.
     """
 
     checks: str
@@ -93,17 +93,17 @@ class Runner(Protocol):
         ...
 
     def finish_update(self) -> None:
-        """Wait until parameters have the values of the last update; these may come while the next pass runs.
+        """Wait until parameters have the values of the last update, which may still be arriving.
 
-        All that reads parameters does so first: evaluation, ``named_parameters`` and what else is here, and
-        the engine when training ends.
+        All that reads parameters calls it first: evaluation, ``named_parameters`` and the other methods here,
+        and the engine when training ends.
         """
         ...
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
-        """Where on this rank the numbers that ended ``train_step`` first were not finite; None: nowhere.
+        """The first place on this rank where the numbers of ``train_step`` were not finite; None: nowhere.
 
-        Every rank of the job calls this after :class:`NonFiniteError`, with what it gave ``train_step``.
+        Every rank of the job calls this after :class:`NonFiniteError`, with the arguments of ``train_step``.
         """
         ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import paddle
 from paddle import distributed
@@ -34,16 +34,6 @@ if TYPE_CHECKING:
 UNWAITED_MESSAGES = 2
 """How many messages of stages 2 and 3 may be under way: those to two owners use both directions of a link.
 More would keep gradients whose memory these stages are meant to save."""
-
-
-class Values(Protocol):
-    """How the values of parameters come from their owners."""
-
-    def updated(self) -> None:
-        """The owners have new values."""
-
-    def finish(self) -> None:
-        """Wait until nothing is under way."""
 
 
 class Sharding:
@@ -181,8 +171,8 @@ class Sharding:
 
         Args:
             stages: (index in the model, layer) of what this rank holds.
-            when_complete: called in a layer's backward pass; calls its argument when the gradients of the
-                layer's weights are there.
+            when_complete: called in a layer's backward pass; calls its argument when the layer's weights have
+                their gradients.
         """
         if self._order is None:
             return

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a step needs to know beside model, optimizer and plan.
+    """What a step needs to know apart from model, optimizer and plan.
 
     Attributes:
         seed: ``Global.seed``, for the dropout streams.
         clip_norm: global gradient norm to clip to; 0 measures it only.
         precision: what is computed in which type.
-        metrics: names of metrics that the model's layers give, beside those of the task.
+        metrics: names of the metrics that the model's layers give; the task has its own.
     """
 
     seed: int = 0
@@ -131,9 +131,9 @@ class StepRunner(ABC):
         counts = self._count_over_job(micro_batches) if counts is None else counts
         num_valid = max(counts[0], 1.0)
         loss, grad_norm, overflow, metrics = self._gradients(micro_batches, counts)
-        told: dict[str, Any] = {"metrics": metrics}
+        more: dict[str, Any] = {"metrics": metrics}
         if self._precision.scaler is not None:
-            told["loss_scale"] = self._precision.loss_scale
+            more["loss_scale"] = self._precision.loss_scale
         accepted = self._accepts(loss, grad_norm, overflow, micro_batches)
         if accepted and self.judge is not None:
             loss, grad_norm, accepted = self.judge(
@@ -143,22 +143,25 @@ class StepRunner(ABC):
             self._precision.scaler.update(overflow)
         if not accepted:
             self._optimizer.clear_grad()
-            return StepOutput(loss, num_valid, grad_norm, skipped=True, **told)
+            return StepOutput(loss, num_valid, grad_norm, skipped=True, **more)
         self.before_update()
         self._optimizer.step(lr=lr, weight_decay=weight_decay)
         self._scales.update()
         self._optimizer.clear_grad()
-        return StepOutput(loss, num_valid, grad_norm, **told)
+        return StepOutput(loss, num_valid, grad_norm, **more)
 
     def _gradients(
         self, micro_batches: Sequence[MicroBatch], counts: Sequence[float]
     ) -> tuple[float, float, bool, Mapping[str, Metric]]:
-        """The step's gradients, summed over the ranks and clipped; the loss, and their norm before that; with
-        loss scaling, whether either is not finite on any rank; the metrics.
+        """Compute the step's gradients, summed over the ranks and clipped.
 
-        All are read together, after all of a step's passes and sums have been queued: here alone does the
-        host wait for the device. They are needed before the update, which a number that is not finite, or a
-        spike, prevents.
+        All numbers are read together, after all passes and sums of the step have been queued: only here does
+        the host wait for the device. They are needed before the update, because a number that is not finite,
+        or a spike, prevents it.
+
+        Returns:
+            The loss; the norm of the gradients before clipping; with loss scaling, whether either is not
+            finite on any rank; the metrics.
         """
         with self._search if self.checks == "full" else nullcontext():
             self._passes(micro_batches, counts)
@@ -168,15 +171,15 @@ class StepRunner(ABC):
         numbers = [sums[0], self._sync.norm()]
         if self._precision.scaler is not None:
             numbers.append(self._overflows(numbers))
-        told = read(paddle.stack([*sums.unbind(), *numbers[1:]])).tolist()
-        found, (grad_norm, *overflow) = told[: len(sums)], told[len(sums) :]
+        values = read(paddle.stack([*sums.unbind(), *numbers[1:]])).tolist()
+        found, (grad_norm, *overflow) = values[: len(sums)], values[len(sums) :]
         self._sync.clip(grad_norm, self._clip_norm)
         loss, metrics = self._sums.read(found)
         return loss / max(counts[0], 1.0), grad_norm, any(overflow), metrics
 
     def _overflows(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
-        """On how many ranks one of the numbers is not finite. All must know: a step that was skipped on some
-        of the ranks only would go unnoticed."""
+        """On how many ranks one of the numbers is not finite. All ranks must know: a step that only some of
+        them skip would go unnoticed."""
         here = paddle.stack(list(numbers)).isfinite().all().logical_not().astype("float32")
         if self._ctx.world_size > 1:
             distributed.all_reduce(here)
@@ -185,14 +188,14 @@ class StepRunner(ABC):
     def _repeat(
         self, micro_batches: Sequence[MicroBatch], counts: Sequence[float], step: int
     ) -> tuple[float, float]:
-        """:meth:`_gradients` once more: the weights are those of before the step, dropout belongs to it."""
+        """:meth:`_gradients` again, with the weights of before the step and the same dropout."""
         self._optimizer.clear_grad()
         self._streams.begin_step(step)
         return self._gradients(micro_batches, counts)[:2]
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
         if self.checks != "full":
-            # The parameters are those of before the step and dropout belongs to it: the passes repeat.
+            # The parameters are those of before the step, and dropout depends on it: the passes repeat.
             self._optimizer.clear_grad()
             self._streams.begin_step(step)
             with self._search:

@@ -50,7 +50,7 @@ class StepSums:
             self._metrics[name].append(Sum(_detached(metric.value), _detached(metric.count)))
 
     def over_job(self) -> paddle.Tensor:
-        """All sums over the job, for :meth:`read`: a float64 vector that nobody has waited for."""
+        """All sums over the job, for :meth:`read`: a float64 vector, still on the device."""
         numbers = [sum_of(self._losses), paddle.full([], len(self._undeclared), "float64")]
         for metrics in self._metrics.values():
             numbers += [sum_of([m.value for m in metrics]), sum_of([m.count for m in metrics])]
@@ -85,7 +85,7 @@ def _refused(names: Iterable[str]) -> ConfigError:
 
 
 def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
-    """Sum of scalars in float64, on the device; nobody waits for it."""
+    """Sum of scalars in float64, still on the device."""
     tensors = [number.astype("float64") for number in numbers if isinstance(number, paddle.Tensor)]
     known = sum(number for number in numbers if not isinstance(number, paddle.Tensor))
     if known or not tensors:

@@ -1,16 +1,16 @@
-"""Stage 3 of sharding: parameters that exist, but for their owners, only while a layer uses them.
+"""Stage 3 of sharding: apart from their owners, ranks hold parameters only while a layer uses them.
 
-A layer's values come as one message from each of their owners. While the layer computes, those of the next
-one are on their way: of the one behind it in the forward pass, of the one before it in the backward pass.
-They are started at fixed points of the program, never by time, so all ranks of the group issue the same
-broadcasts in the same order. Beside the layer that computes, the values of one more exist.
+Each owner sends its values of a layer in one message. While the layer computes, the values of the next one
+are under way: the one after it in the forward pass, the one before it in the backward pass. They are started
+at fixed points of the program, never by time, so all ranks of the group issue the same broadcasts in the same
+order. At any time the values of at most two layers exist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import paddle
 from paddle import distributed
@@ -19,15 +19,8 @@ from paddle.autograd import PyLayer
 from ppfleetx.distributed.collectives import begins_of
 from ppfleetx.nn.chunked_loss import LogitsInPieces, PieceHead
 
-
-class Owning(Protocol):
-    """Says which rank owns a parameter, and among which ranks."""
-
-    def group_of(self, parameter: paddle.Tensor) -> Any: ...
-
-    def owner_of(self, parameter: paddle.Tensor) -> int: ...
-
-    def owns(self, parameter: paddle.Tensor) -> bool: ...
+if TYPE_CHECKING:
+    from ppfleetx.parallel.sharding import Sharding
 
 
 class ParameterSharding:
@@ -41,7 +34,7 @@ class ParameterSharding:
     """
 
     def __init__(
-        self, owning: Owning, stages: Sequence[tuple[int, paddle.nn.Layer]], *, ahead: bool = True
+        self, owning: Sharding, stages: Sequence[tuple[int, paddle.nn.Layer]], *, ahead: bool = True
     ) -> None:
         self._owning = owning
         by_index = dict(stages)
@@ -55,11 +48,11 @@ class ParameterSharding:
             self._drop(layer)
 
     def updated(self) -> None:
-        """Values that were fetched ahead and not used are out of date."""
+        """The owners have new values: those that were fetched ahead and not used are out of date."""
         self.finish()
 
     def finish(self) -> None:
-        """Wait for what is under way, and forget it: nobody has used it."""
+        """Wait for values that are under way, and forget them: they have not been used."""
         if self._next is not None:
             (_, fetch), self._next = self._next, None
             fetch.wait()
@@ -81,7 +74,7 @@ class ParameterSharding:
         if not (layer.training and paddle.is_grad_enabled()):
             return output
         if inputs[0][0].stop_gradient and all(p.stop_gradient for p in layer.parameters()):
-            return output  # a frozen first layer: no backward pass comes here
+            return output  # a frozen first layer: no backward pass reaches it
         self._returns.add(id(layer))
         fetch = lambda: self._fetch_back(layer)  # noqa: E731
         if isinstance(output, tuple):
@@ -93,7 +86,7 @@ class ParameterSharding:
         self._fetch(layer, before if id(before) in self._returns else None)
 
     def _fetch(self, layer: paddle.nn.Layer, following: paddle.nn.Layer | None) -> None:
-        """Get the values of ``layer``, on their way already or not, and send for those of ``following``."""
+        """Complete the values of ``layer``, and start those of ``following``."""
         if self._next is not None and self._next[0] is not layer:
             self.finish()
         fetch = _Fetch(layer, self._owning) if self._next is None else self._next[1]
@@ -120,9 +113,9 @@ class _Message:
 
 
 class _Fetch:
-    """The values of a layer on their way: one message for each owner and type."""
+    """The values of a layer under way: one message for each owner and type."""
 
-    def __init__(self, layer: paddle.nn.Layer, owning: Owning) -> None:
+    def __init__(self, layer: paddle.nn.Layer, owning: Sharding) -> None:
         kinds: dict[tuple[int, int, Any], list[paddle.Tensor]] = {}
         for parameter in layer.parameters():
             group = owning.group_of(parameter)
@@ -132,7 +125,7 @@ class _Fetch:
         self._messages = [self._start(members, owning) for members in kinds.values()]
 
     @paddle.no_grad()
-    def _start(self, parameters: list[paddle.Tensor], owning: Owning) -> _Message:
+    def _start(self, parameters: list[paddle.Tensor], owning: Sharding) -> _Message:
         group, owner = owning.group_of(parameters[0]), owning.owner_of(parameters[0])
         mine = owner == group.rank
         offsets, end = begins_of([p.size for p in parameters], parameters[0].element_size())
@@ -149,13 +142,13 @@ class _Fetch:
         return _Message(flat, parameters, offsets, mine, task)
 
     def wait(self) -> None:
-        """Until nothing is under way any more; the values are not used."""
+        """Wait for the messages without using the values."""
         for message in self._messages:
             message.task.wait()
         self._messages = []
 
     def complete(self) -> None:
-        """Wait; the parameters have their values then, in the memory of the messages."""
+        """Wait, and give the parameters their values, in the memory of the messages."""
         for message in self._messages:
             message.task.wait()
             for parameter, begin in zip(message.parameters, message.offsets, strict=True):

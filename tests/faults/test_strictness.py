@@ -1,4 +1,4 @@
-"""What does not fit is refused, each with its own message, and each goes on when told to with its own key."""
+"""A checkpoint that does not fit is refused with a message of its own, and accepted with a key of its own."""
 
 import re
 import shutil
