@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -16,19 +18,18 @@ from ppfleetx.checkpoint.entries import TensorEntry
 from ppfleetx.checkpoint.manifest import Manifest, rank_directory
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, TensorSlice
-from ppfleetx.checkpoint.weights import VOCAB_DIM
 from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.checkpoint.writer import commit, save_checkpoint, saving, write_rank
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.models.gpt.spec import parameter_specs
+from ppfleetx.nn.param_spec import Shard
 from ppfleetx.utils.files import atomic_write
 
 _NO_LIMIT = 1 << 62
-# Linears of which tensor parallelism cuts the output (columns), and those of which it cuts the input (rows).
-# FleetX can have q, k and v apart.
-_CUT_COLUMNS = ("attention.qkv", "attention.q", "attention.k", "attention.v", "mlp.fc1")
-_CUT_ROWS = ("attention.out_proj", "mlp.fc2")
+_LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 def merge(path: str | Path, output: str | Path) -> Path:
@@ -148,12 +149,17 @@ def _follows(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
 
 def cut_dim(name: str) -> int | None:
     """The dimension in which tensor parallelism cuts the parameter of this canonical name, if it does."""
-    if name in VOCAB_DIM:
-        return VOCAB_DIM[name]
-    part, _, kind = name.rpartition(".")
-    if part.endswith(_CUT_COLUMNS):
-        return 1 if kind == "weight" else 0
-    return 0 if part.endswith(_CUT_ROWS) and kind == "weight" else None
+    fused = re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name)  # which FleetX can store apart
+    return _cut_dims().get(_LAYER_NUMBER.sub(".", fused))
+
+
+@cache
+def _cut_dims() -> dict[str, int]:
+    """Dimension by name, as the parameters are declared; names without the numbers of layers."""
+    sizes = {"vocab_size": 2, "hidden_size": 2, "num_layers": 1, "num_attention_heads": 1}
+    model = ModelConfig(**sizes, tie_word_embeddings=False, add_head_bias=True)
+    placements = {name: spec.lies("mp") for name, spec in parameter_specs(model).items()}
+    return {_LAYER_NUMBER.sub(".", name): p.dim for name, p in placements.items() if isinstance(p, Shard)}
 
 
 def _layers_per_stage(manifest: Manifest, plan: ParallelPlan) -> list[int]:

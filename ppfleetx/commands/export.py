@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ppfleetx.commands.generate import check_checkpoint, load_generator
 from ppfleetx.commands.model_options import ModelOptions
 from ppfleetx.commands.options import option
-from ppfleetx.commands.resolve_model import as_replicas
-from ppfleetx.commands.start_process import start_with, world_size
-from ppfleetx.config.loader import load_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +26,10 @@ examples:
 
     def run(self) -> None:
         """Export the checkpoint ``Engine.save_load.ckpt_dir`` into ``Engine.save_load.output_dir``/rank_0."""
+        from ppfleetx.commands.generate import check_checkpoint, load_generator
+        from ppfleetx.commands.resolve_model import as_replicas
+        from ppfleetx.commands.start_process import start_with, world_size
+        from ppfleetx.config.loader import load_config
         from ppfleetx.deploy.capabilities import check_generation
         from ppfleetx.deploy.export import check_adapters, check_one_process, check_target, export
         from ppfleetx.utils.log import get_logger

@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ppfleetx.commands.generate import check_checkpoint, load_generator
 from ppfleetx.commands.model_options import ModelOptions
 from ppfleetx.commands.options import option
-from ppfleetx.commands.start_process import start_with, world_size
-from ppfleetx.config.loader import load_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +22,9 @@ examples:
 
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM."""
+        from ppfleetx.commands.generate import check_checkpoint, load_generator
+        from ppfleetx.commands.start_process import start_with, world_size
+        from ppfleetx.config.loader import load_config
         from ppfleetx.deploy.server import run as server
 
         with self.job() as job:

@@ -39,6 +39,19 @@ HUB = "hf:"
 _ITERATION = re.compile(r"iter_\d+|release")
 
 
+_SUFFIXES = {
+    ".gguf": "a GGUF file, which is not read. Convert the Hugging Face model it was made of",
+    ".pdparams": f"a file of Paddle's. What is read are FleetX's {FLEETX_FILE} (name its directory) and "
+    f"{PADDLE_PICKLE} of PaddleNLP beside its {CONFIG} (tools/convert_checkpoint.py --from hf)",
+    **dict.fromkeys(
+        (".pt", ".pth", ".ckpt", ".bin"),
+        "a file of PyTorch's. tools/convert_checkpoint.py reads directories of Hugging Face (--from hf) and "
+        "of Megatron-LM (--from megatron)",
+    ),
+}
+"""What a single file of weights is, by its suffix."""
+
+
 def is_hugging_face(path: Path) -> bool:
     """Whether a directory has the files of a Hugging Face model (or of PaddleNLP) and is not ours."""
     if not path.is_dir() or _is_ours(path):
@@ -113,18 +126,8 @@ def _file(path: Path) -> str | None:
             f"{path} holds tensors alone, and nothing that says what network they are. With the model's "
             f"{CONFIG} beside it, its directory can be converted: tools/convert_checkpoint.py --from hf"
         )
-    if path.suffix == ".gguf":
-        return f"{path} is a GGUF file, which is not read. Convert the Hugging Face model it was made of"
-    if path.suffix == ".pdparams":
-        return (
-            f"{path} is a file of Paddle's. What is read are FleetX's {FLEETX_FILE} (name its directory) and "
-            f"{PADDLE_PICKLE} of PaddleNLP beside its {CONFIG} (tools/convert_checkpoint.py --from hf)"
-        )
-    if path.suffix in (".pt", ".pth", ".ckpt", ".bin"):
-        return (
-            f"{path} is a file of PyTorch's. tools/convert_checkpoint.py reads directories of Hugging Face "
-            "(--from hf) and of Megatron-LM (--from megatron)"
-        )
+    if path.suffix in _SUFFIXES:
+        return f"{path} is {_SUFFIXES[path.suffix]}"
     if name in (LATEST_FILE, BEST_FILE):
         return None
     return f"{path} is a file. A checkpoint is a directory, or the file {LATEST_FILE} or {BEST_FILE} of a run"

@@ -1,10 +1,4 @@
-"""Paddle's files: pickled state dicts (``.pdparams``), and Llamas as PaddleNLP and PaddleFormers store them.
-
-Their linears are ``[in, out]``, Hugging Face's ``[out, in]``, and the names are the same (PaddleNLP says
-``llama.`` for ``model.``). The shapes of linears that are not square tell which a directory has. If all are
-square, its metadata does: ``format: np``, ``paddle`` or ``pd``, or pickles of Paddle. A file without these is
-Hugging Face's.
-"""
+"""Pickled state dicts of Paddle (``.pdparams``)."""
 
 from __future__ import annotations
 
@@ -12,15 +6,13 @@ import operator
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.slices import Index
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.conversion.huggingface.config_keys import of_paddle
-from ppfleetx.conversion.huggingface.tensors import rules
 from ppfleetx.conversion.pickles import (
     PADDLE_NAMES,
     PickledArray,
@@ -29,18 +21,9 @@ from ppfleetx.conversion.pickles import (
     tensor_of,
 )
 from ppfleetx.utils.foreign_files import opened
-from ppfleetx.utils.log import get_logger
-
-if TYPE_CHECKING:
-    from ppfleetx.conversion.huggingface.files import Stored
 
 _NAME_TABLE = "StructuredToParameterName@@"
 _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling
-_PREFIX = "llama."
-_FUSED = (".qkv_proj.weight", ".gate_up_fused_proj.weight", ".up_gate_proj.weight")
-_HEAD = "lm_head.weight"
-
-# ---- pickled state dicts
 
 
 def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
@@ -83,97 +66,3 @@ def _joined(tensors: dict[str, LazyTensor], chunked: Mapping[str, Any]) -> dict[
 
 def _joiner(shape: Index) -> Callable[..., np.ndarray]:
     return lambda *parts: np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)
-
-
-# ---- Llamas of PaddleNLP and PaddleFormers
-
-
-def in_hf_layout(
-    stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
-) -> dict[str, LazyTensor]:
-    """The tensors of a directory as Hugging Face would have stored them.
-
-    Args:
-        stored: the tensors as they lie in the files.
-        config: its configuration.
-        keys: the same as keys of our `Model` section.
-        directory: where they are; used in messages.
-
-    Raises:
-        CheckpointError: projections are fused, nothing says how a matrix is stored, or it is no Llama.
-    """
-    is_paddle = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
-    kind = config["model_type"]
-    if kind == "gpt2" or not is_paddle:
-        return stored.tensors
-    if kind != "llama":
-        raise CheckpointError(
-            f"{directory} is a {kind} that PaddleNLP or PaddleFormers wrote. Of theirs only a llama is read; "
-            f"a {kind} can be converted from Hugging Face's own files"
-        )
-    if "pt" in stored.formats:
-        raise CheckpointError(f"{directory}: some of its files are PyTorch's and some Paddle's")
-    if fused := [name for name in stored.tensors if name.endswith(_FUSED)]:
-        raise CheckpointError(
-            f"{directory} holds {fused[0]}, projections that PaddleNLP has fused. Load and save the model "
-            "there with fuse_attention_qkv=False and fuse_attention_ffn=False, and convert that"
-        )
-    is_of_nlp = any(name.startswith(_PREFIX) for name in stored.tensors)
-    tensors = {
-        f"model.{name.removeprefix(_PREFIX)}" if name.startswith(_PREFIX) else name: tensor
-        for name, tensor in stored.tensors.items()
-    }
-    linears = _linears(config)
-    if _are_in_out(tensors, linears, directory):
-        get_logger().info(
-            f"{directory}: linears are read as [in, out], as PaddleNLP and PaddleFormers store them"
-        )
-        tensors = {
-            name: _transposed(tensor) if name in linears else tensor for name, tensor in tensors.items()
-        }
-    if _HEAD in tensors and _is_head_in_out(tensors[_HEAD].shape, keys, is_of_nlp, directory):
-        tensors[_HEAD] = _transposed(tensors[_HEAD])
-    return tensors
-
-
-def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
-    """Name -> shape [out, in] of each linear of the layers."""
-    return {
-        name: shape
-        for rule in rules(config)
-        if rule.is_transposed and len(rule.shape) == 2
-        for name, shape in zip(rule.theirs, rule.shapes, strict=True)
-        if name != _HEAD
-    }
-
-
-def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index], directory: Path) -> bool:
-    """Whether the linears are [in, out]; true where all of them are square."""
-    found: dict[bool, str] = {}
-    for name, (rows, columns) in linears.items():
-        if rows != columns and name in tensors and sorted(tensors[name].shape) == sorted((rows, columns)):
-            found.setdefault(tensors[name].shape != (rows, columns), name)
-    if len(found) == 2:
-        raise CheckpointError(
-            f"{directory}: {found[True]} is stored as [in, out] and {found[False]} as [out, in]; nothing "
-            "says how its square matrices are stored"
-        )
-    return False not in found
-
-
-def _is_head_in_out(shape: Index, keys: Mapping[str, Any], is_of_nlp: bool, directory: Path) -> bool:
-    """Whether the head is [hidden, vocabulary]. PaddleNLP's is, of PaddleFormers' only the older ones."""
-    vocab, hidden = keys["vocab_size"], keys["hidden_size"]
-    if vocab == hidden and not keys["tie_word_embeddings"]:
-        if is_of_nlp:
-            return True
-        raise CheckpointError(
-            f"{directory}: {_HEAD} is square, and PaddleFormers has stored it both ways; nothing says which"
-        )
-    return shape == (hidden, vocab) and vocab != hidden
-
-
-def _transposed(tensor: LazyTensor) -> LazyTensor:
-    if len(tensor.shape) != 2:
-        return tensor
-    return LazyTensor(tensor.dtype, tensor.shape[::-1], lambda: tensor.read().T)

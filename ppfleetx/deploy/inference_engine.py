@@ -24,7 +24,7 @@ from ppfleetx.deploy.export_dir import (
     open_export,
     quantized_ops_file,
 )
-from ppfleetx.distributed.device import is_card, is_gpu, kind_of
+from ppfleetx.distributed.device import is_card, is_gpu, kind_of, waiting_for_each_operator
 from ppfleetx.generation.batch import Batch
 from ppfleetx.generation.generator import TextGenerator
 from ppfleetx.generation.processors import SMALLEST
@@ -146,7 +146,7 @@ class Program:
     def __init__(
         self, directory: Path, files: Collection[str], options: InferenceConfig, device: str
     ) -> None:
-        is_cpu = not is_card(device)
+        self._device, is_cpu = device, not is_card(device)
         program = _program_file(files, options) if is_cpu else PROGRAM_FILE
         if is_cpu and _GARBAGE not in os.environ:
             paddle.set_flags({_GARBAGE: _GARBAGE_GB})
@@ -158,7 +158,8 @@ class Program:
         """New tokens of :data:`ppfleetx.deploy.static.program.INPUTS`; ``[b, up to t]`` int64."""
         for name in self._predictor.get_input_names():
             self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
-        self._predictor.run()
+        with waiting_for_each_operator(self._device):
+            self._predictor.run()
         # A copy: the output itself lies in a buffer that the next run writes to.
         return self._predictor.get_output_handle(self._predictor.get_output_names()[0]).copy_to_cpu()
 

@@ -12,7 +12,8 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,25 @@ def name_errors(device: str) -> None:
 
     if kind_of(device) not in (CPU, GPU, XPU):
         paddle.set_flags({"FLAGS_call_stack_level": 2})
+
+
+@contextmanager
+def waiting_for_each_operator(device: str) -> Iterator[None]:
+    """Within, Paddle's executor of exported programs waits for each operator on a plugin's device.
+
+    Paddle (3.3.1) reads the conditions of loops there, and frees what it copies, without waiting.
+    """
+    import paddle
+
+    if kind_of(device) in (CPU, GPU, XPU):
+        yield
+        return
+    before = paddle.get_flags("FLAGS_benchmark")
+    paddle.set_flags({"FLAGS_benchmark": True})
+    try:
+        yield
+    finally:
+        paddle.set_flags(before)
 
 
 def on_gpu() -> bool:

@@ -319,8 +319,9 @@ def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
     Raises:
         RendezvousError: nobody listens there, nothing comes through, or the first one names who is missing.
     """
-    where, deadline = "{}:{}".format(*point), time.monotonic() + seconds
-    line = Line(_connect(point, own.name, _Wait(seconds)))
+    first = f"{'rank 0' if own.number is not None else 'the first machine'} at {{}}:{{}}".format(*point)
+    deadline = time.monotonic() + seconds
+    line = Line(_connect(point, own.name, first, _Wait(seconds)))
     is_heard = False
     try:
         line.send({"name": own.name, "number": own.number, "size": size, "address": own.address})
@@ -334,20 +335,19 @@ def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
             return Members(said["number"], said["names"], addresses, token, {0: line})
     except TimeoutError as error:
         line.close()
-        raise _silent(where, seconds, is_heard=is_heard) from error
+        raise _silent(first, seconds, is_heard=is_heard) from error
     except (OSError, KeyError, TypeError, ValueError) as error:
         line.close()
         raise RendezvousError(
-            f"what answers at {where} is not the first process of this job, or ended: {error}",
-            "another program holds that port, or the first process ended there: look at its log",
+            f"{first} ended before all had come, or what answers there is something else: {error}",
+            "look at its log; does another program hold that port?",
         ) from error
     line.close()
-    raise RendezvousError(f"the first process at {where} says: {said['refused']}", str(said.get("cure")))
+    raise RendezvousError(f"{first} says: {said['refused']}", str(said.get("cure")))
 
 
-def _connect(point: Address, name: str, wait: _Wait) -> socket.socket:
+def _connect(point: Address, name: str, first: str, wait: _Wait) -> socket.socket:
     """Try until it succeeds or the time is up."""
-    where = "{}:{}".format(*point)
     while True:
         try:
             connection = socket.create_connection(point, max(0.2, min(_CONNECT_SECONDS, wait.next_look())))
@@ -359,41 +359,34 @@ def _connect(point: Address, name: str, wait: _Wait) -> socket.socket:
             problem: OSError = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         except OSError as error:
             problem = error
-        if wait.is_over(f"{name} waits for the first process to listen at {where} ({problem})"):
-            raise _unreachable(point, problem, wait.seconds) from problem
+        if wait.is_over(f"{name} waits for {first} to listen ({problem})"):
+            raise _unreachable(first, problem, wait.seconds) from problem
         time.sleep(_RETRY_SECONDS)
 
 
-def _silent(where: str, seconds: float, *, is_heard: bool) -> RendezvousError:
+def _silent(first: str, seconds: float, *, is_heard: bool) -> RendezvousError:
     if is_heard:
         return RendezvousError(
-            f"the first process at {where} gave no answer within {seconds:g} s",
+            f"{first} gave no answer within {seconds:g} s",
             "it is stopped, or its machine does not answer: look at its log and its machine",
         )
     return RendezvousError(
-        f"a connection to {where} opens, and nothing comes through it",
+        f"a connection to {first} opens, and nothing comes through it",
         "a firewall or proxy drops the data, or another program holds that port: let it through, or name "
         "another port",
     )
 
 
-def _unreachable(point: Address, error: OSError, seconds: float) -> RendezvousError:
-    where = "{}:{}".format(*point)
+def _unreachable(first: str, error: OSError, seconds: float) -> RendezvousError:
     if isinstance(error, socket.gaierror):
-        return RendezvousError(
-            f"the name {point[0]} is not known here ({error.strerror})",
-            "give the address instead of the name, or add it to /etc/hosts of this machine",
-        )
-    if isinstance(error, ConnectionRefusedError):
-        return RendezvousError(
-            f"nobody listens at {where}, tried for {seconds:g} s ({error.strerror})",
-            "start the first process; is this its address and port?",
-        )
-    if isinstance(error, TimeoutError):
-        return RendezvousError(
-            f"nothing comes back from {where}, tried for {seconds:g} s",
-            "a firewall drops what goes to that port, or the address is of another network: open the port",
-        )
-    return RendezvousError(
-        f"{where} cannot be reached: {error.strerror}", "is the address right, and is the network up?"
-    )
+        why = f"the name is not known here ({error.strerror})"
+        cure = "give the address instead of the name, or add it to /etc/hosts of this machine"
+    elif isinstance(error, ConnectionRefusedError):
+        why, cure = f"nobody listens there ({error.strerror})", "start it; is this its address and port?"
+    elif isinstance(error, TimeoutError):
+        why = "nothing comes back"
+        cure = "a firewall drops what goes to that port, or the address is of another network: open the port"
+    else:
+        why = f"it cannot be reached ({error.strerror})"
+        cure = "is the address right, and is the network up?"
+    return RendezvousError(f"no connection to {first} within {seconds:g} s: {why}", cure)

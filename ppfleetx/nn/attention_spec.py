@@ -87,7 +87,6 @@ class AttentionSpec:
         return LinearSpec(self.q_width, self.hidden_size, "rows", self.output_bias, self.output_init)
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Local name -> declaration."""
         layers = {"qkv": self.qkv, "out_proj": self.out_proj}
         if self.head_norm is not None:
             layers = {"qkv": self.qkv, "q_norm": self.head_norm, "k_norm": self.head_norm} | layers
@@ -102,7 +101,6 @@ class AttentionSpec:
         return (self.num_heads + 2 * self.num_kv_heads) * each, self.num_heads * each
 
     def operations(self, work: Work) -> Iterator[Operation]:
-        """Operations of a forward pass on one rank."""
         q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))
         yield self.qkv.operation("qkv", "attention", work)
         yield elementwise("qkv apart", "attention", 2 * (q + 2 * kv), 2 * (q + 2 * kv))

@@ -1,6 +1,6 @@
 """Layer factories: plain layers with whole parameters on one card, fleet's sliced layers otherwise.
 
-Blocks ask a factory and never see a degree; what a plan changes about a layer is in this file.
+Blocks ask a factory for their layers and never see a degree; what a plan changes about a layer is here.
 """
 
 from __future__ import annotations
@@ -74,14 +74,8 @@ class LocalFactory:
     """The :class:`~ppfleetx.nn.stage.LayerFactory` of a model whose parameters are not sliced.
 
     Attributes:
-        attention: how attention sees whole sequences.
         keeps_weights: whether weights stay what and where they are once they have been used.
-        group: tensor-parallel ranks, which share the columns of logits; None: this rank has all of them.
-        matmul: multiplies by the weights of the layers that are made here.
-        fused: the fused operators that its layers take.
-        hidden_same_on: axes whose ranks hold the same part of the hidden states.
         mesh, rank: say which slices of parameters are made here.
-        sequence_parallel: whether each tensor-parallel rank has its part of the positions.
     """
 
     keeps_weights = sequence_parallel = False

@@ -22,7 +22,11 @@ Specs = dict[str, ParamSpec]
 
 
 class LayerSpec(Protocol):
-    """What every declaration of a layer can say."""
+    """What every declaration says.
+
+    Those of whole layers also have ``operations``, of a forward pass on one rank, and ``tape``: what these
+    write, and keep for the backward pass.
+    """
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         """Its parameters by local name, with global shapes; gradients are those of a plan with or without

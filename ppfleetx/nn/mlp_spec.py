@@ -59,12 +59,10 @@ class MLPSpec:
         return LinearSpec(self.ffn_hidden_size, self.hidden_size, "rows", self.bias, self.output_init)
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Local name -> declaration."""
         fc1, fc2 = (spec.parameters(sequence_parallel=sequence_parallel) for spec in (self.fc1, self.fc2))
         return within("fc1", fc1) | within("fc2", fc2)
 
     def operations(self, work: Work) -> Iterator[Operation]:
-        """Operations of a forward pass on one rank."""
         gates, moved = 1 + self.is_gated, work.bytes_of(self.ffn_hidden_size / work.mp)
         yield self.fc1.operation("fc1", "mlp", work)
         yield elementwise("activation", "mlp", (gates + 1) * moved, (2 * gates + 1) * moved, gates)

@@ -200,7 +200,7 @@ class Case:
     @property
     def spec(self) -> ModelSpec:
         """The model's declaration."""
-        return _spec_of(SameModel(self.model))
+        return _spec_of(self.same_model)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -271,39 +271,25 @@ def _spec_of(same: SameModel) -> ModelSpec:
     return model_spec(same.model)
 
 
-def alike(case: Case) -> Case:
-    """The same case but for what the passes of a layer do not depend on, so that they are worked out once;
-    the same object for all cases that are alike in this."""
-    plan = case.plan
-    fetched = plan.sharding if plan.sharding_stage == 3 else 1
-    sizes = (plan.mp, plan.sep, plan.sequence_parallel, fetched, case.micro_batch, case.seq_len)
-    ahead = case.overlap.values and fetched > 1
-    return _alike(case.same_model, sizes, case.precision, case.flash, case.kernels, ahead)
+class Alike:
+    """A case, compared by what the passes of a layer depend on, so that they are worked out once."""
 
+    __slots__ = ("_key", "case")
 
-@lru_cache(maxsize=8192)
-def _alike(
-    same: SameModel, sizes: tuple[int, ...], precision: Precision, flash: bool, kernels: Kernels, ahead: bool
-) -> Case:
-    mp, sep, sequence_parallel, sharding, micro_batch, seq_len = sizes
-    stage = 3 if sharding > 1 else 1
-    plan = ParallelPlan(
-        mp=mp, sep=sep, sequence_parallel=bool(sequence_parallel), sharding=sharding, sharding_stage=stage
-    )
-    overlap = Overlap(values=ahead)
-    return Case(
-        same.model,
-        plan,
-        micro_batch,
-        1,
-        seq_len,
-        precision,
-        (),
-        flash=flash,
-        kernels=kernels,
-        overlap=overlap,
-        compress=same.compress,
-    )
+    def __init__(self, case: Case) -> None:
+        plan = case.plan
+        fetched = (
+            (plan.sharding, plan.pp, case.overlap.values)
+            if plan.sharding_stage == 3 and plan.sharding > 1
+            else None
+        )
+        self.case, self._key = case, (case.same_model, case.work, case.precision.compute, fetched)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike) and self._key == other._key
 
 
 def case_of(cfg: RunConfig, card: Card) -> Case:

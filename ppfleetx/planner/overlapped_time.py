@@ -1,7 +1,7 @@
 """How much of the communication a rank waits for, where it travels while the passes compute.
 
-What the engine does (``parallel/overlap.py``, ``new_values.py``, ``sharded_values.py``), told in seconds. A
-link and a card are taken not to slow each other: that has not been measured.
+The seconds of what ``parallel/overlap.py``, ``param_broadcast.py`` and ``zero3.py`` do. Links and cards are
+assumed not to slow each other down, which has not been measured.
 """
 
 from __future__ import annotations

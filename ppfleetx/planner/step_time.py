@@ -2,7 +2,7 @@
 
 Tensor-parallel sums are waited for where they stand, as in the engine, and so are pipeline messages unless
 the configuration lets them travel meanwhile (``overlap_p2p_comm``). Sums of gradients and values of sharding
-count as far as the passes do not hide them (``hidden.py``); of published runs, nothing is hidden.
+count as far as the passes do not hide them (``overlapped_time.py``); of published runs, nothing is hidden.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 
 from ppfleetx.models.gpt.spec import BlockSpec
 from ppfleetx.nn.cost import Operation, Recompute
-from ppfleetx.planner.case import Case, alike
+from ppfleetx.planner.case import Alike, Case
 from ppfleetx.planner.network import (
     Cluster,
     all_reduce_seconds,
@@ -152,7 +152,7 @@ def quick_seconds(case: Case, cluster: Cluster) -> float:
 
     The fullest stage sets the rhythm, the others' passes fill and drain the pipeline once.
     """
-    plan, same = case.plan, alike(case)
+    plan, same = case.plan, Alike(case)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in case.kinds}
     ranks: dict[int, tuple[Held, PassSeconds]] = {}
     for stage in (0, plan.pp - 1) if plan.pp > 1 else (0,):
@@ -196,7 +196,7 @@ def _after_passes(
 
 def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
     """Forward passes, backward passes and the recomputed share of the latter, ``[stage][virtual stage]``."""
-    same = alike(case)
+    same = Alike(case)
     once = {kind: _layer_passes(same, cluster, *kind) for kind in case.kinds}
     forward, backward, again = [], [], []
     last = case.plan.pp - 1
@@ -223,7 +223,7 @@ def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...
 def _weight_seconds(case: Case, cluster: Cluster) -> list[float]:
     """Of each stage, the part of a backward pass that computes gradients of weights: half of what the
     products with weights take."""
-    same, stages = alike(case), range(case.plan.pp)
+    same, stages = Alike(case), range(case.plan.pp)
     layer = {block: _products_seconds(same, cluster, block) for block, _ in case.kinds}
     kinds = [case.layer_kinds(stage).items() for stage in stages]
     seconds = [sum(layer[block] * count for (block, _), count in here) for here in kinds]
@@ -232,17 +232,19 @@ def _weight_seconds(case: Case, cluster: Cluster) -> list[float]:
 
 
 @lru_cache(maxsize=4096)
-def _products_seconds(case: Case, cluster: Cluster, block: BlockSpec | None) -> float:
+def _products_seconds(same: Alike, cluster: Cluster, block: BlockSpec | None) -> float:
     """Forward products with weights (None: of the end of the model), which take as long as one of the two
     products of the backward pass."""
+    case = same.case
     operations = block.operations(case.work) if block else case.spec.end_operations(case.work)
     return _forward([o for o in operations if o.kind == "matmul"], case, cluster).total
 
 
 @lru_cache(maxsize=4096)
 def _layer_passes(
-    case: Case, cluster: Cluster, block: BlockSpec, recompute: Recompute
+    same: Alike, cluster: Cluster, block: BlockSpec, recompute: Recompute
 ) -> tuple[Passes, Passes, Passes]:
+    case = same.case
     operations = list(block.operations(case.work))
     communication = _layer_communication(case, cluster, block)
     forward = _forward(operations, case, cluster) + communication
@@ -259,8 +261,8 @@ def _layer_passes(
 
 
 @lru_cache(maxsize=4096)
-def _edge_passes(case: Case, cluster: Cluster, edge: str) -> tuple[Passes, Passes, Passes]:
-    spec, work = case.spec, case.work
+def _edge_passes(same: Alike, cluster: Cluster, edge: str) -> tuple[Passes, Passes, Passes]:
+    case, spec, work = same.case, same.case.spec, same.case.work
     operations = spec.embedding.operations(work) if edge == "first" else spec.end_operations(work)
     sums = Passes(tensor_parallel=_activation_sum(case, cluster))
     return _forward(operations, case, cluster) + sums, _backward(operations, case, cluster) + sums, Passes()

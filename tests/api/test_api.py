@@ -13,7 +13,7 @@ import paddle
 import pytest
 
 import ppfleetx
-from ppfleetx.api.configuration import settings_of
+from ppfleetx.api.configuration import config_source, settings_of
 from ppfleetx.api.corpus import corpus_prefix
 from ppfleetx.api.gpt2 import _is_text
 from ppfleetx.api.streaming import stream_of
@@ -188,6 +188,13 @@ def test_logits_and_loss_are_those_of_the_network(model: ppfleetx.GPT) -> None:
 def test_wrong_tokens_are_refused(model: ppfleetx.GPT, tokens: Any, rule: str) -> None:
     with pytest.raises(DataError, match=rule):
         model(tokens)
+
+
+@pytest.mark.parametrize("name", ["debug/gpt_nano", "gpt/pretrain_gpt_1.3B_dp8"])
+def test_a_loaded_configuration_can_be_given_in_place_of_a_file(name: str) -> None:
+    cfg = ppfleetx.load_config(name)
+    again = ppfleetx.load_config(config_source(cfg), world_size=cfg.plan.world_size)
+    assert again.model_dump() == cfg.model_dump() and again.derived == cfg.derived
 
 
 def test_what_is_refused(model: ppfleetx.GPT, here: Path) -> None:

@@ -17,11 +17,6 @@ from ppfleetx.config.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tasks/gpt").glob("*.py")]
-OF_THE_CHECKOUT = {
-    "gen_config_docs.py",
-    "gen_dialect_docs.py",
-    "gen_parallelism_docs.py",
-}  # they write files of the repository
 
 
 def command(*words: object, **options: object) -> subprocess.CompletedProcess[str]:

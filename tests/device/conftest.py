@@ -16,6 +16,7 @@ from tests.parity.comparison import Comparison
 
 PLANS_IN_A_PROCESS = 12
 """On a card, before its ranks are started again: their communicators hold memory until the process ends."""
+PLANS_ON_THE_REFERENCE = 40
 
 
 SHORT = (
@@ -69,7 +70,8 @@ def pools(here: Place) -> Iterator[Pools]:
     """Ranks, each with a card of its own. The tests' own process never touches one: what a broken kernel
     leaves behind ends with the rank, and the next test has a new one."""
     environment = reference.strict() if here.is_reference and not here.obstacle else here.environment
-    pools = Pools(device=here.device, most_calls=PLANS_IN_A_PROCESS, **environment)
+    most_calls = PLANS_ON_THE_REFERENCE if here.is_reference else PLANS_IN_A_PROCESS
+    pools = Pools(device=here.device, most_calls=most_calls, **environment)
     yield pools
     pools.close()
 

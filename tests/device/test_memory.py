@@ -2,8 +2,11 @@
 
 import pytest
 
+from tests.device.conftest import PLANS_IN_A_PROCESS
 from tests.device.place import place
+from tests.device.reference import environment
 from tests.e2e.resumption import write_corpus
+from tests.helpers.ranks import Pools
 from tests.planner.machine import compare_device_memory
 from tests.planner.plans import DEVICE_PLANS, O2, SHORT_DEVICE_PLANS, device_plan_name, world_size
 
@@ -18,6 +21,16 @@ def corpus(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("corpus") / "toy"
     write_corpus(prefix)
     return prefix
+
+
+@pytest.fixture(scope="module")
+def pools(here):
+    """On the reference device the host waits for each operator. Else tensors that collectives use on streams
+    of their own are given back the later, the further the host is ahead."""
+    waits = {"FLAGS_benchmark": "1", **environment(poison=1)} if here.is_reference else here.environment
+    pools = Pools(device=here.device, most_calls=PLANS_IN_A_PROCESS, **waits)
+    yield pools
+    pools.close()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every legal plan of the visible cards against one card."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -165,24 +166,32 @@ def test_libraries_with_limits(limited, device, plan, name):
     assert found.first == 0 and found.worst <= TOLERANCE, found
 
 
-@pytest.mark.parametrize(("plan", "model", "dtype", "level", "name"), HALF_PLANS)
-def test_16_bits(comparison, need_cards, need_type, device, record_property, plan, model, dtype, level, name):
-    need_cards(plan.world_size)
-    need_type(dtype)
-    expected, results = (
-        comparison.pools(each.world_size).run(
+@pytest.fixture(scope="module")
+def train_in_16_bits(comparison, device):
+    """``train_in_16_bits(plan, model, dtype, level, name)``: results by rank, of each run once."""
+
+    @functools.cache
+    def train(plan, model, dtype, level, name):
+        return comparison.pools(plan.world_size).run(
             "tests.device.cases.training:train_in_16_bits",
             timeout=300.0,
-            plan=fields_of(each),
-            world_size=each.world_size,
+            plan=fields_of(plan),
+            world_size=plan.world_size,
             model=model,
-            micro_batch_size=micro_batch_size_of(each),
+            micro_batch_size=micro_batch_size_of(plan),
             mix_precision={"dtype": dtype, "level": level},
             steps=3,
             extra={"Global.device": device, "Model.head_dim": 8, **OPTIONS[name]},  # flash attention serves 8
         )
-        for each in (Plan(), plan)
-    )
+
+    return train
+
+
+@pytest.mark.parametrize(("plan", "model", "dtype", "level", "name"), HALF_PLANS)
+def test_16_bits(train_in_16_bits, need_cards, need_type, record_property, plan, model, dtype, level, name):
+    need_cards(plan.world_size)
+    need_type(dtype)
+    expected, results = (train_in_16_bits(each, model, dtype, level, name) for each in (Plan(), plan))
     for result in results:
         assert result["misrounded"] == result["inexact_masters"] == [] and result["error"] == ""
         assert result["loss"] == results[0]["loss"], "ranks tell different losses"

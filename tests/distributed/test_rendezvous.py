@@ -118,9 +118,9 @@ def test_members_without_numbers_are_counted_as_they_come(point) -> None:
 
 
 def test_nobody_at_the_meeting_point_and_an_unknown_name(point) -> None:
-    with pytest.raises(RendezvousError, match=rf"nobody listens at 127.0.0.1:{point[1]}"):
+    with pytest.raises(RendezvousError, match=rf"rank 0 at 127.0.0.1:{point[1]} .*nobody listens there"):
         visit(point, 2, Member("rank 1", 1), 0.3)
-    with pytest.raises(RendezvousError, match=r"the name no\.such\.host\.invalid is not known here"):
+    with pytest.raises(RendezvousError, match=r"no\.such\.host\.invalid.*the name is not known here"):
         visit(("no.such.host.invalid", 8000), 2, Member("rank 1", 1), 0.3)
 
 
@@ -129,7 +129,7 @@ def test_dropped_packets_are_a_firewall(monkeypatch) -> None:
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", dropped)
-    with pytest.raises(RendezvousError, match=r"nothing comes back from 10\.0\.0\.1:8000") as error:
+    with pytest.raises(RendezvousError, match=r"10\.0\.0\.1:8000 .*nothing comes back") as error:
         visit(("10.0.0.1", 8000), 2, Member("rank 1", 1), 0.2)
     assert "firewall" in error.value.cure
 
@@ -176,7 +176,7 @@ def test_another_program_is_not_taken_for_the_first_process(point, listener, spe
         if speaks:
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
         told = meeting.end()[1]
-    assert ("another program holds that port" if speaks else "nothing comes through it") in told
+    assert ("another program" if speaks else "nothing comes through it") in told
 
 
 def test_strangers_delay_nobody(point) -> None:

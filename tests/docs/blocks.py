@@ -75,10 +75,10 @@ class Command:
 def given(page: Path) -> list[str]:
     """What a page needs to be there before its first command."""
     marks = (_MARK.match(line) for line in page.read_text("utf-8").splitlines())
-    told = [
+    found = [
         match["mark"].removeprefix(_GIVEN) for match in marks if match and match["mark"].startswith(_GIVEN)
     ]
-    return [name.strip() for names in told for name in names.split(",")]
+    return [name.strip() for names in found for name in names.split(",")]
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -190,8 +190,8 @@ def is_server(command: Command) -> bool:
 
 def port(text: str) -> int:
     """Where a server that is started like this listens."""
-    told = re.findall(r"Serve\.port=(\d+)", text)
-    return int(told[-1]) if told else _PORT
+    given_ports = re.findall(r"Serve\.port=(\d+)", text)
+    return int(given_ports[-1]) if given_ports else _PORT
 
 
 def _without_comment(text: str) -> str:

@@ -15,7 +15,7 @@ def block(text: str, mark: str = "") -> Block:
     return Block(Path("page.md"), 10, "shell", None, text, mark)
 
 
-def told(text: str, mark: str = "") -> list[tuple[int, str | None]]:
+def tried(text: str, mark: str = "") -> list[tuple[int, str | None]]:
     return [(command.line, to_run(command)) for command in commands(block(text, mark))]
 
 
@@ -43,24 +43,24 @@ def test_a_translated_page_has_the_same_commands(page):
 
 def test_commands_are_cut_at_their_ends():
     text = "# a remark\npython a.py \\\n    --b c   # why\n\ncat <<'EOF' > x\n# no remark\nEOF\nls"
-    assert told(text) == [
+    assert tried(text) == [
         (11, "python a.py \\\n    --b c"),
         (14, "cat <<'EOF' > x\n# no remark\nEOF"),
         (17, "ls"),
     ]
     with pytest.raises(ValueError, match="no end"):
-        told("ls \\")
+        tried("ls \\")
 
 
 def test_marks_decide_what_is_run():
-    assert told("rm -r x", "skip, removes") == [(10, None)]
-    assert told("ls", "with -l") == [(10, "ls -l")]
+    assert tried("rm -r x", "skip, removes") == [(10, None)]
+    assert tried("ls", "with -l") == [(10, "ls -l")]
     with pytest.raises(ValueError, match="say why"):
-        told("ls", "skip")
+        tried("ls", "skip")
     with pytest.raises(ValueError, match="no mark"):
-        told("ls", "sometimes")
+        tried("ls", "sometimes")
     launched = "python -m paddle.distributed.launch --devices 0,1 tools/train.py \\\n -c a.yaml"
-    assert told(launched, "check") == [(10, "python tools/train.py -c a.yaml --check")]
+    assert tried(launched, "check") == [(10, "python tools/train.py -c a.yaml --check")]
 
 
 def test_scripts_are_checked_by_their_configuration():

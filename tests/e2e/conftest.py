@@ -120,3 +120,14 @@ def losses(output_dir: Path) -> list[tuple[int, float, float]]:
 @pytest.fixture(scope="session")
 def tool(corpus: Path) -> Tool:
     return Tool(corpus)
+
+
+FOUR_STEPS = ("Engine.max_steps=4", "Engine.save_load.save_steps=2", "Engine.eval_freq=0")
+
+
+@pytest.fixture(scope="session")
+def plain(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output directory of four steps of plain training."""
+    output_dir = tmp_path_factory.mktemp("plain") / "run"
+    tool.ok(output_dir, *FOUR_STEPS)
+    return output_dir

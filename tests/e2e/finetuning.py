@@ -42,7 +42,7 @@ SETTINGS = {
 
 
 def write_files(directory: Path) -> Path:
-    """SST-2 whose label is told by one word, prompts whose response they tell, and a tokenizer."""
+    """SST-2 whose label follows from one word, prompts whose response follows from them, and a tokenizer."""
     generator = random.Random(0)
     small_tokenizer(400).save(directory / "tokenizer")
     for part, count in (("train", 192), ("dev", NUM_DEV), ("test", 10)):

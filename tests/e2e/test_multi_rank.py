@@ -129,29 +129,35 @@ def test_sigterm_stops_all_ranks_after_the_same_step(tool: Tool, tmp_path: Path)
         time.sleep(0.02)
     job.process.send_signal(signal.SIGTERM)
     code, _ = job.wait()
-    assert code == 0  # the run did what it was told to
+    assert code == 0  # the run did what it was asked to do
     last = losses(tmp_path / "run")[-1][0]
     for rank in range(2):
         assert f"after global step {last} of 2000" in job.log(rank)
     assert (tmp_path / "run" / f"epoch_0_step_{last}").is_dir()
 
 
-def test_the_supervisor_completes_a_run_whose_rank_was_killed(
-    tool: Tool, tmp_path: Path, one_process: Path
-) -> None:
+def supervised(tool: Tool, directory: Path, num_ranks: int, fault: str, *overrides: str) -> tuple[Job, str]:
+    """A job that a fault ends once and the supervisor completes; with what it said."""
     job = Job(
         tool,
-        tmp_path / "run",
-        4,
-        "Distributed.mp_degree=2",
-        "Engine.save_load.save_steps=2",
+        directory / "run",
+        num_ranks,
+        *overrides,
         script="tests/e2e/faulty_train.py",
         before=(sys.executable, "tools/supervise.py", "--backoff=0.2", "--max-restarts=1", "--"),
-        FAULT="2:6:kill",
-        FAULT_ONCE=str(tmp_path / "once"),
+        FAULT=fault,
+        FAULT_ONCE=str(directory / "once"),
     )
     code, output = job.wait()
     assert code == 0, output
+    return job, output
+
+
+def test_the_supervisor_completes_a_run_whose_rank_was_killed(
+    tool: Tool, tmp_path: Path, one_process: Path
+) -> None:
+    plan = ("Distributed.mp_degree=2", "Engine.save_load.save_steps=2")
+    job, output = supervised(tool, tmp_path, 4, "2:6:kill", *plan)
     assert is_named(2, job, output, 4)
     assert "(global step 4)" in output
     assert_same_losses(tmp_path / "run", one_process)
@@ -159,19 +165,8 @@ def test_the_supervisor_completes_a_run_whose_rank_was_killed(
 
 def test_a_run_goes_on_when_its_launcher_was_killed(tool: Tool, tmp_path: Path, one_process: Path) -> None:
     """Its ranks save and end, then the supervisor starts again."""
-    job = Job(
-        tool,
-        tmp_path / "run",
-        2,
-        "Distributed.mp_degree=2",
-        "Engine.save_load.save_steps=null",
-        script="tests/e2e/faulty_train.py",
-        before=(sys.executable, "tools/supervise.py", "--backoff=0.2", "--max-restarts=1", "--"),
-        FAULT="1:4:kill_launcher",
-        FAULT_ONCE=str(tmp_path / "once"),
-    )
-    code, output = job.wait()
-    assert code == 0, output
+    plan = ("Distributed.mp_degree=2", "Engine.save_load.save_steps=null")
+    _, output = supervised(tool, tmp_path, 2, "1:4:kill_launcher", *plan)
     assert "the command failed with code 137" in output
     assert re.search(r"training continues at global step [45] of 8", output), output
     assert_same_losses(tmp_path / "run", one_process)
@@ -180,19 +175,8 @@ def test_a_run_goes_on_when_its_launcher_was_killed(tool: Tool, tmp_path: Path, 
 def test_a_rank_killed_in_a_save_leaves_no_checkpoint_and_the_run_goes_on(
     tool: Tool, tmp_path: Path, one_process: Path
 ) -> None:
-    job = Job(
-        tool,
-        tmp_path / "run",
-        2,
-        "Distributed.pp_degree=2",
-        "Engine.save_load.save_steps=3",
-        script="tests/e2e/faulty_train.py",
-        before=(sys.executable, "tools/supervise.py", "--backoff=0.2", "--max-restarts=1", "--"),
-        FAULT="1:6:kill_in_save",
-        FAULT_ONCE=str(tmp_path / "once"),
-    )
-    code, output = job.wait()
-    assert code == 0, output
+    plan = ("Distributed.pp_degree=2", "Engine.save_load.save_steps=3")
+    job, output = supervised(tool, tmp_path, 2, "1:6:kill_in_save", *plan)
     assert is_named(1, job, output, 2)
     assert "(global step 3)" in output  # the checkpoint of step 6 was not taken for one
     assert_same_losses(tmp_path / "run", one_process)

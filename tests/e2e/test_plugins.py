@@ -23,7 +23,7 @@ from ppfleetx.core.engine.callbacks.base import Callback
 
 @CALLBACKS.register("mean_loss")
 class MeanLoss(Callback):
-    """Keeps the mean loss of the whole run, and gives up when it is told to."""
+    """Keeps the mean loss of the whole run, and gives up at a chosen step."""
 
     def __init__(self, run, file="mean.txt", give_up_at=0):
         self.path, self.give_up_at = run.output_dir / file, give_up_at

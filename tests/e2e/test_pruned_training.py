@@ -17,14 +17,14 @@ from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.stage import canonical_parameters
-from tests.e2e.conftest import LLAMA_NANO, NANO, Tool, losses, records
+from tests.e2e.conftest import FOUR_STEPS, LLAMA_NANO, NANO, Tool, losses, records
 
 KEY = "Compress.Prune."
 ON = f"{KEY}enable=True"
 SCHEDULE = (ON, f"{KEY}ratio=0.5", f"{KEY}begin_step=4", f"{KEY}end_step=12", f"{KEY}frequency=4")
 # Of 4 heads 1 goes after 8 steps (0.5 * 7 / 8), and 2 are gone after 12.
 LONG = ("Engine.max_steps=40", "Engine.save_load.save_steps=4", "Engine.eval_freq=0")
-SHORT = ("Engine.max_steps=4", "Engine.save_load.save_steps=2", "Engine.eval_freq=0")
+SHORT = FOUR_STEPS
 INIT, CKPT = "Engine.save_load.init_from", "Engine.save_load.ckpt_dir"
 
 
@@ -94,9 +94,9 @@ def test_what_is_taken_out_stays_out(scheduled) -> None:
     assert said.count("pruned after ") == 2
     assert "units of each layer are zero, 50.0% of the layers' matrices. The smaller model: " in said
     assert f"ppfleetx prune {output_dir} --ratio 0.5 --criterion l1_norm --output {output_dir}-pruned" in said
-    told = [record["pruned"] for record in records(output_dir, "train")]
-    assert told[:8] == [0.0] * 8
-    assert 0 < told[8] == told[11] < told[12] == told[39] == 0.5
+    shares = [record["pruned"] for record in records(output_dir, "train")]
+    assert shares[:8] == [0.0] * 8
+    assert 0 < shares[8] == shares[11] < shares[12] == shares[39] == 0.5
 
 
 def test_the_smaller_model_computes_the_same(scheduled, tmp_path: Path) -> None:
@@ -124,13 +124,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(scheduled, tool: Tool, tmp_path: Path
     ends = [open_checkpoint(place / "epoch_0_step_40") for place in (tmp_path / "again", output_dir)]
     for kind, name, state in checkpoint_keys(ends[0]):
         assert np.array_equal(*(end.read(name, kind, state) for end in ends)), name
-
-
-@pytest.fixture(scope="module")
-def plain(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output_dir = tmp_path_factory.mktemp("plain") / "run"
-    tool.ok(output_dir, *SHORT)
-    return output_dir
 
 
 def test_once_before_the_first_step_as_the_command_prunes(tool: Tool, plain: Path, tmp_path: Path) -> None:

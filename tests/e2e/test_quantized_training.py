@@ -10,18 +10,11 @@ import pytest
 
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.config.sections.compress import is_of_quantizer
-from tests.e2e.conftest import Tool, losses
+from tests.e2e.conftest import FOUR_STEPS, Tool, losses
 
 QAT = "Compress.Quantization.enable=True"
-SHORT = ("Engine.max_steps=4", "Engine.save_load.save_steps=2", "Engine.eval_freq=0")
+SHORT = FOUR_STEPS
 INIT, CKPT = "Engine.save_load.init_from", "Engine.save_load.ckpt_dir"
-
-
-@pytest.fixture(scope="module")
-def plain(tool: Tool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output_dir = tmp_path_factory.mktemp("plain") / "run"
-    tool.ok(output_dir, *SHORT)
-    return output_dir
 
 
 @pytest.fixture(scope="module")

@@ -17,45 +17,45 @@ def run(pools: Pools, corpus: Path, output_dir: Path, plan: Plan, checks: str, f
     """Train four steps with ``fault``; what the ranks, all with the same words, ended with."""
     small = {"Engine.max_steps": 4, "Engine.checks": checks, "Model.num_layers": 2}
     values = values_of(plan, corpus, output_dir, overrides=small)
-    told = pools(plan.world_size).run(CALLED, values=values, world=plan.world_size, fault=fault)
-    assert len(set(told)) == 1, told
-    return told[0]
+    message = pools(plan.world_size).run(CALLED, values=values, world=plan.world_size, fault=fault)
+    assert len(set(message)) == 1, message
+    return message[0]
 
 
 @pytest.mark.parametrize(("checks", "steps"), [("off", 4), ("cheap", 3), ("full", 1)])
 def test_replicas_that_differ(pools: Pools, corpus: Path, tmp_path: Path, checks: str, steps: int) -> None:
     """``full`` finds it after the step, ``cheap`` before the checkpoint of step 3 is written."""
-    told = run(pools, corpus, tmp_path, Plan(dp=2), checks, "one_bit")
-    assert ("decoder.final_norm.weight on ranks 0 and 1" in told) == (checks != "off")
+    message = run(pools, corpus, tmp_path, Plan(dp=2), checks, "one_bit")
+    assert ("decoder.final_norm.weight on ranks 0 and 1" in message) == (checks != "off")
     assert len(losses(tmp_path)) == steps
     assert (tmp_path / "epoch_0_step_3").exists() == (checks == "off")
 
 
 @pytest.mark.parametrize("checks", ["off", "cheap", "full"])
 def test_numbers_that_are_not_finite(pools: Pools, corpus: Path, tmp_path: Path, checks: str) -> None:
-    told = run(pools, corpus, tmp_path, Plan(pp=2), checks, "nan")
+    message = run(pools, corpus, tmp_path, Plan(pp=2), checks, "nan")
     if checks == "off":
-        assert told == ""
+        assert message == ""
         assert len(losses(tmp_path)) == 4
     else:
         # Paddle's cross entropy on the CPU gives a finite loss for logits of NaN; the gradient tells.
-        assert "global step 2: gradient norm is nan; nothing was updated" in told
-        assert "on rank 1 in micro batch 0" in told
-        assert "whose parameter decoder.final_norm.weight is not finite" in told
-        assert "positions in the training order: [16, 17, 18, 19]" in told
+        assert "global step 2: gradient norm is nan; nothing was updated" in message
+        assert "on rank 1 in micro batch 0" in message
+        assert "whose parameter decoder.final_norm.weight is not finite" in message
+        assert "positions in the training order: [16, 17, 18, 19]" in message
         assert len(losses(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("checks", ["off", "cheap"])
 def test_data_ranks_that_read_the_same(pools: Pools, corpus: Path, tmp_path: Path, checks: str) -> None:
-    told = run(pools, corpus, tmp_path, Plan(dp=2), checks, "same_data_rank")
-    assert ("ranks 0 and 1 are data ranks 0 and 1 but read the same batch" in told) == (checks == "cheap")
+    message = run(pools, corpus, tmp_path, Plan(dp=2), checks, "same_data_rank")
+    assert ("ranks 0 and 1 are data ranks 0 and 1 but read the same batch" in message) == (checks == "cheap")
 
 
 def test_a_full_disk_is_one_message_and_leaves_no_checkpoint(
     pools: Pools, corpus: Path, tmp_path: Path
 ) -> None:
-    told = run(pools, corpus, tmp_path, Plan(pp=2), "cheap", "full_disk")
-    assert "rank 0: No space left on device" in told
-    assert "rank 1: No space left on device" in told
+    message = run(pools, corpus, tmp_path, Plan(pp=2), "cheap", "full_disk")
+    assert "rank 0: No space left on device" in message
+    assert "rank 1: No space left on device" in message
     assert not list(tmp_path.glob("*epoch_*"))

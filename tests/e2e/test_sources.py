@@ -1,4 +1,4 @@
-"""Losses told apart: by source of a blend, and by evaluation set."""
+"""Losses by source of a blend, and by evaluation set."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def both(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_blend_tells_the_loss_of_each_corpus(both: Path, tmp_path: Path) -> None:
     tool, keys = Tool(both), ["Engine.max_steps=4", "Engine.eval_freq=0"]
     tool.ok(tmp_path / "silent", *keys)
-    done = tool.ok(tmp_path / "told", *keys, "Engine.log_source_loss=True")
-    assert losses(tmp_path / "told") == losses(tmp_path / "silent")
+    done = tool.ok(tmp_path / "logged", *keys, "Engine.log_source_loss=True")
+    assert losses(tmp_path / "logged") == losses(tmp_path / "silent")
     assert "sources" not in records(tmp_path / "silent", "train")[0]
-    for record in records(tmp_path / "told", "train"):
+    for record in records(tmp_path / "logged", "train"):
         sources = record["sources"]
         assert sources.keys() <= {"toy", "noise"}
         assert sum(s["tokens"] for s in sources.values()) == record["tokens"]
         total = sum(s["loss"] * s["tokens"] for s in sources.values())
         assert total / record["tokens"] == pytest.approx(record["loss"], rel=1e-6)
-    told = records(tmp_path / "told", "train")[0]["sources"]
-    shown = ", ".join(f"{name}: {source['loss']:.9f}" for name, source in told.items())
+    sources = records(tmp_path / "logged", "train")[0]["sources"]
+    shown = ", ".join(f"{name}: {source['loss']:.9f}" for name, source in sources.items())
     assert f"loss per source at global step 1, {shown}\n" in done.stdout
 
 

@@ -76,7 +76,7 @@ def test_a_resumed_run_decides_as_one_that_was_not_interrupted(pools, corpus, tm
 
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(pp=2)], ids=str)
 def test_a_run_that_was_killed_after_it_went_back_meets_the_spike_again(pools, corpus, tmp_path, plan):
-    """As the run that nobody killed: its records tell of it once."""
+    """Like the run that was not killed; the spike is recorded once."""
     early, whole = ({"Engine.max_steps": n, "Optimizer.lr.decay_steps": 100} for n in (6, 9))
     run(pools, corpus, tmp_path / "whole", "rewind", plan, overrides=whole)
     run(pools, corpus, tmp_path / "parts", "rewind", plan, overrides=early)
@@ -90,11 +90,12 @@ def test_a_run_that_was_killed_after_it_went_back_meets_the_spike_again(pools, c
 
 
 def test_stop_ends_the_run_with_what_it_found(pools, corpus, tmp_path):
-    told = run(pools, corpus, tmp_path, "stop", ParallelPlan(dp=2))
-    assert all(told)  # only the rank that reads the sample sees the number that this test puts there
-    assert told[0].startswith("global step 6: a spike: the loss is ")
+    messages = run(pools, corpus, tmp_path, "stop", ParallelPlan(dp=2))
+    assert all(messages)  # only the rank that reads the sample sees the number that this test puts there
+    assert messages[0].startswith("global step 6: a spike: the loss is ")
     assert (
-        "computed again it is the same: the cause is in the data or the model; nothing was updated" in told[0]
+        "computed again it is the same: the cause is in the data or the model; nothing was updated"
+        in messages[0]
     )
     assert [step for step, _, _ in losses(tmp_path)] == [1, 2, 3, 4, 5]
     assert records(tmp_path, "spike")[0]["action"] == "stop"
@@ -119,8 +120,8 @@ def test_numbers_that_are_not_finite_are_spikes_from_the_first_step_on(pools, co
 def test_too_many_spikes_in_a_row_end_the_run(pools, corpus, tmp_path):
     bad = [GLOBAL_BATCH * step for step in range(5, 9)]
     more = {"Engine.spike.max_in_a_row": 2}
-    [told] = run(pools, corpus, tmp_path, "skip", ParallelPlan(), bad=bad, overrides=more)
-    assert told.endswith("3 steps in a row were spikes (Engine.spike.max_in_a_row)")
+    [message] = run(pools, corpus, tmp_path, "skip", ParallelPlan(), bad=bad, overrides=more)
+    assert message.endswith("3 steps in a row were spikes (Engine.spike.max_in_a_row)")
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [r["action"] for r in map(json.loads, lines) if r["kind"] == "spike"] == ["skip", "skip", "stop"]
 

@@ -1,6 +1,6 @@
 """Files of other programs that are damaged, lie or attack: what `hostile_campaign` gives to the tools.
 
-All of them are made here, or by the tables of the tests of each format; none comes from elsewhere.
+Lies that one reader alone has to find are in the tests of that reader.
 """
 
 from __future__ import annotations
@@ -22,14 +22,8 @@ import numpy as np
 
 from ppfleetx.checkpoint.slices import whole
 from tests.checkpoint.checkpoints import RANK, save
-from tests.checkpoint.test_lying_manifests import LIES as MANIFESTS
-from tests.checkpoint.test_lying_manifests import reseal, saved
 from tests.conversion import hf_dirs
-from tests.conversion.test_odd_hf import ODD_VALUES
 from tests.conversion.test_pickles import attacks
-from tests.conversion.test_safetensors_file import LIES as HEADERS
-from tests.conversion.test_safetensors_file import file_of
-from tests.data.tokenizer.test_odd_tokenizers import ODD as TOKENIZERS
 from tests.faults.harness import flipped
 from tests.helpers.hf_weights import hf_to_canonical
 
@@ -208,11 +202,6 @@ def _sound() -> Iterator[Case]:
 
 
 def _hugging_face() -> Iterator[Case]:
-    for name, header in HEADERS.items():
-        write = instead(hf, "model.safetensors", lambda path, header=header: file_of(path, header))
-        yield Case(f"safetensors: {name}", write, HF)
-    for name, changes, _ in ODD_VALUES:
-        yield Case(f"config.json: {changes}"[:70], lambda d, n=name, c=changes: hf(d, n, **c), HF)
     for name, content in {
         "a key twice": b'{"model_type": "gpt2", "model_type": "gpt2"}',
         "NaN": b'{"model_type": NaN}',
@@ -314,8 +303,6 @@ def _fleetx() -> Iterator[Case]:
 
 
 def _manifests() -> Iterator[Case]:
-    for name, change in MANIFESTS.items():
-        yield Case(f"manifest: {name}", lambda d, c=change: reseal(saved(d), c), OURS)
     for name, state in {
         "progress of texts": {"train": {"step": "1", "consumed_samples": 0, "epoch": 0}},
         "progress of nothing": {"train": {}},
@@ -324,9 +311,6 @@ def _manifests() -> Iterator[Case]:
 
 
 def _tokenizers() -> Iterator[Case]:
-    for name, (content, _) in TOKENIZERS.items():
-        text = content if isinstance(content, str) else json.dumps(content)
-        yield Case(f"tokenizer.json: {name}", alone("tokenizer.json", text.encode()), TOKENIZER)
     for name, merges in {"merges of three": b"a b c\n", "merges that are no text": b"\xff\xff"}.items():
         make = instead(alone("vocab.json", b'{"a": 0}'), "merges.txt", merges)
         yield Case(f"vocabulary: {name}", make, TOKENIZER)

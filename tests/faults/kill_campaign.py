@@ -155,7 +155,7 @@ class Campaign:
         """The directory stays one run's, and what is of others stays as it is."""
         record = read_run(output_dir)
         if record is None:
-            assert not list(output_dir.glob("epoch_*")), f"{output_dir} has checkpoints and is nobody's"
+            assert not list(output_dir.glob("epoch_*")), f"{output_dir} has checkpoints and no run"
             return None
         self._runs.add(record.run)
         assert len(self._runs) == 1, f"{output_dir} changed hands"
@@ -163,7 +163,7 @@ class Campaign:
         return record
 
     def _let_others_in(self, output_dir: Path) -> None:
-        """Put a checkpoint of another run and one of nobody there, once it is this run's."""
+        """Put a checkpoint of another run and one of no run there, once the directory is this run's."""
         if read_run(output_dir) is None or (output_dir / NOBODYS).exists():
             return
         last = resolve_checkpoint(self._reference)
@@ -219,9 +219,11 @@ def main() -> int:
                 plan = ParallelPlan(dp=args.dp, mp=args.mp)
                 campaign = Campaign(nursery, Path(name), corpus, plan, options, args.seed)
                 found = campaign.kill(args.kills)
-                told = ", ".join(f"{what} {count}" for what, count in found.items())
+                counts = ", ".join(f"{what} {count}" for what, count in found.items())
                 seconds = time.monotonic() - started
-                print(f"saving in the {'back' if in_background else 'fore'}ground: {told} ({seconds:.0f} s)")
+                print(
+                    f"saving in the {'back' if in_background else 'fore'}ground: {counts} ({seconds:.0f} s)"
+                )
                 sys.stdout.flush()
     finally:
         nursery.close()

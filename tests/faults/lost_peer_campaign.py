@@ -191,7 +191,8 @@ class Loss:
         others = "|".join(map(str, lost))
         met = rf"error: rank {rank}\b.*rank ({others}) at [\d.]+:\d+\b"
         not_met = rf"error: rank {rank}: .*\branks? [\d, ]*({others})[\d, ]* did not come to"
-        return re.search(not_met if self.case.at == "start:0" else met, self.job.log(rank)) is not None
+        is_named = re.search(met, self.job.log(rank)) is not None
+        return is_named or (self.case.at == "start:0" and re.search(not_met, self.job.log(rank)) is not None)
 
     def ended_while_starting(self, rank: int, left: list[int]) -> bool:
         """Whether another rank of the same host gave up first, while they started, and named the lost.

@@ -1,4 +1,4 @@
-"""tools/train.py in ranks that are watched: one of them halts at a chosen moment until it is told to go on.
+"""tools/train.py in watched ranks: one of them halts at a chosen moment until there is a file ``go``.
 
 Environment: ``LOST_DIR``: where a rank leaves ``pid.RANK`` when it starts and ``code.RANK`` when it ends;
 ``LOST_RANK``: the rank that halts, which it tells by ``reached`` there, until there is ``go``; ``LOST_AT``:

@@ -2,7 +2,7 @@
 
 from ppfleetx.checkpoint.ownership import read_run, run_of
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.faults.test_save_errors import Program
+from tests.faults.program import Program
 
 TWO = Plan(mp=2)
 
@@ -14,7 +14,7 @@ def content(directory):
 
 def outcomes(program):
     """What the ranks end with, without the kind of the error."""
-    ended = program.call("tests.e2e.program:train")
+    ended = program.call()
     return {None if outcome.error is None else outcome.error.partition(": ")[2] for outcome in ended}
 
 

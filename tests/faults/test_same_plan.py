@@ -5,7 +5,7 @@ import pytest
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.e2e.program import losses
-from tests.faults.test_save_errors import Program
+from tests.faults.program import Program
 
 PLANS = [
     Plan(dp=2),
@@ -16,7 +16,6 @@ PLANS = [
     Plan(sharding=2, sharding_stage=2),
     Plan(sharding=2, sharding_stage=3),
 ]
-TRAIN = "tests.e2e.program:train"
 
 
 def contents(output_dir, step):
@@ -33,7 +32,7 @@ def test_continuation_and_background(pools, corpus, tmp_path, plan):
         (background, {"async_save": True}),
         (rest, {"async_save": True, "ckpt_dir": background / "epoch_0_step_2"}),
     ):
-        outcomes = Program(pools, corpus, output_dir, plan, **options).call(TRAIN)
+        outcomes = Program(pools, corpus, output_dir, plan, **options).call()
         assert not any(outcome.error for outcome in outcomes), outcomes
     assert losses(background) == losses(whole)
     assert losses(rest) == losses(whole)[2:]

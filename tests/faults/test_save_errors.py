@@ -2,41 +2,15 @@
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 
-from ppfleetx.checkpoint.directory import complete_checkpoints, newest_good, resolve_checkpoint
-from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.directory import newest_good, resolve_checkpoint
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.e2e.program import losses, values_of
-from tests.faults.program import EVERY_STEP
+from tests.e2e.program import losses
+from tests.faults.program import Program
 
 BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True], ids=["foreground", "background"])
-
-
-class Program:
-    """Runs the training program of tests.faults.program under one plan."""
-
-    def __init__(self, pools, corpus, output_dir, plan=None, **save_load):
-        self.plan, self.output_dir = plan or Plan(), output_dir
-        self.pool = pools(self.plan.world_size)
-        given = {
-            f"Engine.save_load.{key}": str(value) if isinstance(value, Path) else value
-            for key, value in save_load.items()
-        }
-        self.values = values_of(self.plan, corpus, output_dir, overrides={**EVERY_STEP, **given})
-
-    def call(self, target, **arguments):
-        arguments = {"values": self.values, "world": self.plan.world_size, **arguments}
-        return self.pool.call(target, timeout=120.0, **arguments)
-
-    def fail_at(self, *steps, number=errno.ENOSPC, rank=0):
-        target = "tests.faults.program:train_on_a_failing_disk"
-        return self.call(target, failing_steps=steps, number=number, rank=rank)
-
-    def steps(self):
-        return sorted(open_checkpoint(path).step for path in complete_checkpoints(self.output_dir))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +21,7 @@ def undisturbed(pools, corpus, tmp_path_factory):
     def losses_under(plan):
         if plan not in made:
             program = Program(pools, corpus, tmp_path_factory.mktemp("undisturbed"), plan)
-            assert not any(outcome.error for outcome in program.call("tests.e2e.program:train"))
+            assert not any(outcome.error for outcome in program.call())
             made[plan] = losses(program.output_dir)
         return made[plan]
 
@@ -121,7 +95,7 @@ def test_what_the_system_refuses(pools, corpus, tmp_path, in_background):
     """EFBIG in the middle of a file, like a quota; the checkpoint before was smaller than the room."""
     first = Program(pools, corpus, tmp_path, async_save=in_background)
     first.values["Engine.max_steps"] = 2
-    assert not any(outcome.error for outcome in first.call("tests.e2e.program:train"))
+    assert not any(outcome.error for outcome in first.call())
     program = Program(pools, corpus, tmp_path, async_save=in_background, resume="auto", lr_schedule="config")
     (outcome,) = program.call("tests.faults.program:train_with_little_room", num_bytes=100_000)
     assert outcome.error.startswith("CheckpointError: checkpoint epoch_0_step_3 could not be written")

@@ -1,4 +1,4 @@
-"""What does not fit is refused, each with its own message, and each goes on when told to with its own key."""
+"""A checkpoint that does not fit is refused with a message of its own, and accepted with a key of its own."""
 
 import re
 import shutil
@@ -13,18 +13,17 @@ from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice, whole
 from ppfleetx.checkpoint.writer import save_checkpoint
 from tests.e2e.program import losses
-from tests.faults.test_save_errors import Program
+from tests.faults.program import Program
 from tests.helpers.texts import small_tokenizer
 
 NORM = "decoder.final_norm.bias"
-TRAIN = "tests.e2e.program:train"
 
 
 @pytest.fixture(scope="module")
 def trained(pools, corpus, tmp_path_factory):
     """Output directory of four steps, with a checkpoint of each."""
     program = Program(pools, corpus, tmp_path_factory.mktemp("trained"))
-    assert program.call(TRAIN)[0].error is None
+    assert program.call()[0].error is None
     return program.output_dir
 
 
@@ -168,12 +167,12 @@ def test_each_difference_has_its_message_and_its_way_to_go_on(pools, corpus, tra
     path = rewritten.save(tmp_path / "changed")
     program = Program(pools, corpus, tmp_path / "refused", ckpt_dir=path)
     program.values |= overrides
-    (outcome,) = program.call(TRAIN)
+    (outcome,) = program.call()
     assert outcome.error.startswith("CheckpointError: ") and re.search(message, outcome.error), outcome.error
     assert not list((tmp_path / "refused").glob("epoch_*"))
     program = Program(pools, corpus, tmp_path / "going on", ckpt_dir=path, **way)
     program.values |= overrides if way else {}
-    (outcome,) = program.call(TRAIN)
+    (outcome,) = program.call()
     assert outcome.error is None, outcome.error
     assert [step for step, *_ in losses(program.output_dir)] == [3, 4]
 
@@ -187,7 +186,7 @@ def test_another_tokenizer(pools, corpus, trained, tmp_path):
     for key, refused in (("ckpt_dir", True), ("init_from", False)):
         program = Program(pools, corpus, tmp_path / key, **{key: path})
         program.values["Data.tokenizer"] = f"{{dir: {tmp_path / 'tokenizer'}}}"
-        (outcome,) = program.call(TRAIN)
+        (outcome,) = program.call()
         if refused:
             assert "another tokenizer than Data.tokenizer names" in outcome.error
             assert "Engine.save_load.init_from" in outcome.error
@@ -218,12 +217,12 @@ def test_a_damaged_newest_checkpoint(pools, corpus, trained, tmp_path, how):
     newest = damaged_copy(trained, tmp_path / "run", how)
     good = newest.with_name("epoch_0_step_3")
     for way in ({"resume": True}, {"ckpt_dir": tmp_path / "run"}, {"ckpt_dir": newest}):
-        (outcome,) = Program(pools, corpus, tmp_path / "run", **way).call(TRAIN)
+        (outcome,) = Program(pools, corpus, tmp_path / "run", **way).call()
         assert outcome.error.startswith("CheckpointError: ")
         assert f"{newest}" in outcome.error
         assert f"the newest good checkpoint is {good}: continue there with" in outcome.error
     program = Program(pools, corpus, tmp_path / "run", resume="auto")
-    assert program.call(TRAIN)[0].error is None
+    assert program.call()[0].error is None
     said = program.pool._logs[0].read_text()
     assert f"skipped a damaged checkpoint: {'' if how != 'torn' else 'checkpoint file '}" in said
     assert f"resuming {good} (global step 3)" in said
@@ -234,12 +233,12 @@ def test_a_damaged_newest_checkpoint(pools, corpus, trained, tmp_path, how):
 def test_a_damaged_newest_checkpoint_with_verify_off(pools, corpus, trained, tmp_path):
     """Damage is then met while loading, before anything is trained."""
     damaged_copy(trained, tmp_path / "run", "flipped")
-    (outcome,) = Program(pools, corpus, tmp_path / "run", resume=True, verify=False).call(TRAIN)
+    (outcome,) = Program(pools, corpus, tmp_path / "run", resume=True, verify=False).call()
     assert "model.safetensors is damaged: wrong checksum" in outcome.error
 
 
 def test_latest_left_behind_by_a_kill_is_mended(pools, corpus, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     write_latest(tmp_path / "run", "epoch_0_step_3")
-    assert Program(pools, corpus, tmp_path / "run", resume="auto").call(TRAIN)[0].error is None
+    assert Program(pools, corpus, tmp_path / "run", resume="auto").call()[0].error is None
     assert resolve_checkpoint(tmp_path / "run").name == "epoch_0_step_4"

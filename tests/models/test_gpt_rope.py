@@ -136,7 +136,7 @@ def test_a_program_computes_the_angles_of_the_tables():
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "partial_rotary_factor",
         ),
-        ({"rope_scaling": "linear"}, "an object or null"),
+        ({"rope_scaling": "linear"}, "rope_scaling = .linear."),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": None}}, "rope_theta is null"),
     ],
 )

@@ -103,7 +103,8 @@ def test_a_first_node_that_nothing_gets_through_to_is_named_before_anything_star
     assert code == other_code == 1
     assert "1 of 1 others did not come" in failures(at_first)["nodes", "--master"]["found"]
     blocked = failures(at_second)["nodes", "--master"]
-    assert f"nothing comes back from {first.address}:{MASTER_PORT}" in blocked["found"]
+    where = f"the first machine at {first.address}:{MASTER_PORT}"
+    assert f"no connection to {where} within 4 s: nothing comes back" in blocked["found"]
     assert "firewall" in blocked["cure"]
     assert {group for group, _ in at_second} == {"nodes"}
 

@@ -28,6 +28,7 @@ usage: pretrain_gpt.py --num-layers N ...      Megatron's arguments; docs/dialec
        python -m paddle.distributed.launch --nproc_per_node 8 pretrain_gpt.py ...
        pretrain_gpt.py --check [--world-size N] ...     print plan, parameters and batches, and run nothing
 """
+LAUNCHER = (sys.executable, "-m", "paddle.distributed.launch")
 _LOG = Path("test/output/0")
 
 
@@ -147,13 +148,7 @@ def _put_aside(output: Path) -> None:
 
 def _launch(arguments: Sequence[str]) -> int:
     program = Path(__file__).resolve().parents[3] / "projects" / "megatron" / "pretrain_gpt.py"
-    command = [
-        sys.executable,
-        "-m",
-        "paddle.distributed.launch",
-        "--nproc_per_node",
-        str(gpt2_sizes.PROCESSES),
-    ]
+    command = [*LAUNCHER, "--nproc_per_node", str(gpt2_sizes.PROCESSES)]
     command += ["--log_dir", str(_LOG), str(program), *arguments]
     with (_LOG / "train_0.log").open("wb") as log:
         started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

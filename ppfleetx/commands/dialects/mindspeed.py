@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppfleetx.commands.dialects.megatron import train_translated
+from ppfleetx.commands.dialects.megatron import LAUNCHER, train_translated
+from ppfleetx.commands.options import whole_number
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.megatron.dialect import without_launcher
 from ppfleetx.dialects.mindspeed.dialect import file_of, of_file
@@ -58,13 +58,7 @@ def msrun(argv: Sequence[str]) -> int:
             key="--worker_num",
             value=args.worker_num,
         )
-    command = [
-        sys.executable,
-        "-m",
-        "paddle.distributed.launch",
-        "--nproc_per_node",
-        str(args.local_worker_num),
-    ]
+    command = [*LAUNCHER, "--nproc_per_node", str(args.local_worker_num)]
     if nodes > 1:
         command += ["--nnodes", str(nodes), "--master", f"{args.master_addr}:{args.master_port}"]
         command += [] if args.node_rank < 0 else ["--rank", str(args.node_rank)]
@@ -96,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--node_rank", type=int, default=-1, metavar="N", help="number of this node; -1: as they come")
     add("--log_dir", default=".", metavar="DIR", help="gets worker_0.log, worker_1.log, ... (.)")
     add("--join", type=_truth, default=False, metavar="True|False", help="wait for the ranks (False)")
-    add("--cluster_time_out", type=_seconds, metavar="S", help="seconds that ranks may start apart (600)")
+    add("--cluster_time_out", type=whole_number, metavar="S", help="seconds that ranks may start apart (600)")
     add("script", help="a Python program")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -107,12 +101,6 @@ def _truth(text: str) -> bool:
     if text.lower() not in words:
         raise argparse.ArgumentTypeError("must be True or False")
     return words[text.lower()]
-
-
-def _seconds(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text[:9]) > 0 or len(text) > 9:
-        raise argparse.ArgumentTypeError("must be a number of seconds")
-    return int(text)
 
 
 def _name_logs(log_dir: Path, workers: int) -> None:

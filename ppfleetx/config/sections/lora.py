@@ -13,7 +13,6 @@ from ppfleetx.config.fields import Fraction, PathText, PositiveFloat, RuleError,
 
 BLOCK_LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 """Linears of one block that can have an adapter; canonical names without ``decoder.layers.{i}.``."""
-_MAX_PATTERNS, _MAX_PATTERN = 64, 200
 
 
 class LoraConfig(Section):
@@ -39,7 +38,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What the adapters' part is multiplied by."""
+        """The factor of the adapters' part."""
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
@@ -62,17 +61,10 @@ class LoraConfig(Section):
     def _check(self) -> LoraConfig:
         if not self.targets:
             raise RuleError(("targets",), "names no linear; for none at all set Model.lora to null")
-        longest = max(map(len, self.targets))
-        if len(self.targets) > _MAX_PATTERNS or longest > _MAX_PATTERN:
-            raise RuleError(
-                ("targets",),
-                f"holds {len(self.targets)} patterns of up to {longest} characters; {_MAX_PATTERNS} of "
-                f"{_MAX_PATTERN} are enough for any model",
-            )
         return self
 
 
 @lru_cache
 def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """What matches a whole name that fits one of the patterns."""
+    """Matches a whole name that fits one of the patterns."""
     return re.compile("|".join(map(translate, patterns)))

@@ -23,9 +23,9 @@ from ppfleetx.conversion.huggingface.files import (
     read_stored,
 )
 from ppfleetx.conversion.huggingface.generation import generation_defaults
+from ppfleetx.conversion.huggingface.paddle_layout import in_hf_layout
 from ppfleetx.conversion.huggingface.rope import rope_notes
 from ppfleetx.conversion.huggingface.tensors import Rule, rules
-from ppfleetx.conversion.paddle import in_hf_layout
 from ppfleetx.conversion.safetensors_file import write_sharded
 from ppfleetx.utils.files import atomic_write
 

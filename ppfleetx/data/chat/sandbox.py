@@ -1,8 +1,8 @@
-"""Jinja as chat templates are written for: the environment of Hugging Face transformers, with bounds.
+"""The Jinja that chat templates expect: the environment of Hugging Face transformers, with limits.
 
 Blocks and their spaces (``trim_blocks``, ``lstrip_blocks``), ``break`` and ``continue``, ``generation``
 blocks, ``tojson`` without HTML's escapes, ``raise_exception`` and ``strftime_now`` are what transformers
-documents. The sandbox is Jinja's: no attribute with an underscore, nothing that changes what it was given.
+documents. The sandbox is Jinja's: no attribute with an underscore, no changes to its arguments.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from typing import Any
 
 from jinja2 import Template, TemplateError, nodes, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from ppfleetx.data.chat.bounds import (
     TemplateLimitError,
@@ -37,17 +35,17 @@ Span = tuple[int, int]
 
 
 class AskedToStopError(TemplateError):
-    """The template has called ``raise_exception``: the conversation is none that it takes."""
+    """The template has called ``raise_exception``: it refuses the conversation."""
 
 
 class CompiledTemplate:
-    """A template that is ready to be rendered, in any thread.
+    """A compiled template, which any thread can render.
 
     Args:
         source: text of the template.
 
     Raises:
-        jinja2.TemplateError: it is not one.
+        jinja2.TemplateError: the text is not a template.
         TemplateLimitError: it is nested too deeply.
     """
 
@@ -76,7 +74,7 @@ class CompiledTemplate:
 
 
 class _GenerationBlocks(Extension):
-    """``{% generation %} ... {% endgeneration %}`` marks what the model has said."""
+    """``{% generation %} ... {% endgeneration %}`` marks the text of the model."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
 
@@ -104,7 +102,7 @@ class _GenerationBlocks(Extension):
 
 
 class _BoundedCode(CodeGenerator):
-    """Texts put together with ``~`` go through the environment, as those with ``+`` do."""
+    """Concatenation with ``~`` goes through the environment, like ``+``."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (as Jinja has it)
         self.write("environment.concatenate((")
@@ -114,40 +112,8 @@ class _BoundedCode(CodeGenerator):
         self.write("))")
 
 
-class _TemplateNamespace(Namespace):
-    """``namespace`` without attributes that begin with an underscore."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as Jinja's: a template may name an attribute self
-        self, rest = args[0], args[1:]
-        attributes = dict(*rest, **kwargs)
-        for name in attributes:
-            _check_name(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        Namespace.__setitem__(self, name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(
-            f"a template cannot store the attribute {name!r}, which begins with an underscore"
-        )
-
-
-class _TemplateDict:
-    """``dict`` as far as templates may use it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args, **kwargs)
-
-
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox of this module."""
+    """Jinja's sandbox with limits on sizes."""
 
     code_generator_class = _BoundedCode
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -157,18 +123,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # it would compute what is constant without bounds
+            optimized=False,  # it would compute constants without limits
             extensions=[_GenerationBlocks, LoopControlExtension],
             finalize=_bounded_output,
         )
         self.filters["tojson"] = _to_json
         self.filters = {name: _bounded_filter(name, one) for name, one in self.filters.items()}
-        self.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-            "dict": _TemplateDict(),
-            "namespace": _TemplateNamespace,
-        }
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         check_operation(operator, left, right)

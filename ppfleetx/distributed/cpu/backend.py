@@ -15,6 +15,7 @@ import paddle
 
 from ppfleetx.distributed.cpu.group import CpuProcessGroup
 from ppfleetx.distributed.cpu.handshake import local_address
+from ppfleetx.distributed.cpu.patches import apply_patches
 from ppfleetx.distributed.cpu.transport import Mesh, time_limit
 from ppfleetx.distributed.device import is_built_for_gpus
 from ppfleetx.resilience.flight_recorder import OPERATIONS, RECORD
@@ -30,12 +31,10 @@ def install() -> bool:
     Returns:
         Whether it is in force: False on a build with CUDA, where nothing is replaced.
     """
-    from ppfleetx.distributed.cpu.patches import apply_patches  # which imports this module
-
     if is_built_for_gpus():
         return False
     os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # as the launcher does where there are no cards
-    apply_patches()
+    apply_patches(create_process_group)
     return True
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ppfleetx.distributed.cpu.backend import create_process_group
 from ppfleetx.distributed.cpu.operators import (
     make_c_embedding,
     make_c_identity,
@@ -41,10 +40,17 @@ class Replacement:
 
 
 _applied: dict[str, Any] = {}
+_create_process_group: Callable[[int, int, int], Any] | None = None
 
 
-def apply_patches() -> None:
-    """Replace everything in ``TABLE``; a second call does nothing."""
+def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
+    """Replace everything in ``TABLE``; a second call does nothing.
+
+    Args:
+        create_process_group: makes a group from this process's rank in it, its size and its id.
+    """
+    global _create_process_group
+    _create_process_group = create_process_group
     for entry in TABLE:
         if entry.target not in _applied:
             owner = resolve_owner(entry)
@@ -69,7 +75,7 @@ def _process_group_factory(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if backend != "gloo":
             return original(backend, store, rank, world_size, *args, group_id=group_id, **kwargs)
-        return create_process_group(rank, world_size, group_id)
+        return _create_process_group(rank, world_size, group_id)
 
     return new_process_group
 

@@ -13,7 +13,7 @@ import paddle
 from paddle import nn
 
 from ppfleetx.config.registry import load_target
-from ppfleetx.models.gpt.spec import BlockSpec, EmbeddingSpec, HeadSpec, ScoreSpec
+from ppfleetx.models.gpt.spec import BlockSpec, EmbeddingSpec, HeadSpec
 from ppfleetx.nn.attention import Attention, KeyValueCache
 from ppfleetx.nn.chunked_loss import LogitsInPieces, PieceHead, PieceTarget
 from ppfleetx.nn.kernels import KernelOptions
@@ -271,7 +271,7 @@ class TiedHead(LanguageHead):
 class ClassificationHead(nn.Layer):
     """Scores of each class (or one number) at every position, ``[s, b, classes]`` whole on every rank."""
 
-    def __init__(self, factory: LayerFactory, spec: ScoreSpec) -> None:
+    def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__()
         self.factory = factory
         self.score = factory.linear(spec.linear)

@@ -43,12 +43,10 @@ class EmbeddingSpec:
     dropout: float
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Local name -> declaration."""
         words = within("word_embeddings", self.words.parameters())
         return words | within("position_embeddings", self.positions.parameters() if self.positions else {})
 
     def operations(self, work: Work) -> list[Operation]:
-        """Operations of a forward pass on one rank."""
         moved = work.bytes_of(self.words.width) * (3 + 1 + (self.positions is not None))
         return [elementwise("embedding", "edge", moved, moved, 3)]
 
@@ -106,7 +104,6 @@ class BlockSpec:
         return self.attention.hidden_size
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Local name -> declaration."""
         specs: Specs = {}
         for name in ("input_norm", "attention", "attention_post_norm", "mlp_norm", "mlp", "mlp_post_norm"):
             layer = getattr(self, name)
@@ -115,7 +112,6 @@ class BlockSpec:
         return specs
 
     def operations(self, work: Work) -> Iterator[Operation]:
-        """Operations of a forward pass on one rank."""
         yield self.input_norm.operation("input norm", "attention", work)
         yield from self.attention.operations(work)
         yield residual("attention residual", "attention", work, self.hidden_size, self.dropout)
@@ -162,21 +158,19 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Hidden states to logits, and their loss.
+    """Hidden states to logits, and their loss; or to scores of classes, which every rank has whole.
 
     Attributes:
-        vocab_size: true number of tokens; the other columns are padding.
-        linear: a matrix of its own.
+        num_outputs: tokens of the vocabulary, or classes; further columns of the matrix are padding.
+        linear: a matrix of its own; a whole one makes it a classification head.
         words: the table that the head is tied to instead.
         loss_chunks: pieces of the positions in which logits and loss are computed.
     """
 
-    vocab_size: int
+    num_outputs: int
     linear: LinearSpec | None
-    words: TableSpec | None
-    loss_chunks: int
-
-    name: ClassVar[str] = "head"
+    words: TableSpec | None = None
+    loss_chunks: int = 1
 
     @property
     def is_tied(self) -> bool:
@@ -184,35 +178,59 @@ class HeadSpec:
         return self.words is not None
 
     @property
+    def name(self) -> str:
+        """What the canonical names of its parameters begin with."""
+        return "score" if self.matrix.cut == "whole" else "head"
+
+    @property
     def matrix(self) -> LinearSpec:
         """The product that gives the logits."""
         if self.linear is not None:
             return self.linear
-        words = self.words
-        return LinearSpec(words.width, words.rows, "columns", False, words.init, "head")
+        return LinearSpec(self.words.width, self.words.rows, "columns", False, self.words.init, "head")
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Local name -> declaration."""
         return self.linear.parameters(sequence_parallel=sequence_parallel) if self.linear else {}
 
+    def _logits(self, work: Work) -> float:
+        """Logits of a micro batch on one rank."""
+        sliced = work.mp if self.matrix.cut == "columns" else 1
+        return work.tokens * self.matrix.out_features / sliced
+
     def operations(self, work: Work) -> Iterator[Operation]:
-        """Operations of a forward pass on one rank."""
-        yield from _loss_operations(self.matrix, work)
+        logits, e = self._logits(work), work.activation_bytes
+        yield self.matrix.operation("logits", "edge", work)
+        yield elementwise("loss", "edge", logits * (e + 4 + 4), logits * (4 + 4 + e), 4)
 
     def tape(self, work: Work, source: str) -> list[Step]:
         """Logits and the loss of a micro batch."""
-        hides_padding = self.matrix.out_features != self.vocab_size
+        logits, e, weights = self._logits(work), work.activation_bytes, self.matrix.weight_bytes(work)
+        hides_padding = self.matrix.out_features != self.num_outputs
+        # Copies of the logits that the tensor-parallel loss needs for a moment, beside its softmax.
+        loss_copies = {"cpu": 2, "plugin": 3}.get(work.kernels, 0) if work.mp > 1 else 0
         if self.loss_chunks > 1:
-            return [self._loss_in_pieces(work, source, hides_padding)]
-        return _loss_tape(self.matrix, work, source, hides_padding=hides_padding)
+            copies = 1 + (e != 4) + hides_padding + loss_copies
+            return [self._loss_in_pieces(work, source, logits, copies)]
+        steps = [Step("logits", logits * e, (source,), keeps=(source,), weights=weights)]
+        if e != 4:
+            steps.append(Step("wide logits", logits * 4, ("logits",), back=0.0))
+        if hides_padding:
+            steps.append(Step("hidden padding", logits * 4, (steps[-1].writes,), reuses=True))
+        softmax, named = logits * 4, logits * e if e != 4 else 0.0  # the caller has the logits by name
+        scratch = max(named, loss_copies * softmax)
+        # On a CPU, one copy on the way back; else the gradient of the logits is written over the softmax.
+        back = softmax if work.mp > 1 and work.on_cpu else -softmax
+        reads = (steps[-1].writes,)
+        return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
-    def _loss_in_pieces(self, work: Work, source: str, hides_padding: bool) -> Step:
+    def _loss_in_pieces(self, work: Work, source: str, logits: float, copies: int) -> Step:
         """Head and loss of ``Model.loss_chunks``, whose gradients are made in the forward pass."""
-        matrix, e = self.matrix, work.activation_bytes
-        columns, size = matrix.out_features / work.mp, work.bytes_of(matrix.in_features)
-        piece = work.tokens * columns / min(self.loss_chunks, work.seq_len / work.sep)
-        copies, elements = 1 + (e != 4) + hides_padding + _loss_copies(work), columns * matrix.in_features
-        weights = matrix.weight_bytes(work)
+        size, weights = work.bytes_of(self.matrix.in_features), self.matrix.weight_bytes(work)
+        e = work.activation_bytes
+        piece, elements = (
+            logits / min(self.loss_chunks, work.seq_len / work.sep),
+            weights / work.gradient_bytes,
+        )
         return Step(
             "loss",
             0.0,
@@ -225,65 +243,13 @@ class HeadSpec:
 
 
 @dataclass(frozen=True)
-class ScoreSpec:
-    """A classification head: scores of each class at every position, whole on every rank."""
-
-    linear: LinearSpec
-
-    name: ClassVar[str] = "score"
-    is_tied: ClassVar[bool] = False
-
-    def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Local name -> declaration."""
-        return self.linear.parameters()
-
-    def operations(self, work: Work) -> Iterator[Operation]:
-        """Operations of a forward pass on one rank."""
-        yield from _loss_operations(self.linear, work)
-
-    def tape(self, work: Work, source: str) -> list[Step]:
-        """Scores and the loss of a micro batch."""
-        return _loss_tape(self.linear, work, source, hides_padding=False)
-
-
-def _columns(matrix: LinearSpec, work: Work) -> float:
-    return (matrix.out_features or 1) / (work.mp if matrix.cut == "columns" else 1)
-
-
-def _loss_operations(matrix: LinearSpec, work: Work) -> Iterator[Operation]:
-    logits, e = work.tokens * _columns(matrix, work), work.activation_bytes
-    yield matrix.operation("logits", "edge", work)
-    yield elementwise("loss", "edge", logits * (e + 4 + 4), logits * (4 + 4 + e), 4)
-
-
-def _loss_tape(matrix: LinearSpec, work: Work, source: str, *, hides_padding: bool) -> list[Step]:
-    elements, e = work.tokens * _columns(matrix, work), work.activation_bytes
-    steps = [Step("logits", elements * e, (source,), keeps=(source,), weights=matrix.weight_bytes(work))]
-    if e != 4:
-        steps.append(Step("wide logits", elements * 4, ("logits",), back=0.0))
-    if hides_padding:
-        steps.append(Step("hidden padding", elements * 4, (steps[-1].writes,), reuses=True))
-    softmax, named = elements * 4, elements * e if e != 4 else 0.0  # the caller has the logits by name
-    scratch = max(named, _loss_copies(work) * softmax)
-    # On a CPU, one copy on the way back; else the gradient of the logits is written over the softmax.
-    back = softmax if work.mp > 1 and work.on_cpu else -softmax
-    reads = (steps[-1].writes,)
-    return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
-
-
-def _loss_copies(work: Work) -> int:
-    """Copies of the logits that the tensor-parallel loss needs for a moment, beside its softmax."""
-    return {"cpu": 2, "plugin": 3}.get(work.kernels, 0) if work.mp > 1 else 0
-
-
-@dataclass(frozen=True)
 class ModelSpec:
     """A whole model. Blocks may differ; equal ones are best one and the same object."""
 
     embedding: EmbeddingSpec
     blocks: tuple[BlockSpec, ...]
     final_norm: NormSpec
-    head: HeadSpec | ScoreSpec
+    head: HeadSpec
 
     def stages(self) -> Iterator[tuple[str, LayerSpec]]:
         """The layers by what their parameters' canonical names begin with, in model order."""
@@ -367,13 +333,14 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
     else:
         init = Normal(std, padded_dim=1, true_size=cfg.vocab_size)
         linear = LinearSpec(h, words.rows, "columns", cfg.has_head_bias, init, "head")
-        head = HeadSpec(cfg.vocab_size, linear, None, cfg.loss_chunks)
+        head = HeadSpec(cfg.vocab_size, linear, loss_chunks=cfg.loss_chunks)
     return ModelSpec(embedding, (one,) * cfg.num_layers, norm(), head)
 
 
-def score_spec(cfg: ModelConfig, num_outputs: int) -> ScoreSpec:
+def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
     """A classification head of ``num_outputs`` classes (1: a number)."""
-    return ScoreSpec(LinearSpec(cfg.hidden_size, num_outputs, "whole", False, Normal(cfg.initializer_range)))
+    init = Normal(cfg.initializer_range)
+    return HeadSpec(num_outputs, LinearSpec(cfg.hidden_size, num_outputs, "whole", False, init))
 
 
 # -- the form of before, for one version: an architecture lists the parameters of a layer

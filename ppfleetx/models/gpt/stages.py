@@ -10,7 +10,7 @@ from ppfleetx.config.registries import ARCHITECTURES, POSITIONS
 from ppfleetx.config.registry import load_target
 from ppfleetx.distributed.device import on_card
 from ppfleetx.models.gpt.layers import Block, ClassificationHead, Embedding, FinalNorm, Head, TiedHead
-from ppfleetx.models.gpt.spec import HeadSpec, ScoreSpec, model_spec, score_spec
+from ppfleetx.models.gpt.spec import HeadSpec, model_spec, score_spec
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.lora import with_adapters
 from ppfleetx.nn.positions import Positions
@@ -93,11 +93,11 @@ def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outpu
     return [*body, _head(score_spec(cfg, num_outputs), factory)]
 
 
-def _head(spec: HeadSpec | ScoreSpec, factory: LayerFactory) -> Stage:
+def _head(spec: HeadSpec, factory: LayerFactory) -> Stage:
     kwargs = {"factory": factory, "spec": spec}
     if spec.is_tied:
         return Stage(spec.name, TiedHead, kwargs, tie=_WORD_TIE)
-    layer = ClassificationHead if isinstance(spec, ScoreSpec) else Head
+    layer = ClassificationHead if spec.name == "score" else Head
     return Stage(spec.name, layer, kwargs, wraps=True)
 
 

@@ -140,7 +140,6 @@ HOSTILE = {
     "bytes": ("{{ (1).to_bytes(999999999) }}", "to_bytes"),
     "class": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     "globals": ("{{ raise_exception.__globals__['os'] }}", "unsafe"),
-    "namespace": ("{{ namespace(__class__=1) }}", "underscore"),
     "attr": ("{{ ('' | attr('__class__')).__mro__ }}", "unsafe"),
     "format string": ("{{ '{0.__class__.__mro__}'.format('') }}", "unsafe"),
     "change": ("{{ messages.append(1) }}", "reaches for what a template may not have"),

@@ -1,4 +1,4 @@
-"""One definition of an epoch for the log, the directories and the pace of a run."""
+"""One definition of an epoch for the log, the directories and the length of a run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ppfleetx.models.evaluator import EvalOutput
 from tests.e2e.conftest import NANO
 
 
-def pace(samples_per_epoch: float, *overrides: str) -> TrainingLength:
+def length_of(samples_per_epoch: float, *overrides: str) -> TrainingLength:
     return TrainingLength.of(load_config(NANO, overrides), samples_per_epoch)
 
 
 def test_epoch_mode_counts_whole_global_batches() -> None:
     """41.5 samples hold ten batches of four."""
-    found = pace(
+    found = length_of(
         41.5,
         "Engine.run_mode=epoch",
         "Engine.num_train_epochs=3",
@@ -40,19 +40,19 @@ def test_epoch_mode_counts_whole_global_batches() -> None:
 
 def test_epoch_mode_without_save_epoch_saves_by_steps() -> None:
     options = ("Engine.run_mode=epoch", "Engine.save_load.save_epoch=null")
-    assert pace(41.5, *options, "Engine.save_load.save_steps=7").save_every == 7
-    assert pace(41.5, *options, "Engine.save_load.save_steps=null").save_every == 0
+    assert length_of(41.5, *options, "Engine.save_load.save_steps=7").save_every == 7
+    assert length_of(41.5, *options, "Engine.save_load.save_steps=null").save_every == 0
 
 
 def test_step_mode_counts_passes_over_the_text() -> None:
-    found = pace(10.0, "Engine.max_steps=8")
+    found = length_of(10.0, "Engine.max_steps=8")
     assert (found.max_steps, found.eval_every, found.save_every) == (8, 4, 4)
     assert [found.position(step)[0] for step in range(6)] == [0, 0, 0, 1, 1, 2]
 
 
 def test_an_epoch_needs_one_global_batch() -> None:
     with pytest.raises(DataError, match=r"one epoch has 3\.9 samples, less than the global batch of 4"):
-        pace(3.9, "Engine.run_mode=epoch")
+        length_of(3.9, "Engine.run_mode=epoch")
 
 
 class Recorder:
