@@ -78,7 +78,7 @@ class Optimizer:
         self._masters: dict[str, Tensor] = {}
         self._updated: Callable[[], None] = lambda: None
         for group in groups:
-            group.rule.fused = place.fused
+            group.rule.fused = place.fused and not place.on_host
 
     def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
         """Update, and keep states of, the `owned` parameters only; call `updated` after each update."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 import paddle
@@ -89,7 +90,13 @@ class Rule(ABC):
 
 def as_tensor(lr: float, value: Tensor) -> Tensor:
     """The learning rate as kernels that update ``value`` take it."""
-    return paddle.full([1], lr, "float64" if value.dtype == paddle.float64 else "float32")
+    return _rate(lr, "float64" if value.dtype == paddle.float64 else "float32", paddle.get_device())
+
+
+@lru_cache(maxsize=1)
+def _rate(lr: float, dtype: str, device: str) -> Tensor:
+    """Made once a step, not once a group."""
+    return paddle.full([1], lr, dtype)
 
 
 def takes_all(spec: ParamSpec) -> bool:

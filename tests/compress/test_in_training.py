@@ -9,7 +9,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.registries import ACTIVATIONS, OPTIMIZERS, ActivationTraits, OptimizerTraits
 from ppfleetx.config.sections.compress import PruneConfig
-from ppfleetx.optims.rule import UpdateRule
+from ppfleetx.optims.rule import Rule
 from tests.parity.training import CONFIG, build
 
 ON = "Compress.Prune.enable=True"
@@ -55,9 +55,10 @@ def test_one_head_is_no_matter_where_units_are_pruned():
     assert cfg.Compress.pruning is not None and cfg.Model.kv_heads == 1
 
 
-class Restless(UpdateRule):
-    def update(self, parameter, gradient, states, *, lr, weight_decay):
-        parameter.add_(paddle.full_like(parameter, lr))
+class Restless(Rule):
+    def update(self, group, *, lr, weight_decay):
+        for view in group:
+            view.value.add_(paddle.full_like(view.value, lr))
 
 
 @pytest.mark.parametrize(
