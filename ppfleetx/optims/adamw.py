@@ -39,21 +39,32 @@ class AdamW(Rule):
             StateSpec("moment2"),
             *(StateSpec(name, beta, is_number=True) for name, beta in powers),
         )
+        self._powers: dict[str, float] = {}
+
+    def forget(self) -> None:
+        self._powers.clear()
 
     def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
         rate, betas = as_tensor(lr, group[0].value), (self.cfg.beta1, self.cfg.beta2)
         options = {"betas": betas, "epsilon": self.cfg.epsilon, "weight_decay": weight_decay}
-        fused = [view for view in group if self.fused and _fits(view)]
         together: dict[float, list[ParamView]] = {}
-        for view, power in zip(fused, _powers(fused), strict=True):
-            together.setdefault(power, []).append(view)
-        for views in together.values():
+        for view in self._with_powers([view for view in group if self.fused and _fits(view)]):
+            together.setdefault(self._powers[view.name], []).append(view)
+        for power, views in together.items():
             values, gradients = [view.value for view in views], [view.gradient for view in views]
             states = tuple([view.states[name] for view in views] for name in STATES)
             fused_adamw(values, gradients, rate, states, **options)
+            self._powers |= dict.fromkeys((view.name for view in views), power * betas[0])
         for view in group:
             if not (self.fused and _fits(view)):
                 adamw(view, rate, **options)
+
+    def _with_powers(self, views: list[ParamView]) -> list[ParamView]:
+        """``views``, after beta1 to the power of the steps taken is known of each: the parameters of one
+        fused call must share it, because a GPU's kernel reads the first one's for all."""
+        new = [view for view in views if view.name not in self._powers]
+        self._powers |= zip((view.name for view in new), _powers(new), strict=True)
+        return views
 
 
 def adamw(
@@ -128,8 +139,8 @@ def fused_adamw(
 
 
 def _powers(views: Sequence[ParamView]) -> list[float]:
-    """What the parameters of one fused call must share: beta1 to the power of the steps taken. A CPU's kernel
-    reads each parameter's own, a GPU's the first one's for all."""
+    """Beta1 to the power of the steps taken, read from the states; 0 on a CPU, whose kernel reads each
+    parameter's own."""
     if not views or views[0].value.place.is_cpu_place():
         return [0.0] * len(views)
     powers = [view.states["beta1_pow"] for view in views]

@@ -109,6 +109,8 @@ class Optimizer:
 
     def state(self) -> dict[StateKey, Tensor]:
         """State tensors, (canonical name, state name) -> tensor; created first if no step was taken."""
+        for group in self._groups:
+            group.rule.forget()
         state: dict[StateKey, Tensor] = {}
         for name, param in self.named_params:
             state |= {(name, key): tensor for key, tensor in self._states_of(name, param).items()}

@@ -87,6 +87,9 @@ class Rule(ABC):
             weight_decay: this step's; 0 for a group of biases and gains, which are not decayed.
         """
 
+    def forget(self) -> None:  # noqa: B027  (most rules remember nothing)
+        """Drop what the rule remembers of the states: somebody has asked for them and may change them."""
+
 
 def as_tensor(lr: float, value: Tensor) -> Tensor:
     """The learning rate as kernels that update ``value`` take it."""
