@@ -96,13 +96,12 @@ TOOLS = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / 
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=str)
-def test_help_is_quick_and_without_paddle(tool: Path) -> None:
+def test_help_needs_no_paddle(tool: Path) -> None:
     program = (
-        "import runpy, sys, time; start = time.process_time(); sys.argv = [sys.argv[1], '--help']\n"
+        "import runpy, sys; sys.argv = [sys.argv[1], '--help']\n"
         "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "except SystemExit as end:\n    assert not end.code\n"
-        "assert 'paddle' not in sys.modules\n"
-        "assert time.process_time() - start < 0.5"
+        "assert 'paddle' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", program, str(ROOT / tool)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
