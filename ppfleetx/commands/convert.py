@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ppfleetx.commands.options import Command, option, plugin_option, repeated, switch
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import ConfigError, naming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,12 @@ class Convert(Command):
         metavar="Section.key=value",
     )
     plugin: tuple[str, ...] = plugin_option()
-    dtype: Literal["float32", "float16", "bfloat16"] | None = option("element type (as in the source)")
-    tokenizer: str | None = option("tokenizer files to put with the weights (the source's)", metavar="DIR")
+    dtype: Literal["float32", "float16", "bfloat16"] | None = option(
+        "element type (default: as in the source)"
+    )
+    tokenizer: str | None = option(
+        "tokenizer files to put with the weights (default: the source's)", metavar="DIR"
+    )
     merge: bool = switch("ppfleetx to ppfleetx: one rank directory, optimizer included")
     plan: str | None = option("ppfleetx to ppfleetx: rank directories of this plan", metavar="mp=N,pp=M")
     check_logits: bool = switch(
@@ -116,8 +120,13 @@ class Merge(Command):
 
     def run(self) -> None:
         """Merge, and say where the result is."""
+        from ppfleetx.checkpoint.directory import resolve_checkpoint
         from ppfleetx.checkpoint.merge_lora import merge_lora
         from ppfleetx.utils.log import configure_logging
 
         configure_logging()
+        for flag, place in (("--input", self.input), ("--base", self.base)):
+            if place is not None:
+                with naming(flag, place):
+                    resolve_checkpoint(place)
         print(f"written: {merge_lora(self.input, self.output, self.base)}")

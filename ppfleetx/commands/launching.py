@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ppfleetx.commands.options import Command, flags_of, option, whole_number
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import ConfigError, naming
 from ppfleetx.utils.installed import not_installed
 
 SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
@@ -44,7 +44,9 @@ class LaunchOptions(Command):
         "machines; start the same command on each, with --master", type=whole_number, group=_GROUP
     )
     master: str | None = option("the first machine, and a free port there", metavar="HOST:PORT", group=_GROUP)
-    log_dir: str | None = option("logs of the processes, workerlog.N (log)", metavar="DIR", group=_GROUP)
+    log_dir: str | None = option(
+        "directory for the processes' logs, workerlog.N (default: log)", metavar="DIR", group=_GROUP
+    )
 
     @property
     def is_launched(self) -> bool:
@@ -85,7 +87,9 @@ class LaunchOptions(Command):
         if checkpoint is not None:
             from ppfleetx.commands.resolve_model import refuse_absent
 
-            refuse_absent(checkpoint)
+            [one] = [one for one in fields(self) if one.name == "checkpoint"]
+            with naming((*flags_of(one), "CHECKPOINT")[0], checkpoint):
+                refuse_absent(checkpoint)
         elif config is not None:
             from ppfleetx.config.loader import load_config
 
@@ -103,7 +107,8 @@ class TrainingOptions(LaunchOptions):
     """What the verbs that train share."""
 
     max_steps: int | None = option(
-        "train to step N; a run in the output directory, also one that has ended, goes on to there",
+        "train until step N; an existing run in the output directory, even a finished one, is continued to "
+        "that step",
         type=whole_number,
     )
 

@@ -94,12 +94,12 @@ def copy_config(name: str, directory: Path) -> list[Path]:
     texts = {directory / place: text for place, text in _with_bases(path).items()}
     for target, text in texts.items():
         if os.path.lexists(target) and not (target.is_file() and target.read_text("utf-8") == text):
-            raise ConfigError(f"{target} exists already and is another file; nothing was copied")
-    for target, text in texts.items():
+            raise ConfigError(f"{target} already exists with different content; nothing was copied")
+    written = [target for target in texts if not target.exists()]
+    for target in written:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists():
-            target.write_text(text, "utf-8")
-    return list(texts)
+        target.write_text(texts[target], "utf-8")
+    return written
 
 
 def _with_bases(path: Path) -> dict[str, str]:
