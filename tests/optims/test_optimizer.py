@@ -275,7 +275,7 @@ def test_groups_have_rules_and_states_of_their_own(monkeypatch):
 def test_a_parameter_that_no_group_takes_is_named(monkeypatch):
     groups = [Group(kind, SGD(section()), lambda spec, kind=kind: spec.kind == kind) for kind in ("a", "b")]
     monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
-    OPTIMIZERS.register("None", lambda cfg: groups)
+    OPTIMIZERS.register("None", lambda cfg: groups, traits=OptimizerTraits(states=0))
     params = make_params()
     for _, param in params:
         declare(param, dense(tuple(param.shape), Constant(), "matrix"))
