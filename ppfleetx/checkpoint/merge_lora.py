@@ -14,11 +14,11 @@ from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights import fitted, network_of, with_vocabulary
 from ppfleetx.checkpoint.weights_only import model_section, read_ppfleetx, write_ppfleetx
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, naming
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import parameter_shapes
-from ppfleetx.utils.files import is_taken
+from ppfleetx.utils.files import is_taken, refuse_unwritable
 
 _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
 """Input features in one row of a quantised matrix, by its element type."""
@@ -41,6 +41,7 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     output = Path(output)
     if is_taken(output):
         raise CheckpointError(f"--output {output} is there already; name a new or empty directory")
+    refuse_unwritable(output, "--output")
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     model = _model(path)
     tensors = _widened({**_frozen(path, model, base), **trained.tensors})
@@ -54,7 +55,8 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
 
 
 def _model(path: str | Path) -> ModelConfig:
-    checkpoint = open_resolved(resolve_checkpoint(path))
+    with naming("--input", path):
+        checkpoint = open_resolved(resolve_checkpoint(path))
     section = model_section(checkpoint.manifest)
     model = network_of(section, f"checkpoint {checkpoint.path}") if section else None
     if model is None or model.lora is None:
@@ -71,7 +73,8 @@ def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> di
         return {}
     lora: LoraConfig = model.lora
     place = base or lora.base
-    source = with_vocabulary(open_resolved(resolve_checkpoint(place)), model.vocab_size)
+    with naming("--base" if base else "Model.lora.base", place):
+        source = with_vocabulary(open_resolved(resolve_checkpoint(place)), model.vocab_size)
     scales = {name for name in source.names() if name.endswith(".scale")}  # of quantised weights
     names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
     names += [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]

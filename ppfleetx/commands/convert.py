@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ppfleetx.commands.options import Command, option, plugin_option, repeated, switch
-from ppfleetx.config.errors import ConfigError, naming
+from ppfleetx.config.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +120,8 @@ class Merge(Command):
 
     def run(self) -> None:
         """Merge, and say where the result is."""
-        from ppfleetx.checkpoint.directory import resolve_checkpoint
         from ppfleetx.checkpoint.merge_lora import merge_lora
         from ppfleetx.utils.log import configure_logging
 
         configure_logging()
-        for flag, place in (("--input", self.input), ("--base", self.base)):
-            if place is not None:
-                with naming(flag, place):
-                    resolve_checkpoint(place)
         print(f"written: {merge_lora(self.input, self.output, self.base)}")

@@ -18,7 +18,7 @@ from ppfleetx.planner.report import account, constants
 from ppfleetx.planner.search import Found
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.planner.timeline import Span
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, refuse_unwritable
 
 _FORWARD, _BACKWARD, _AGAIN, _IDLE = "#4477aa", "#228833", "#ccbb44", "#dddddd"
 _WEIGHTS = "#aa3377"
@@ -56,6 +56,7 @@ def write_report(directory: Path, prediction: Prediction, found: Found | None) -
         raise ConfigError(
             "there is a report already; nothing is overwritten", key="--report", value=directory
         )
+    refuse_unwritable(directory, "--report")
     directory.mkdir(parents=True, exist_ok=True)
     written, sections = [], []
     for name, words, draw in _pictures(prediction, found):
