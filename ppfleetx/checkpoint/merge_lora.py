@@ -42,7 +42,8 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     if is_taken(output):
         raise CheckpointError(f"--output {output} is there already; name a new or empty directory")
     refuse_unwritable(output, "--output")
-    trained = read_ppfleetx(path, masters=True, few_bits=True)
+    with naming("--input", path):
+        trained = read_ppfleetx(path, masters=True, few_bits=True)
     model = _model(path)
     tensors = _widened({**_frozen(path, model, base), **trained.tensors})
     plain = model.model_copy(update={"lora": None})
@@ -55,8 +56,7 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
 
 
 def _model(path: str | Path) -> ModelConfig:
-    with naming("--input", path):
-        checkpoint = open_resolved(resolve_checkpoint(path))
+    checkpoint = open_resolved(resolve_checkpoint(path))
     section = model_section(checkpoint.manifest)
     model = network_of(section, f"checkpoint {checkpoint.path}") if section else None
     if model is None or model.lora is None:

@@ -78,7 +78,7 @@ def verify(path: str) -> int:
     from ppfleetx.checkpoint import inspect
 
     if not Path(path).is_dir():
-        raise CheckpointError(f"DIR = {path!r}: there is no such directory")
+        raise CheckpointError(f"DIR = {path!r}: there is no directory {path}")
     try:
         checkpoint = inspect.open_for_inspection(path)
     except CheckpointError as error:
