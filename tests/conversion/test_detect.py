@@ -155,7 +155,7 @@ def test_the_command_it_gives_works(tmp_path):
     sentence = described(hf_dirs.write(tmp_path / "my model", "hf_gpt2"))
     _, _, rest = sentence.partition("Convert it first: ")
     command, _, name = rest.partition(", and name ")
-    arguments = [sys.executable, *shlex.split(command)[1:]]
+    arguments = [sys.executable, "-m", *shlex.split(command)]
     arguments[-1] = str(tmp_path / arguments[-1])
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ def test_the_directory_or_the_one_it_is_in(copy: Path) -> None:
 
 
 def test_no_export(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Inference\.model_dir: .*nowhere: there is no such directory"):
+    with pytest.raises(ConfigError, match=r"Inference\.model_dir = .*nowhere': there is no such directory"):
         open_export(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="holds no exported model"):
         open_export(tmp_path)
