@@ -73,5 +73,5 @@ def refuse_without_base(checkpoint: Checkpoint) -> None:
     if checkpoint.manifest.fingerprints.get(BASE) is not None:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} holds adapters alone; name the checkpoint of the weights they "
-            "belong to with Model.lora.base (or merge both with tools/merge_lora.py)"
+            "belong to with Model.lora.base (or merge both with ppfleetx merge)"
         )

@@ -14,7 +14,7 @@ from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights import fitted, network_of, with_vocabulary
 from ppfleetx.checkpoint.weights_only import model_section, read_ppfleetx, write_ppfleetx
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, naming
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import parameter_shapes
@@ -42,7 +42,8 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     if is_taken(output):
         raise CheckpointError(f"--output {output} is there already; name a new or empty directory")
     refuse_unwritable(output, "--output")
-    trained = read_ppfleetx(path, masters=True, few_bits=True)
+    with naming("--input", path):
+        trained = read_ppfleetx(path, masters=True, few_bits=True)
     model = _model(path)
     tensors = _widened({**_frozen(path, model, base), **trained.tensors})
     plain = model.model_copy(update={"lora": None})
@@ -72,7 +73,8 @@ def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> di
         return {}
     lora: LoraConfig = model.lora
     place = base or lora.base
-    source = with_vocabulary(open_resolved(resolve_checkpoint(place)), model.vocab_size)
+    with naming("--base" if base else "Model.lora.base", place):
+        source = with_vocabulary(open_resolved(resolve_checkpoint(place)), model.vocab_size)
     scales = {name for name in source.names() if name.endswith(".scale")}  # of quantised weights
     names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
     names += [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]

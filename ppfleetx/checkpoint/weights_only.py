@@ -232,9 +232,7 @@ def _write_config(
         place = {"dir": str((output / TOKENIZER_DIR).resolve()), "eos_token": tokenizer.eod_token}
         tree["Data"] = {"tokenizer": place}
     with atomic_write(output / CONFIG_FILE, "w") as file:
-        file.write(
-            "# Made by tools/convert_checkpoint.py; add the sections of your run, or use it as _base_.\n"
-        )
+        file.write("# Made by ppfleetx convert; add the sections of your run, or use it as _base_.\n")
         file.write(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
 

@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
-from ppfleetx.commands.generate import check_checkpoint, check_options, check_plan, load_generator
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.commands.generate import (
+    check_checkpoint,
+    check_options,
+    check_plan,
+    find_tokenizer,
+    load_generator,
+)
 from ppfleetx.commands.model_options import ModelOptions
 from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
@@ -17,6 +24,7 @@ from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.weight_sources import named_checkpoint
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template
 
 if TYPE_CHECKING:
@@ -171,9 +179,10 @@ examples:
             )
         check_checkpoint(cfg)
         options = _options(cfg)
+        tokenizer = find_tokenizer(cfg, open_resolved(resolve_checkpoint(named_checkpoint(cfg))))
+        template = chosen_template(tokenizer, self.template, key="--template")
         cfg, ctx = start_with(cfg)
         generator = load_generator(cfg, ctx)
-        template = chosen_template(generator.tokenizer, self.template)
         seed = cfg.Global.seed if cfg.Generation.seed is None else cfg.Generation.seed
         return Conversation(generator, template, options, seed, self.system)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ppfleetx.commands.launching import SCRIPT
 from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_option, repeated, switch
+from ppfleetx.commands.plot import refuse_unknown_picture
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError, UserError
 from ppfleetx.utils.files import refuse_unwritable
@@ -50,12 +51,12 @@ class Compare(Command):
     plugin: tuple[str, ...] = plugin_option()
     a: tuple[str, ...] = repeated("override of a", metavar="KEY=VALUE")
     b: tuple[str, ...] = repeated("override of b", metavar="KEY=VALUE")
-    commit_a: str | None = option("commit a runs from; default: this tree", metavar="REV")
-    commit_b: str | None = option("commit b runs from; default: this tree", metavar="REV")
+    commit_a: str | None = option("commit a runs from (default: this tree)", metavar="REV")
+    commit_b: str | None = option("commit b runs from (default: this tree)", metavar="REV")
     metrics_a: str | None = option("output directory of a finished run a", metavar="DIR")
     metrics_b: str | None = option("output directory of a finished run b", metavar="DIR")
     bitwise: bool = switch("allow no difference at all")
-    rtol: float | None = option(f"relative difference allowed; {_RTOL:g} unless given")
+    rtol: float | None = option(f"relative difference allowed (default: {_RTOL:g})")
     plot: str | None = option("draw both sequences and their difference", metavar="PNG")
     work_dir: str | None = option("keep outputs and logs here", metavar="DIR")
 
@@ -63,6 +64,21 @@ class Compare(Command):
         """Run what has to be run, and compare."""
         if not self.config and not (self.metrics_a and self.metrics_b):
             raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
+        if self.plot:
+            refuse_unknown_picture(Path(self.plot), "--plot")
+        for side in "ab":
+            metrics, overrides = getattr(self, f"metrics_{side}"), getattr(self, side)
+            if metrics and (overrides or getattr(self, f"commit_{side}")):
+                key = f"--{side}" if overrides else f"--commit-{side}"
+                raise ConfigError(
+                    f"--metrics-{side} names a finished run, which {key} cannot change", key=key
+                )
+        if self.config and self.metrics_a and self.metrics_b:
+            raise ConfigError(
+                "nothing is run with it: --metrics-a and --metrics-b name both sides",
+                key="-c",
+                value=self.config,
+            )
         if self.bitwise and self.rtol is not None:
             raise UserError(
                 "--bitwise allows no difference, so it cannot go with --rtol; give one of the two"

@@ -32,11 +32,11 @@ examples:
             print(table())
             return
         if len(self.words) != 3 or self.words[0] != "copy":
-            raise ConfigError("give nothing, or copy NAME DIR")
+            raise ConfigError("expected no arguments, or: copy NAME DIR")
         from ppfleetx.config.shipped import copy_config
 
         written = copy_config(self.words[1], Path(self.words[2]))
-        print(f"copied: {', '.join(map(str, written))}")
+        print(f"copied: {', '.join(map(str, written))}" if written else f"already there: {self.words[2]}")
 
 
 def table() -> str:

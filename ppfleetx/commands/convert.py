@@ -48,8 +48,12 @@ class Convert(Command):
         metavar="Section.key=value",
     )
     plugin: tuple[str, ...] = plugin_option()
-    dtype: Literal["float32", "float16", "bfloat16"] | None = option("element type (as in the source)")
-    tokenizer: str | None = option("tokenizer files to put with the weights (the source's)", metavar="DIR")
+    dtype: Literal["float32", "float16", "bfloat16"] | None = option(
+        "element type (default: as in the source)"
+    )
+    tokenizer: str | None = option(
+        "tokenizer files to put with the weights (default: the source's)", metavar="DIR"
+    )
     merge: bool = switch("ppfleetx to ppfleetx: one rank directory, optimizer included")
     plan: str | None = option("ppfleetx to ppfleetx: rank directories of this plan", metavar="mp=N,pp=M")
     check_logits: bool = switch(

@@ -130,7 +130,7 @@ class StdlibCorpus(Command):
     """Write the source files of this Python's standard library as json lines: a corpus without a download."""
 
     output: Path = option("json lines file to write", default=MISSING, metavar="FILE")
-    seed: int = option("of the order of the documents (1234)", default=1234)
+    seed: int = option("of the order of the documents (default: 1234)", default=1234)
     overwrite: bool = switch("replace a file that is there already")
 
     def run(self) -> None:

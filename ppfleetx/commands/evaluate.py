@@ -206,9 +206,12 @@ def make_result_dir(cfg: RunConfig) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot be made: {error.strerror}", key=key, value=str(directory)) from error
+        rule = f"cannot be made: {error.strerror}"
+        raise ConfigError(rule, key=key, value=directory, place=cfg.origins.get(key)) from error
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError("no file may be created in it", key=key, value=str(directory))
+        raise ConfigError(
+            "no file may be created in it", key=key, value=directory, place=cfg.origins.get(key)
+        )
     return directory
 
 

@@ -58,7 +58,9 @@ examples:
 """
     checkpoint: str = option(MODEL_HELP, "--from", default=MISSING, metavar="CHECKPOINT")
     output: str | None = option(
-        "of the new run (Engine.save_load.output_dir)", key="Engine.save_load.output_dir", metavar="DIR"
+        "directory of the new run (default: Engine.save_load.output_dir)",
+        key="Engine.save_load.output_dir",
+        metavar="DIR",
     )
 
     def run(self) -> None:

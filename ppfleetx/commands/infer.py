@@ -73,7 +73,7 @@ examples:
         cfg, notes = as_replicas(cfg, world_size(os.environ))
         prompts = read_prompts(cfg)
         check_inference(cfg, expected_device(cfg.Global.device))
-        directory, manifest = open_export(cfg.Inference.model_dir, verify=False)
+        directory, manifest = _open(cfg.Inference.model_dir, cfg.origins.get("Inference.model_dir"))
         cfg = cfg.model_copy(update={"Generation": merge_settings(manifest.generation, cfg)})
         check_generation(cfg.Generation, cfg.origins)
         if cfg.Inference.onednn:
@@ -87,9 +87,17 @@ examples:
         answer(cfg, ctx, prompts, self.output)
 
 
+def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
+    """:func:`open_export`, whose messages then say where the export was named."""
+    try:
+        return open_export(export, verify=False)
+    except ConfigError as error:
+        raise ConfigError(error.rule, key=error.key, value=export, place=place) from error
+
+
 def _config_of(export: str) -> Sections:
     """A configuration with the network of the export."""
-    _, manifest = open_export(export, verify=False)
+    _, manifest = _open(export, "EXPORT")
     return Sections({**ONE_SEQUENCE, "Model": portable_model(manifest.model)}, model_in(export))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ppfleetx.commands.options import Command, option, positional, switch
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.errors import CheckpointError, ConfigError, naming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,12 @@ class Inspect(Command):
             raise ConfigError("give one checkpoint DIR, or --diff A B")
         if self.diff and (self.verify or self.json):
             raise ConfigError("--diff goes with --filter only")
+        if self.verify and (self.json or self.filter):
+            raise ConfigError("--verify goes with neither --json nor --filter")
+        if self.json and self.filter:
+            raise ConfigError(
+                "--json prints the summary only, which --filter does not change; give one of them"
+            )
         pattern = compile_pattern(self.filter)
         if self.diff:
             return compare(*self.diff, pattern)
@@ -43,7 +49,8 @@ class Inspect(Command):
             return verify(self.checkpoint)
         from ppfleetx.checkpoint import inspect
 
-        checkpoint = inspect.open_for_inspection(self.checkpoint)
+        with naming("DIR", self.checkpoint):
+            checkpoint = inspect.open_for_inspection(self.checkpoint)
         facts = inspect.summary(checkpoint)
         if self.json:
             print(json.dumps(facts, indent=2))
@@ -71,7 +78,7 @@ def verify(path: str) -> int:
     from ppfleetx.checkpoint import inspect
 
     if not Path(path).is_dir():
-        raise CheckpointError(f"there is no directory {path}")
+        raise CheckpointError(f"DIR = {path!r}: there is no directory {path}")
     try:
         checkpoint = inspect.open_for_inspection(path)
     except CheckpointError as error:
@@ -95,7 +102,10 @@ def compare(one: str, other: str, pattern: re.Pattern[str] | None) -> int:
     """Print the differences between two checkpoints."""
     from ppfleetx.checkpoint import inspect
 
-    checkpoints = [inspect.open_for_inspection(path) for path in (one, other)]
+    checkpoints = []
+    for path in (one, other):
+        with naming("--diff", path):
+            checkpoints.append(inspect.open_for_inspection(path))
     count = 0
     for difference in inspect.differences(*checkpoints, pattern):
         kind, name, state = difference.key

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ppfleetx.commands.options import Command, flags_of, option, whole_number
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import ConfigError, naming
 from ppfleetx.utils.files import refuse_unwritable
 from ppfleetx.utils.installed import not_installed
 
@@ -95,7 +95,9 @@ class LaunchOptions(Command):
         if checkpoint is not None:
             from ppfleetx.commands.resolve_model import refuse_absent
 
-            refuse_absent(checkpoint)
+            [one] = [one for one in fields(self) if one.name == "checkpoint"]
+            with naming((*flags_of(one), "CHECKPOINT")[0], checkpoint):
+                refuse_absent(checkpoint)
         elif config is not None:
             from ppfleetx.config.loader import load_config
 

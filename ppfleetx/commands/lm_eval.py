@@ -31,7 +31,7 @@ class LmEval(ModelOptions):
     """Measure a checkpoint on tasks of lm-evaluation-harness (docs/evaluation.md)."""
 
     tasks: str = option("tasks or groups of the harness", default=MISSING, metavar="NAME[,NAME...]")
-    batch_size: int = option("texts per forward pass (8)", default=8)
+    batch_size: int = option("texts per forward pass (default: 8)", default=8)
     num_fewshot: int | None = option("examples in each prompt (what the task says)")
     limit: int | None = option("only so many examples of each task")
     include_path: str | None = option("directory with further task definitions", metavar="DIR")

@@ -61,6 +61,8 @@ def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | No
 
 
 def _call(arguments: Sequence[str]) -> int | None:
+    if len(arguments) > 1 and arguments[0] == "help":
+        arguments = [arguments[1], "--help"]
     word = arguments[0] if arguments else "--help"
     if word in ("-h", "--help", "help"):
         print(usage())

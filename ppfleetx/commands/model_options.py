@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ppfleetx.commands.options import OptionalConfigOptions, positional
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import ConfigError, naming
 
 if TYPE_CHECKING:
     from ppfleetx.config.loader import ConfigSource
@@ -74,5 +74,6 @@ def job_of(
     from ppfleetx.commands.resolve_model import resolve_model
 
     with ExitStack() as stack:
-        place = resolve_model(checkpoint, stack, with_config=config is None)
+        with naming(option, checkpoint):
+            place = resolve_model(checkpoint, stack, with_config=config is None)
         yield Job(config or place.config, place.overrides(overrides, option=option, key=key))

@@ -9,6 +9,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
+from ppfleetx.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from ppfleetx.config.reading.overrides import Setting
 
@@ -124,7 +126,7 @@ def flags_of(one: Field[Any]) -> tuple[str, ...]:
 def whole_number(text: str) -> int:
     """1 or more, for ``type=``."""
     if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
 
 
@@ -187,6 +189,8 @@ class OptionalConfigOptions(ConfigOptions):
 def import_plugins(options: Command) -> None:
     """Import the plugins of ``--plugin``, and the environment's where a configuration may use them."""
     plugins = getattr(options, "plugin", None)
+    if "" in (plugins or ()):
+        raise ConfigError("must name a Python module", key="--plugin", value="")
     if plugins or (plugins == () and getattr(options, "config", True)):
         from ppfleetx.utils.plugins import import_named_plugins
 

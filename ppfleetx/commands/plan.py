@@ -35,15 +35,17 @@ class Plan(ConfigOptions):
     card: str | None = option(
         f"{', '.join(card_names())}, or a YAML file (default: Global.card, else {_ANY_CARD})", metavar="NAME"
     )
-    per_node: int = option("cards of a node (default 8)", default=8)
+    per_node: int = option("cards of a node (default: 8)", default=8)
     network_gbps: float | None = option("network of a node in all, in Gbit/s (else the card's)", metavar="X")
     rank_order: str | None = option(
-        f"how ranks are numbered, nearest neighbours last (default {','.join(AXES)}, as this engine "
+        f"how ranks are numbered, nearest neighbours last (default: {','.join(AXES)}, as this engine "
         "does; another program's for its published runs)",
         metavar="pp,dp,...",
     )
     batch: int | None = option("sequences a step (else the YAML's)")
-    goal: Literal["time", "memory"] = option("what the best has least of", default="time")
+    goal: Literal["time", "memory"] = option(
+        "what the best plan has least of (default: time)", default="time"
+    )
     plan: str | None = option(f"one plan instead of all: {', '.join(WORDS)}", metavar="dp=4,mp=8,...")
     explain: str | None = option(
         "the whole account of PLAN, of --plan, or of the best", nargs="?", const="", metavar="PLAN"
@@ -60,9 +62,11 @@ class Plan(ConfigOptions):
     mtbf: float | None = option(
         "between failures of one node: the best checkpoint interval", group=_RUN, metavar="HOURS"
     )
-    save_seconds: float | None = option("that a checkpoint holds the job up", group=_RUN, metavar="S")
+    save_seconds: float | None = option(
+        "seconds that the job waits for one checkpoint", group=_RUN, metavar="S"
+    )
     restart_seconds: float = option(
-        "from failure to step (default 300)", default=300.0, group=_RUN, metavar="S"
+        "seconds from a failure to the next step (default: 300)", default=300.0, group=_RUN, metavar="S"
     )
     scale: str | None = option(
         "the plan with more replicas on other numbers of cards", group=_RUN, metavar="N,N,..."
@@ -90,7 +94,7 @@ def report_of(options: Plan) -> str:
         card, calibration = calibrate(options.calibrate, cluster, options.write_card)
         cluster = replace(cluster, card=card)
     elif options.write_card:
-        raise ConfigError("is written by --calibrate RUN_DIR", key="--write-card", value=options.write_card)
+        raise ConfigError("--write-card needs --calibrate RUN_DIR")
     words = _words(options)
     questions = _questions_of(options)
     if words is not None or options.devices is None:
@@ -170,25 +174,26 @@ def _axes(words: str | None) -> tuple[str, ...]:
 
 def _one(written: Written, words: str, options: Plan, cluster: Cluster) -> tuple[RunConfig, Prediction]:
     """The configuration under the plan ``words``; whatever they do not name stays."""
-    named = read_words(words, written.plan)
+    option = "--plan" if options.plan is not None else "--explain"
+    named = read_words(words, written.plan, option)
     plan, batch = named.plan, _batch(written, options)
     if options.devices is not None and plan.world_size != options.devices:
         raise ConfigError(
-            f"the plan is of {plan.world_size} cards, not of {options.devices}", key="--plan", value=words
+            f"the plan is of {plan.world_size} cards, not of {options.devices}", key=option, value=words
         )
     micro = named.micro or written.micro_batch()
     if batch % (plan.data_size * micro):
         raise ConfigError(
             f"{batch} sequences a step cannot be dealt out to {plan.data_size} data ranks (dp x sharding) in "
             f"micro batches of {micro}",
-            key="--plan" if words else "--batch",
+            key=option if words else "--batch",
             value=words or batch,
         )
     whole = case_of(written.under(ParallelPlan(), 1, batch, named.recompute), cluster.card)
     work = replace(whole.workload, accumulate_steps=batch // (plan.data_size * micro))
     broken = violations(plan, work)
     if broken:
-        raise ConfigError(broken[0].sentence, key="--plan", value=words)
+        raise ConfigError(broken[0].sentence, key=option, value=words)
     cfg = written.under(plan, micro, batch, named.recompute)
     return cfg, Prediction(case_of(cfg, cluster.card), cluster)
 

@@ -8,7 +8,9 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from ppfleetx.commands.options import Command, option
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import ConfigError, DataError
+
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +22,15 @@ class Plot(Command):
 
     def run(self) -> None:
         """Draw the picture."""
+        refuse_unknown_picture(self.output, "--output")
         draw(read_series(self.metrics), self.output)
         print(f"loss curve: {self.output}")
+
+
+def refuse_unknown_picture(path: Path, option: str) -> None:
+    """Raise ConfigError unless the name says a format of pictures: matplotlib would add .png to it."""
+    if path.suffix.lower() not in _PICTURES:
+        raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)
 
 
 def read_series(path: Path) -> dict[str, tuple[list[int], list[float]]]:
@@ -84,5 +93,3 @@ def draw(series: dict[str, tuple[list[int], list[float]]], output: Path) -> None
         figure.savefig(output, dpi=120)
     except OSError as error:
         raise DataError(f"--output {output} cannot be written: {error.strerror}") from error
-    except ValueError as error:  # the name's ending is no format of pictures
-        raise DataError(f"--output {output}: {error}") from error

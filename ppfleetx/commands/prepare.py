@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ppfleetx.commands.options import Command, option, switch
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.utils.files import refuse_unwritable
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Prepare(Command):
         "end of a document (the eos_token of the tokenizer's files, else <|endoftext|>)", metavar="TOKEN"
     )
     json_keys: tuple[str, ...] = option(
-        "keys of the json objects, one pair of files each (text)",
+        "keys of the json objects, one pair of files each (default: text)",
         "--json-keys",
         "--json-key",
         "--json_key",
@@ -66,13 +66,13 @@ class Prepare(Command):
         "--append_eos",
         "--append-eos",
     )
-    workers: int | None = option("processes (as many as there are cores)")
+    workers: int | None = option("processes (default: one for each core)")
     suffixes: str = option("in folders take only files with these endings", default="", metavar=".py,.txt")
     split_on: Literal["file", "line", "blank-line"] = option(
-        "what one document of a plain text file is (file)", default="file"
+        "what one document of a plain text file is (default: file)", default="file"
     )
     max_document_mb: float = option(
-        "longest line, paragraph or packed file, in 10^6 bytes; what is longer is left out (64)",
+        "longest line, paragraph or packed file, in 10^6 bytes; what is longer is left out (default: 64)",
         default=64,
         metavar="N",
     )
@@ -87,6 +87,8 @@ class Prepare(Command):
         workers = available_cores() if self.workers is None else self.workers
         if workers < 1:
             raise DataError(f"--workers {workers}: at least 1 is needed")
+        if self.eod_token is not None and not self.append_eod:
+            raise ConfigError("needs --append-eod", key="--eod-token", value=self.eod_token)
         suffixes = [suffix for suffix in self.suffixes.split(",") if suffix]
         sources = find_sources(self.input, suffixes=suffixes, split_on=self.split_on)
         report = preprocess(
@@ -143,8 +145,10 @@ class TrainTokenizer(Command):
     input: tuple[str, ...] = option("files and folders", default=MISSING, metavar="PATH")
     vocab_size: int = option("tokens, special ones included", default=MISSING)
     output: Path = option("where the files are written", default=MISSING, metavar="DIR")
-    min_frequency: int = option("rarest pair to merge (2)", default=2)
-    json_key: str = option("key of the text in json lines (text)", default="text")
+    min_frequency: int = option(
+        "how often a pair of neighbours must occur to be merged (default: 2)", default=2
+    )
+    json_key: str = option("key of the text in json lines (default: text)", default="text")
     suffixes: str = option("in folders take only files with these endings", default="", metavar=".py,.txt")
     overwrite: bool = switch("replace a tokenizer that is there already")
 
@@ -154,6 +158,8 @@ class TrainTokenizer(Command):
         from ppfleetx.data.tokenizer.training import train_tokenizer
         from ppfleetx.utils.progress import ProgressBar
 
+        if self.min_frequency < 1:
+            raise ConfigError("must be at least 1", key="--min-frequency", value=self.min_frequency)
         if (self.output / "tokenizer.json").exists() and not self.overwrite:
             raise DataError(f"{self.output} holds a tokenizer already; --overwrite replaces it")
         refuse_unwritable(self.output, "--output")  # before hours of training

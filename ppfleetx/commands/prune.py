@@ -61,7 +61,7 @@ examples:
   ppfleetx finetune --from output-pruned --output recovered
 """
     ratio: float = option(
-        "share of the heads and units taken out of each layer, rounded to fewer (default 0)",
+        "share of the heads and units taken out of each layer, rounded to fewer (default: 0)",
         default=0.0,
         metavar="R",
     )
@@ -70,9 +70,10 @@ examples:
         "the loss would miss least (saliency)",
         default="l1_norm",
     )
-    part: Part = option("what is pruned (default both)", default="both")
+    part: Part = option("what is pruned (default: both)", default="both")
     multiple: int = option(
-        "what stays is rounded up to a multiple of N, such as a tensor-parallel degree (default 1)", default=1
+        "what stays is rounded up to a multiple of N, such as a tensor-parallel degree (default: 1)",
+        default=1,
     )
     drop_layers: tuple[int, ...] = option("layers to leave out, from 0", default=(), metavar="I")
     calibration: str | None = option(

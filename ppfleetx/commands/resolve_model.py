@@ -129,7 +129,7 @@ def refuse_absent(place: str | Path) -> None:
         raise CheckpointError("the name of the model's directory is empty")
     if hub_name(place) is None and not Path(place).exists():
         if may_be_of_hub(place):
-            hint = f"; a model of the Hugging Face hub is hf:{place}"
+            hint = f"; for a model on the Hugging Face hub write hf:{place}"
             raise CheckpointError(f"there is no directory {place}{hint}")
         resolve_checkpoint(place, verify=False)
 

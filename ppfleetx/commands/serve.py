@@ -18,7 +18,7 @@ examples:
   ppfleetx serve output
   ppfleetx serve output --port 9000 -o Generation.max_dec_len=200
 """
-    port: int | None = option("port of the server (Serve.port)", key="Serve.port")
+    port: int | None = option("port of the server (default: Serve.port)", key="Serve.port")
 
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM."""

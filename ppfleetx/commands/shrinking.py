@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ppfleetx.checkpoint.weights_only import load_tokenizer
 from ppfleetx.commands.options import OptionalConfigOptions, option, positional
 from ppfleetx.commands.resolve_model import as_replicas, resolve_model
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.errors import CheckpointError, ConfigError, naming
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.files import is_taken, refuse_unwritable
@@ -29,7 +29,7 @@ class ShrinkingOptions(OptionalConfigOptions):
 
     checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
     output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
-    samples: int = option("windows to calibrate on (default 64)", default=64)
+    samples: int = option("windows to calibrate on (default: 64)", default=64)
     calibration: str | None = option(
         "a corpus (prefix of .bin/.idx) or a .txt file; its last tenth measures the perplexity",
         metavar="DATA",
@@ -50,7 +50,8 @@ class ShrinkingOptions(OptionalConfigOptions):
 def open_model(options: ShrinkingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
     """Configuration for one process, directory of the checkpoint, and tokenizer where there is one."""
     with ExitStack() as stack:
-        place = resolve_model(options.checkpoint, stack, with_config=options.config is None)
+        with naming("CHECKPOINT", options.checkpoint):
+            place = resolve_model(options.checkpoint, stack, with_config=options.config is None)
         cfg = load_config(options.config or place.config, place.overrides(options.override))
         cfg, _ = as_replicas(cfg, 1)
         tokenizer = None if place.tokenizer is None else load_tokenizer(place.tokenizer)

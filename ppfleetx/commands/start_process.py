@@ -55,7 +55,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     _refuse_unsupported(cfg, device)
     if "Train" in reads and not cfg.Model.task.trains:
         raise ConfigError(
-            "only evaluates (tools/eval.py); to train use GPTModule",
+            "only evaluates (ppfleetx eval); to train use GPTModule",
             key="Model.module",
             value=cfg.Model.module,
         )

@@ -25,10 +25,16 @@ class Supervise(Command):
     the supervisor too. Nothing the command started is left running.
     """
 
-    max_restarts: int = option("starts after the first", default=3)
-    backoff: float = option("seconds to the first restart; doubles", default=5.0)
-    grace: float = option("seconds to save, before SIGKILL", default=60.0)
-    command: tuple[str, ...] = positional(None, "-- and the command", default=(), nargs=argparse.REMAINDER)
+    max_restarts: int = option("how often to restart at most (default: 3)", default=3)
+    backoff: float = option(
+        "seconds to wait before the first restart, doubled each time (default: 5)", default=5.0
+    )
+    grace: float = option(
+        "seconds that a stopped command has to save, before SIGKILL (default: 60)", default=60.0
+    )
+    command: tuple[str, ...] = positional(
+        None, "the command to run, after --", default=(), nargs=argparse.REMAINDER
+    )
 
     def run(self) -> int:
         """The exit code of the command's last start."""

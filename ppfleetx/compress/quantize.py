@@ -6,6 +6,7 @@ use the stored numbers. What a layer is calibrated on is what reaches it in the 
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -82,6 +83,10 @@ def check_options(model: ModelConfig, options: Options) -> None:
     Raises:
         ConfigError: naming the first that cannot.
     """
+    layers = ["head", *(name.removesuffix(".weight") for name in parameter_shapes(model))]
+    for pattern in options.weights.skip:
+        if not fnmatch.filter(layers, pattern):
+            raise ConfigError("no layer of the model has such a name", key="--skip", value=pattern)
     for layer, in_features in _matrices(model).items():
         form = options.weights.form_of(layer)
         if form is not None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePath
 from typing import Any
 
 UNSET: Any = object()
@@ -23,6 +26,8 @@ def shown(value: Any) -> str:
 
     A long text ends in ``...`` with its length; of long lists and mappings the first few items are shown.
     """
+    if isinstance(value, PurePath):
+        value = str(value)
     if isinstance(value, str) and len(value) > _MAX_TEXT:
         return f"{value[:_MAX_TEXT]!r}... ({len(value):,} characters)"
     return _short.repr(value)
@@ -36,6 +41,15 @@ def shown_key(key: str) -> str:
 
 class UserError(ValueError):
     """A mistake in what the user gave us. Tools print its message and exit with code 2."""
+
+
+@contextmanager
+def naming(option: str, value: object) -> Iterator[None]:
+    """Put ``option`` and its value before the message of a CheckpointError that is raised within."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{option} = {shown(str(value))}: {error}") from error
 
 
 class OutOfMemoryError(RuntimeError):

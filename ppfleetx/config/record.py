@@ -18,7 +18,7 @@ _HEAD = f"""\
 {RECORD_MARK} Every key is here. What is marked as derived followed from other keys or from
 # the number of processes; it is computed again when the file is used.
 # Engine.save_load.resume is auto, so that the file goes on with the run:
-#   python tools/train.py -c THIS_FILE
+#   ppfleetx train -c THIS_FILE
 """
 _PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
 

@@ -49,13 +49,13 @@ class ModuleTraits:
     """Properties of a task that are needed before it is built.
 
     Attributes:
-        trains: tools/train.py runs it.
+        trains: ppfleetx train runs it.
         continues_text: its network gives scores of the next token: it can generate, be exported and served.
         classifies: it learns a GLUE task: its network ends in a head of ``Model.num_classes`` outputs instead
             of a vocabulary, and its answers are written to a file, those on Data.Test too.
         has_metrics: an evaluation gives numbers besides the loss; their mean may decide which checkpoint is
             the best (``Engine.save_load.keep_best: metric``).
-        offline_evaluation: tools/eval.py measures section ``Offline_Eval`` with it.
+        offline_evaluation: ppfleetx eval measures section ``Offline_Eval`` with it.
         for_generation: the configuration is one for generating: ``Generation.max_dec_len`` must fit.
         refused_axes: axes of a plan that it does not run under, e.g. ``("pp", "sep")``.
         measure: the form of before of ``BasicModule.evaluator``, for one version: makes what an evaluation

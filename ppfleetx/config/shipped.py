@@ -95,17 +95,17 @@ def copy_config(name: str, directory: Path) -> list[Path]:
     texts = {directory / place: text for place, text in _with_bases(path).items()}
     for target, text in texts.items():
         if os.path.lexists(target) and not (target.is_file() and target.read_text("utf-8") == text):
-            raise ConfigError(f"{target} exists already and is another file; nothing was copied")
+            raise ConfigError(f"{target} already exists with different content; nothing was copied")
+    written = [target for target in texts if not target.exists()]
     try:
-        for target, text in texts.items():
+        for target in written:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if not target.exists():
-                target.write_text(text, "utf-8")
+            target.write_text(texts[target], "utf-8")
     except OSError as error:
         raise ConfigError(
             f"cannot be written: {error.filename}: {error.strerror}", key="DIR", value=str(directory)
         ) from error
-    return list(texts)
+    return written
 
 
 def _with_bases(path: Path) -> dict[str, str]:

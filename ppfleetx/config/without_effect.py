@@ -181,12 +181,12 @@ SWITCHED_OFF = (
     SwitchedOff(
         ("Data.Test",),
         lambda cfg: not cfg.Model.task.classifies,
-        "only tools/eval.py with GPTFinetuneModule reads the test set (tools/build_index.py prepares it)",
+        "only ppfleetx eval with GPTFinetuneModule reads the test set (ppfleetx index prepares it)",
     ),
     SwitchedOff(
         ("Offline_Eval",),
         lambda cfg: not cfg.Model.task.offline_evaluation,
-        "Model.module is not GPTEvalModule; tools/eval.py evaluates on Data.Eval",
+        "Model.module is not GPTEvalModule; ppfleetx eval evaluates on Data.Eval",
     ),
     SwitchedOff(
         _keys("Offline_Eval", "overlapping_eval detokenizer"),

@@ -1,4 +1,4 @@
-"""A conversion from start to end, and its check: ``tools/convert_checkpoint.py``."""
+"""A conversion from start to end, and its check: ``ppfleetx convert``."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> 
     if model.lora is not None:
         raise CheckpointError(
             f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "
-            f"tools/merge_lora.py --input {job.input} --output DIR"
+            f"ppfleetx merge --input {job.input} --output DIR"
         )
     if model.task.classifies:
         raise CheckpointError(

@@ -42,10 +42,10 @@ _ITERATION = re.compile(r"iter_\d+|release")
 _SUFFIXES = {
     ".gguf": "a GGUF file, which is not read. Convert the Hugging Face model it was made of",
     ".pdparams": f"a file of Paddle's. What is read are FleetX's {FLEETX_FILE} (name its directory) and "
-    f"{PADDLE_PICKLE} of PaddleNLP beside its {CONFIG} (tools/convert_checkpoint.py --from hf)",
+    f"{PADDLE_PICKLE} of PaddleNLP beside its {CONFIG} (ppfleetx convert --from hf)",
     **dict.fromkeys(
         (".pt", ".pth", ".ckpt", ".bin"),
-        "a file of PyTorch's. tools/convert_checkpoint.py reads directories of Hugging Face (--from hf) and "
+        "a file of PyTorch's. ppfleetx convert reads directories of Hugging Face (--from hf) and "
         "of Megatron-LM (--from megatron)",
     ),
 }
@@ -103,7 +103,7 @@ def _is_ours(path: Path) -> bool:
 
 def _convert(path: Path, source: str, what: str) -> str:
     output = f"{path.resolve().name}-ppfleetx"
-    command = f"python tools/convert_checkpoint.py --from {source} --to ppfleetx --input"
+    command = f"ppfleetx convert --from {source} --to ppfleetx --input"
     return (
         f"{path} is {what}. Convert it first: {command} {shlex.quote(str(path))} "
         f"--output {shlex.quote(output)}, and name {output} here"
@@ -124,7 +124,7 @@ def _file(path: Path) -> str | None:
             return _part(path, _hugging_face(directory))
         return (
             f"{path} holds tensors alone, and nothing that says what network they are. With the model's "
-            f"{CONFIG} beside it, its directory can be converted: tools/convert_checkpoint.py --from hf"
+            f"{CONFIG} beside it, its directory can be converted: ppfleetx convert --from hf"
         )
     if path.suffix in _SUFFIXES:
         return f"{path} is {_SUFFIXES[path.suffix]}"
@@ -154,7 +154,7 @@ def _megatron(path: Path) -> str | None:
             return (
                 f"{path} is a checkpoint of Megatron-LM in its distributed format (.distcp), which is not "
                 "read. Save it there in the classic one (--ckpt-format or --ckpt-convert-format torch), and "
-                "convert that: tools/convert_checkpoint.py --from megatron"
+                "convert that: ppfleetx convert --from megatron"
             )
         return f"{path} looks like a checkpoint of Megatron-LM, and none of its files of weights is there"
     return None
@@ -167,12 +167,12 @@ def _distributed(path: Path) -> str | None:
         return (
             f"{path} is a distributed checkpoint of Paddle (.distcp), which is not read. Save the model for "
             "Hugging Face where it was trained (PaddleFormers: save_to_hf=True), and convert that: "
-            "tools/convert_checkpoint.py --from hf"
+            "ppfleetx convert --from hf"
         )
     return (
         f"{path} is a distributed checkpoint of PyTorch (.distcp), which is not read. Save the model for "
         "Hugging Face, or for Megatron-LM in its classic format, with the program that wrote it, and convert "
-        "that: tools/convert_checkpoint.py"
+        "that: ppfleetx convert"
     )
 
 
@@ -180,7 +180,7 @@ def _hugging_face(path: Path) -> str | None:
     if parts := sorted(path.glob("model_state.tp*.pdparams")):
         return (
             f"{path} holds tensor-parallel parts of PaddleNLP ({parts[0].name}, ...), which are not read. "
-            "Put them together there, and convert the whole model: tools/convert_checkpoint.py --from hf"
+            "Put them together there, and convert the whole model: ppfleetx convert --from hf"
         )
     has_config = (path / CONFIG).is_file() or (path / PADDLE_CONFIG).is_file()
     if (path / "adapter_config.json").is_file() and not has_config:
@@ -189,7 +189,7 @@ def _hugging_face(path: Path) -> str | None:
     if has_weights and not has_config:
         return (
             f"{path} holds weights and no {CONFIG}, without which nothing says what network they are. With "
-            "it, the directory can be converted: tools/convert_checkpoint.py --from hf"
+            "it, the directory can be converted: ppfleetx convert --from hf"
         )
     if not has_config or not has_weights:
         return None
@@ -212,5 +212,5 @@ def _other(path: Path) -> str | None:
         inner = None if found is None else _hugging_face(found)
         return None if inner is None else f"{path} is Hugging Face's cache of a model: {inner}"
     if any((place / "model.pdiparams").is_file() for place in (path, path / "rank_0")):
-        return f"{path} is an exported program. It is run by tools/inference.py (Inference.model_dir)"
+        return f"{path} is an exported program. It is run by ppfleetx infer (Inference.model_dir)"
     return None

@@ -171,7 +171,7 @@ def _fused(tensors: dict[str, LazyTensor], model: ModelConfig | None, path: Path
     if model is None:
         raise CheckpointError(
             f"{path} has separate q, k and v (fuse_attn_qkv: False) and does not say the number of heads; "
-            "convert it with tools/convert_checkpoint.py --from fleetx --config YAML"
+            "convert it with ppfleetx convert --from fleetx --config YAML"
         )
     heads = model.num_attention_heads
     result = {}

@@ -193,7 +193,7 @@ def _encoding(cfg: RunConfig, dataset_cfg: DatasetConfig) -> tuple[Tokenizer, in
     if tokenizer is None:
         raise ConfigError(
             f"names no files, and {dataset_cfg.name} is made of texts. Give a tokenizer's directory with "
-            "-o Data.tokenizer.dir=DIR; tools/train_tokenizer.py makes one, and vocab.json and merges.txt of "
+            "-o Data.tokenizer.dir=DIR; ppfleetx tokenizer makes one, and vocab.json and merges.txt of "
             f"GPT-2 are at {GPT2_FILES} (nothing is downloaded)",
             key="Data.tokenizer",
         )
@@ -253,7 +253,7 @@ def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
     except DataError as error:
         hint = ""
         if isinstance(error, MissingDataError):
-            hint = f". tools/preprocess_data.py makes a corpus of text; name it with -o {key}=PREFIX"
+            hint = f". ppfleetx prepare makes a corpus of text; name it with -o {key}=PREFIX"
         raise type(error)(f"{key}{_place(cfg, key)}: {error}{hint}") from error
 
 
@@ -274,7 +274,7 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
     if len(parts) > MAX_CORPORA:
         raise DataError(
             f"Data.{mode}.dataset.input_dir: {len(parts):,} corpora are more than the {MAX_CORPORA:,} that "
-            "can be blended: write them as fewer with tools/merge_datasets.py"
+            "can be blended: write them as fewer with ppfleetx merge-data"
         )
     # A directory's weight is shared by its corpora in proportion to their tokens.
     totals = [max(1, sum(part.num_tokens for part in group)) for group in groups]

@@ -49,6 +49,8 @@ class FleetXDataset(TokenStore):
             index = _read_npz(path, ("lens",))
         else:
             path = Path(f"{text}_ids.npz")
+            if not path.exists():
+                raise DataError(f"no corpus at {text}: neither {text}_ids.npy nor {path} exists")
             index = _read_npz(path, ("ids", "lens"))
             tokens = index["ids"]
         lengths = index["lens"]

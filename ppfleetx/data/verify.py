@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LEVELS = ("none", "index", "full")
 _NAMED = 3  # corpora in a log line
-MAKE_CHECKSUMS = "tools/inspect_corpus.py PREFIX --write-checksums"
+MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
@@ -78,7 +78,7 @@ def verify_corpus(prefix: str, level: str) -> bool:
     checksums.check_sizes()
     for block in checksums.damage((".idx",) if level == "index" else SUFFIXES):
         where = describe(block, _opened(prefix))
-        raise DataError(f"{where}; tools/inspect_corpus.py {prefix} --verify lists all damage")
+        raise DataError(f"{where}; ppfleetx inspect-data {prefix} --verify lists all damage")
     return True
 
 

@@ -11,7 +11,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.machine import CPUINFO, flags_in, read_cpuinfo
 
 _BF16_FLAGS = ("avx512_bf16", "amx_bf16")
-_INSTEAD = "generate from the checkpoint with tasks/gpt/generation.py"
+_INSTEAD = "generate from the checkpoint with ppfleetx generate"
 
 
 def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:

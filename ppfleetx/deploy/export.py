@@ -91,7 +91,7 @@ def check_one_process(processes: int) -> None:
             "export leaves out communication without a word, so that a part of a model would compute wrong "
             "numbers. The parts of a checkpoint of any plan are merged into one program. A model that is too "
             "large for one machine's memory cannot be exported: generate from its checkpoint with "
-            "tasks/gpt/generation.py under Distributed.mp_degree"
+            "ppfleetx generate under Distributed.mp_degree"
         )
 
 

@@ -36,7 +36,7 @@ PROGRAM_FILE, WEIGHTS_FILE = f"{PROGRAM}.json", f"{PROGRAM}.pdiparams"
 _FIRST_WITH_CHECKSUM = 3
 _MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 _KEY = "Inference.model_dir"
-_AGAIN = "export the model again with tools/export.py"
+_AGAIN = "export the model again with ppfleetx export"
 
 
 @dataclass(frozen=True)
@@ -144,16 +144,18 @@ def _find(model_dir: Path) -> Path:
         if is_export(directory):
             return directory
     if not model_dir.is_dir():
-        raise _error(model_dir, "there is no such directory; tools/export.py makes one from a checkpoint")
+        rule = "there is no such directory; ppfleetx export makes one from a checkpoint"
+        raise ConfigError(rule, key=_KEY, value=model_dir)
     for directory in (model_dir, model_dir / RANK_DIRECTORY):
         if any(directory.glob("*.pdmodel")):
             raise _error(model_dir, f"holds a program of PaddleFleetX, which cannot be read here; {_AGAIN}")
         if (directory / PROGRAM_FILE).exists() or (directory / WEIGHTS_FILE).exists():
             raise _error(model_dir, f"is damaged: {directory / MANIFEST_FILE} is missing; {_AGAIN}")
-    raise _error(
-        model_dir,
-        f"holds no exported model (no {MANIFEST_FILE} in it or in {RANK_DIRECTORY}/); tools/export.py makes "
+    raise ConfigError(
+        f"holds no exported model (no {MANIFEST_FILE} in it or in {RANK_DIRECTORY}/); ppfleetx export makes "
         "one from a checkpoint",
+        key=_KEY,
+        value=model_dir,
     )
 
 

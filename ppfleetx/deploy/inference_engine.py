@@ -51,7 +51,7 @@ class InferenceEngine(TextGenerator):
     told all of it at once, and a stop string is looked for afterwards. One thread at a time may generate.
 
     Args:
-        options: the ``Inference`` section; ``model_dir`` is what tools/export.py wrote.
+        options: the ``Inference`` section; ``model_dir`` is what ppfleetx export wrote.
         device: a kind of device, perhaps with a number (``gpu:1``).
 
     Raises:

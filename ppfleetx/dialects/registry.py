@@ -101,8 +101,7 @@ def of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
     best = max(known, key=lambda one: _score(one, known, options))
     if at is None and not best.options & options:
         raise ConfigError(
-            f"is not a command line of {_titles()}; say with --dialect whose it is",
-            place="the arguments after --",
+            f"the arguments after -- are not a command line of {_titles()}; name the toolkit with --dialect"
         )
     if at is None:
         at = next((at for at, text in enumerate(argv) if text.startswith("--")), len(argv)) - 1

@@ -111,7 +111,7 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
         return make()
     is_first = local_rank() == 0
     made = _make_beating(ctx, make if is_first else None)
-    with joint_errors(ctx):
+    with joint_errors(ctx, name_ranks=_has_other_nodes(ctx)):
         if not is_first:
             made = make()
     return made
@@ -120,6 +120,11 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
 def local_rank() -> int:
     """This rank's number on its node, as the launcher tells."""
     return int(os.environ.get("PADDLE_LOCAL_RANK") or os.environ.get("PADDLE_TRAINER_ID") or 0)
+
+
+def _has_other_nodes(ctx: ParallelContext) -> bool:
+    """Whether the first rank of a node looks for fewer than all ranks."""
+    return int(os.environ.get("PADDLE_LOCAL_SIZE") or 0) != ctx.world_size
 
 
 def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
@@ -132,7 +137,7 @@ def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | Non
     failure = future.exception()
     if failure is not None and not isinstance(failure, UserError):
         raise failure
-    raise_on_all_ranks(ctx, failure)
+    raise_on_all_ranks(ctx, failure, name_ranks=_has_other_nodes(ctx))
     return future.result()
 
 

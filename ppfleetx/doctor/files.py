@@ -26,7 +26,7 @@ from ppfleetx.utils.foreign_files import opened
 
 _CURE = "mount or copy the files to this machine, or correct the path: it is the same for all machines"
 _DENIED_CURE = "let this user read it: chmod a+r FILE, and a+x on the directories above; or run as its owner"
-_DAMAGED_CURE = "copy it again from where it is whole, or make it again (tools/preprocess_data.py)"
+_DAMAGED_CURE = "copy it again from where it is whole, or make it again (ppfleetx prepare)"
 _BLOCKS, _BLOCKS_COMPARED = 256, 64
 """Blocks of 1 MiB, spread over a file, that are read; smaller files are read completely."""
 _READ_SECONDS = 30.0  # for all corpora of a mode

@@ -88,7 +88,8 @@ def _observed(directory: Path, card: Card) -> Observed:
     seconds = list(_step_seconds(metrics))
     if len(seconds) <= _WARM_UP:
         raise ConfigError(
-            f"has {len(seconds)} steps in metrics.jsonl; more than {_WARM_UP} are needed, which do not count",
+            f"has {len(seconds)} steps in metrics.jsonl; more than {_WARM_UP} are needed, because the first "
+            f"{_WARM_UP} are not counted",
             key="--calibrate",
             value=directory,
         )

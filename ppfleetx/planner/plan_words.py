@@ -26,23 +26,23 @@ class PlanWords:
     recompute: Recompute | None
 
 
-def read_words(words: str, own: ParallelPlan) -> PlanWords:
-    """The plan ``own``, changed where ``words`` say so.
+def read_words(words: str, own: ParallelPlan, option: str = "--plan") -> PlanWords:
+    """The plan ``own``, changed where ``words`` say so; ``option`` is where they were given.
 
     Raises:
         ConfigError: an unknown word, or a value that is not allowed.
     """
-    given = _parse(words)
+    given = _parse(words, option)
     values: dict[str, object] = {
-        name: _whole(given, word) for word, name in _DEGREES.items() if word in given
+        name: _whole(given, word, option) for word, name in _DEGREES.items() if word in given
     }
     if values.get("sharding_stage", 1) not in (1, 2, 3):
-        raise ConfigError("must be 1, 2 or 3", key="--plan stage", value=given["stage"])
+        raise ConfigError("must be 1, 2 or 3", key=f"{option} stage", value=given["stage"])
     for word, name in (("sp", "sequence_parallel"), ("offload", "sharding_offload")):
         if word in given:
-            values[name] = _truth(given, word)
+            values[name] = _truth(given, word, option)
     if "zb" in given:
-        values["pp_schedule"] = "zb_h1" if _truth(given, "zb") else "1f1b"
+        values["pp_schedule"] = "zb_h1" if _truth(given, "zb", option) else "1f1b"
     elif values.get("pp") == 1 or values.get("virtual_pp_degree", 1) != 1:
         values["pp_schedule"] = "1f1b"
     if "pp" in values or "virtual_pp_degree" in values:
@@ -53,8 +53,8 @@ def read_words(words: str, own: ParallelPlan) -> PlanWords:
         values["sequence_parallel"] = False
     recompute = given.get("recompute")
     if recompute not in (None, *_GRANULARITIES, "mixed"):
-        raise ConfigError(f"recompute is one of {', '.join(_GRANULARITIES)}", key="--plan", value=words)
-    micro = _whole(given, "micro") if "micro" in given else None
+        raise ConfigError(f"recompute is one of {', '.join(_GRANULARITIES)}", key=option, value=words)
+    micro = _whole(given, "micro", option) if "micro" in given else None
     return PlanWords(replace(own, **values), micro, None if recompute == "mixed" else recompute)
 
 
@@ -68,26 +68,26 @@ def plan_words(case: Case) -> str:
     return words + f",recompute={kinds.pop() if len(kinds) == 1 else 'mixed'}"
 
 
-def _parse(words: str) -> dict[str, str]:
+def _parse(words: str, option: str) -> dict[str, str]:
     given: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in words.split(","))):
         word, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or word not in WORDS:
-            raise ConfigError(f"must be {', '.join(WORDS)} as word=value", key="--plan", value=part)
+            raise ConfigError(f"must be {', '.join(WORDS)} as word=value", key=option, value=part)
         if word in given:
-            raise ConfigError(f"names {word} twice", key="--plan", value=words)
+            raise ConfigError(f"names {word} twice", key=option, value=words)
         given[word] = value
     return given
 
 
-def _whole(given: dict[str, str], word: str) -> int:
+def _whole(given: dict[str, str], word: str, option: str) -> int:
     text = given[word]
     if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) > 0):
-        raise ConfigError("must be an integer of at least 1", key=f"--plan {word}", value=text)
+        raise ConfigError("must be an integer of at least 1", key=f"{option} {word}", value=text)
     return int(text)
 
 
-def _truth(given: dict[str, str], word: str) -> bool:
+def _truth(given: dict[str, str], word: str, option: str) -> bool:
     if given[word] not in ("0", "1"):
-        raise ConfigError("must be 0 or 1", key=f"--plan {word}", value=given[word])
+        raise ConfigError("must be 0 or 1", key=f"{option} {word}", value=given[word])
     return given[word] == "1"

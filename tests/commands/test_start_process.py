@@ -33,7 +33,7 @@ def test_a_corpus_that_is_not_there_names_its_key_and_how_one_is_made(tmp_path) 
             start_with(cfg, reads=("Train",))
         message = str(caught.value)
         assert message.startswith("Data.Train.dataset.input_dir (-o override 3): ")
-        assert "tools/preprocess_data.py makes a corpus of text" in message
+        assert "ppfleetx prepare makes a corpus of text" in message
         assert "-o Data.Train.dataset.input_dir=PREFIX" in message
     with pytest.raises(DataError, match=r"Data.Train.dataset.input_dir \(.*\.yaml:\d+\): no corpus at"):
         start_with(load_config(PRETRAIN, ON_CPU), reads=("Train",))
@@ -45,7 +45,7 @@ def test_a_tokenizer_that_is_not_there_names_its_key_and_where_gpt2s_is(tmp_path
     with pytest.raises(DataError, match=r"Data.tokenizer.dir \(-o override 3\): no tokenizer at") as caught:
         start_with(cfg, reads=("Train",))
     assert "https://huggingface.co/openai-community/gpt2" in str(caught.value)
-    assert "tools/train_tokenizer.py" in str(caught.value)
+    assert "ppfleetx tokenizer" in str(caught.value)
 
 
 def test_the_launchers_number_is_a_number() -> None:

@@ -91,7 +91,7 @@ def make_paddle_dist(root):
     return root / "flex"
 
 
-CONVERT = "Convert it first: python tools/convert_checkpoint.py --from"
+CONVERT = "Convert it first: ppfleetx convert --from"
 CASES = {
     make_hf: rf"is a gpt2 of Hugging Face\. {CONVERT} hf --to ppfleetx --input .*/hf --output hf-ppfleetx,",
     make_hf_file: rf"model.safetensors is one file of a checkpoint: .* {CONVERT} hf .* --input .*/hf --o",

@@ -170,7 +170,7 @@ def test_a_run_says_once_what_it_compared(tmp_path, toy_prefix, write_corpus, ca
     checksums_path(other).unlink()
     assert said(prefixes=[toy_prefix, other]) == (
         f"checksums of the data: the index of 1 corpus compared; missing for 1 corpus ({other}): "
-        "tools/inspect_corpus.py PREFIX --write-checksums makes them"
+        "ppfleetx inspect-data PREFIX --write-checksums makes them"
     )
     with pytest.raises(DataError, match=r"verify is full, but there is no .*other\.checksums\.json"):
         said(full, prefixes=[toy_prefix, other])

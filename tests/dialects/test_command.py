@@ -64,8 +64,8 @@ def test_a_launcher_says_how_many_processes(launcher: str, tmp_path: Path) -> No
     [
         ([], "name a file, or give a command line"),
         (["none.yaml"], "there is no such file"),
-        (["train.py"], "is not a command line of"),
-        (["--what", "1"], "is not a command line of"),
+        (["train.py"], "are not a command line of"),
+        (["--what", "1"], "are not a command line of"),
         ([str(SHIPPED)], "is a configuration of this program already"),
     ],
 )

@@ -153,7 +153,7 @@ def test_days_and_cost_follow_from_the_step(capsys):
         (("--price", "-1"), "greater than 0"),
         (("--tokens", "nan"), "greater than 0"),
         (("--calibrate", "nowhere"), "output directory of a run"),
-        (("--write-card", "x.yaml"), "is written by --calibrate"),
+        (("--write-card", "x.yaml"), "needs --calibrate"),
         (("--rank-order", "pp,dp"), "each of dp, pp, sharding, sep, mp once"),
         (("--plan", "stage=4"), "must be 1, 2 or 3"),
     ],

@@ -57,7 +57,7 @@ _DROPPED = {
     "Compress.Quantization.onnx_format": "exported models have one format",
     "Compress.Quantization.for_tensorrt": "exported models have one format",
     "Compress.Quantization.is_full_quantize": "quantizable_layer_type says what is quantised",
-    "Compress.Prune.cal_sens": "tools/prune.py reports what is removed",
+    "Compress.Prune.cal_sens": "ppfleetx prune reports what is removed",
     "Tuning": "there is no automatic parallel mode",
     "Fused": "it changes no result",
     "FusedParameters": "it changes no result",

@@ -48,7 +48,7 @@ _TOOLKITS = (
         "model_type architectures transformers_version n_embd n_layer num_hidden_layers",
         "torch_dtype n_head hidden_size hidden_act vocab_size bos_token_id eos_token_id initializer_range "
         "rope_theta rope_scaling rms_norm_eps layer_norm_epsilon use_cache num_attention_heads",
-        "Convert the checkpoint: python tools/convert_checkpoint.py --from hf --to ppfleetx --input DIR "
+        "Convert the checkpoint: ppfleetx convert --from hf --to ppfleetx --input DIR "
         "--output NEW; the config.yaml in NEW is a configuration.",
     ),
     _toolkit(

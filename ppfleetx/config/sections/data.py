@@ -317,11 +317,11 @@ class DataConfig(Section):
     """Corpora by use, and the tokenizer."""
 
     Train: DataSplitConfig | None = None
-    """Training data; needed by tools/train.py."""
+    """Training data; needed by `ppfleetx train`."""
     Eval: EvalConfig | None = None
     """Evaluation data; null: no evaluation."""
     Test: DataSplitConfig | None = None
-    """Test data. tools/eval.py predicts it for a GLUE task; tools/build_index.py prepares it; nothing else
+    """Test data. `ppfleetx eval` predicts it for a GLUE task; `ppfleetx index` prepares it; nothing else
     reads it yet."""
     tokenizer: TokenizerConfig | None = None
     """Needed by generation, by datasets of texts, and by `eod_mask_loss`/`reset_*` without `eod_id`."""

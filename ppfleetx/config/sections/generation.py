@@ -176,11 +176,11 @@ class TensorRTConfig(Section):
 
 
 class InferenceConfig(Section):
-    """How tools/inference.py runs an exported model. What the `Generation` section does not say is taken over
+    """How `ppfleetx infer` runs an exported model. What the `Generation` section does not say is taken over
     from the export."""
 
     model_dir: PathText = "./output"
-    """What tools/export.py wrote: its output directory, or `rank_0` in it."""
+    """What `ppfleetx export` wrote: its output directory, or `rank_0` in it."""
     mp_degree: PositiveInt | None = None
     """Tensor parallel ranks of the exported model: 1, because an export holds the whole model; null: 1."""
     verify: Bool = True
@@ -193,7 +193,7 @@ class InferenceConfig(Section):
     onednn: Bool = False
     """Run what oneDNN has kernels for in oneDNN (CPU). In float32 MKL, which runs the rest, is as fast."""
     panels: Bool = True
-    """For tools/export.py on a CPU: let the program make a second copy of its matrices when it is loaded,
+    """For `ppfleetx export` on a CPU: let the program make a second copy of its matrices when it is loaded,
     with which batches, and guesses for a single prompt, are computed faster; false: half the memory."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Computation on the CPU. bf16 needs `onednn` and a CPU with avx512_bf16 or amx_bf16."""
@@ -210,7 +210,7 @@ class InferenceConfig(Section):
 
 
 class OfflineEvalConfig(Section):
-    """What tools/eval.py measures with `Model.module: GPTEvalModule`: perplexity of a text file, or accuracy
+    """What `ppfleetx eval` measures with `Model.module: GPTEvalModule`: perplexity of a text, or accuracy
     of last words (cloze)."""
 
     eval_path: PathText | None = None

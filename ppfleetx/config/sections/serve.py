@@ -24,7 +24,7 @@ API_KEY_VARIABLE = "PPFLEETX_API_KEY"
 
 
 class ServeConfig(Section):
-    """The HTTP server of `tools/serve.py`. How a text is continued comes with each request, and what a
+    """The HTTP server of `ppfleetx serve`. How a text is continued comes with each request, and what a
     request leaves out has the default of OpenAI's interface; of section `Generation`, `eos_token_id` alone is
     used."""
 

@@ -60,7 +60,7 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
         raise CheckpointError(
             f"checkpoint {checkpoint.path} was trained with adapters: give the Model.lora section of that "
             f"run (Model.lora.rank={trained.lora.rank}, Model.lora.alpha={trained.lora.alpha:g}, ...), or "
-            "merge them with the weights by tools/merge_lora.py"
+            "merge them with the weights by ppfleetx merge"
         )
     if trained.lora.scale != model.lora.scale:
         raise CheckpointError(

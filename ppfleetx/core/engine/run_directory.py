@@ -69,7 +69,7 @@ def check_beginning(cfg: RunConfig) -> None:
         cfg,
         f"already holds a run ({', '.join(found)}). To go on with it: -o Engine.save_load.resume=auto. To "
         f"start anew: another directory with -o {_KEY}=DIR, or -o Engine.save_load.overwrite=True, which "
-        "deletes what that run wrote (but for what this one is started from)",
+        "deletes what that run wrote (except the checkpoint that this run starts from)",
     )
 
 

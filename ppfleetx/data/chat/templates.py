@@ -196,8 +196,9 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
     return ChatTemplate(sources[chosen], tokens, f"{place} of {tokenizer.place}")
 
 
-def chosen_template(tokenizer: Tokenizer, given: str | None) -> ChatTemplate:
-    """The template of a name, or in a file; None: the model's own, or the plain one.
+def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
+    """The template of a name, or in a file; None: the model's own, or the plain one. ``key`` is where it was
+    given, for messages.
 
     Raises:
         UserError: there is neither such a name nor such a file, or what is there is no template.
@@ -207,7 +208,9 @@ def chosen_template(tokenizer: Tokenizer, given: str | None) -> ChatTemplate:
     elif not Path(given).exists():
         listed = ", ".join(sorted(tokenizer.chat_templates)) or "none"
         raise ConfigError(
-            f"there is no file {given}, and no chat template of this name (there are: {listed})"
+            f"there is no file {given}, and no chat template of this name (there are: {listed})",
+            key=key,
+            value=given,
         )
     else:
         content = read_bounded(given, MAX_TEMPLATE_BYTES, DataError)

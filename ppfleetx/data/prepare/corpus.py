@@ -191,21 +191,25 @@ def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]
     """Texts of a corpus, for training a tokenizer; what is no text (bad json, not UTF-8) is passed over.
 
     Raises:
-        DataError: a file cannot be read, is damaged, or is none of this kind.
+        DataError: a file cannot be read, is damaged, or is none of this kind; or there is no text at all.
     """
-    path, num_in_vain = None, 0
+    path, num_in_vain, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:
             path, num_in_vain = chunk.paths[0], 0
         for document in documents_of(chunk):
             text = _text_of(document, chunk.kind, key)
             if text:
-                num_in_vain = 0
+                num_in_vain, is_empty = 0, False
                 yield text
             else:
                 num_in_vain += 1
         if num_in_vain > MOST_IN_VAIN and chunk.kind != "file":
             raise DataError(f"{path}: {num_in_vain:,} lines one after the other hold no text under {key!r}")
+    if is_empty:
+        names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
+        under = f" under the key {key!r}" if any(source.kind == "json" for source in sources) else ""
+        raise DataError(f"{names}: there is no text{under}")
 
 
 def _text_of(document: bytes | None, kind: Kind, key: str) -> str | None:

@@ -56,7 +56,7 @@ def _sound_blocks(prefix: str) -> Iterator[bytes]:
         raise DataError(str(damage))
     for data, damage in checksums.blocks(".bin"):
         if damage is not None:
-            raise DataError(f"{damage}; tools/inspect_corpus.py {prefix} --verify names the documents")
+            raise DataError(f"{damage}; ppfleetx inspect-data {prefix} --verify names the documents")
         yield data
 
 

@@ -86,7 +86,7 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     except FileNotFoundError:
         raise MissingDataError(
             f"no tokenizer at {path}: give a directory holding {TOKENIZER_FILE}, or {VOCAB_FILE} and "
-            f"{MERGES_FILE}; tools/train_tokenizer.py makes one from your text, and GPT-2's is at "
+            f"{MERGES_FILE}; ppfleetx tokenizer makes one from your text, and GPT-2's is at "
             f"{GPT2_FILES} (nothing is downloaded)"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: the name holds a zero byte

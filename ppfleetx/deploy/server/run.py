@@ -151,7 +151,7 @@ def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
     from ppfleetx.data.chat.templates import chosen_template
 
     try:
-        template = chosen_template(tokenizer, cfg.Serve.chat_template)
+        template = chosen_template(tokenizer, cfg.Serve.chat_template, key="Serve.chat_template")
     except UserError as error:
         raise ConfigError(
             str(error), key="Serve.chat_template", place=cfg.origins.get("Serve.chat_template")

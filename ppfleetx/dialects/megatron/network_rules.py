@@ -157,7 +157,7 @@ def vocabulary(reading: Reading, result: Translation) -> None:
         raise reading.error(
             "tokenizer_type",
             "must be GPT2BPETokenizer, HuggingFaceTokenizer or NullTokenizer; convert others with "
-            "tools/train_tokenizer.py or give a directory with tokenizer.json",
+            "ppfleetx tokenizer or give a directory with tokenizer.json",
         )
     if kind == "HuggingFaceTokenizer" and "tokenizer_model" in reading:
         result.put("Data.tokenizer.dir", reading.text("tokenizer_model"), *reading.origins("tokenizer_model"))

@@ -24,7 +24,7 @@ class CallbackSetup:
         cfg: the run's configuration.
         ctx: this process's place in the job.
         output_dir: the run's directory; it exists, and in training it is the run's own.
-        trains: False in tools/eval.py, which evaluates once.
+        trains: False in ppfleetx eval, which evaluates once.
     """
 
     cfg: RunConfig
