@@ -18,7 +18,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import parameter_shapes
-from ppfleetx.utils.files import is_taken
+from ppfleetx.utils.files import is_taken, refuse_unwritable
 
 _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
 """Input features in one row of a quantised matrix, by its element type."""
@@ -41,6 +41,7 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     output = Path(output)
     if is_taken(output):
         raise CheckpointError(f"--output {output} is there already; name a new or empty directory")
+    refuse_unwritable(output, "--output")
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     model = _model(path)
     tensors = _widened({**_frozen(path, model, base), **trained.tensors})

@@ -47,8 +47,11 @@ example:
         check(self.config, self.override)
 
 
-def check(config: ConfigSource, overrides: Sequence[Override]) -> None:
+def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
     """Print the report, and what a look at the run's directory and data adds.
+
+    Args:
+        world_size: as in :func:`~ppfleetx.config.loader.load_config`.
 
     Raises:
         UserError: a run would be refused.
@@ -56,7 +59,7 @@ def check(config: ConfigSource, overrides: Sequence[Override]) -> None:
     from ppfleetx.core.engine.run_directory import check_beginning
     from ppfleetx.data.token_ids import token_id_lines
 
-    cfg = load_config(config, overrides)
+    cfg = load_config(config, overrides, world_size=world_size)
     report = check_report(cfg)
     if cfg.Data.Train is not None:
         check_beginning(cfg)

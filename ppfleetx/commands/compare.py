@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.commands.launching import SCRIPT
-from ppfleetx.commands.options import Command, option, plugin_option, repeated, switch
+from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_option, repeated, switch
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import DataError, UserError
+from ppfleetx.config.errors import ConfigError, DataError, UserError
+from ppfleetx.utils.files import refuse_unwritable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,7 +45,7 @@ class Compare(Command):
     Exit code 0: equal (bitwise, or within --rtol); 1: not; 2: a mistake in what was asked for.
     """
 
-    config: str | None = option("configuration both sides start from", "-c", "--config", metavar="FILE")
+    config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
     override: tuple[str, ...] = repeated("override of both sides", "-o", "--override", metavar="KEY=VALUE")
     plugin: tuple[str, ...] = plugin_option()
     a: tuple[str, ...] = repeated("override of a", metavar="KEY=VALUE")
@@ -65,6 +67,10 @@ class Compare(Command):
             raise UserError(
                 "--bitwise allows no difference, so it cannot go with --rtol; give one of the two"
             )
+        if self.plot is not None and not Path(self.plot).parent.is_dir():
+            raise ConfigError("its directory does not exist", key="--plot", value=self.plot)
+        if self.work_dir is not None:
+            refuse_unwritable(Path(self.work_dir), "--work-dir")
         with contextlib.ExitStack() as stack:
             work_dir = Path(self.work_dir or stack.enter_context(tempfile.TemporaryDirectory()))
             runs = []
@@ -91,6 +97,7 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
         UserError: the run fails.
     """
     from ppfleetx.config.loader import load_config
+    from ppfleetx.config.shipped import find_config
 
     overrides = [*options.override, *getattr(options, side)]
     world = load_config(options.config, overrides).plan.world_size
@@ -103,14 +110,14 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
             logs = str(work_dir / f"{side}_log")
             command += ["-m", "paddle.distributed.launch", "--nproc_per_node", str(world), "--log_dir", logs]
         program = [str(SCRIPT), "train"] if tree is None else [str(tree / "tools/train.py")]
-        command += [*program, "-c", str(Path(options.config).resolve()), *words]
+        command += [*program, "-c", str(find_config(options.config).resolve()), *words]
         said = " ".join(getattr(options, side)) or "as configured"
         print(f"{side}: {world} process{'es' if world > 1 else ''}, {said}")
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(
-            f"run {side} failed with code {done.returncode}:\n{(done.stderr or done.stdout)[-3000:]}"
-        )
+        said = (done.stderr or done.stdout).strip()[-3000:]
+        said = re.sub("^error: ", "", said, flags=re.MULTILINE)  # this program writes one before the whole
+        raise UserError(f"run {side} failed with code {done.returncode}:\n{said}")
     return read_losses(output_dir)
 
 

@@ -62,6 +62,7 @@ examples:
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
         """Look at the nodes, start the ranks in a process of its own, and print what they have found."""
+        self.refuse_unusable()
         from ppfleetx.doctor.libraries import broken_row
 
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from ppfleetx.commands.model_options import ModelOptions
 from ppfleetx.commands.options import option
@@ -29,7 +30,9 @@ examples:
         from ppfleetx.commands.generate import check_checkpoint, load_generator
         from ppfleetx.commands.resolve_model import as_replicas
         from ppfleetx.commands.start_process import start_with, world_size
+        from ppfleetx.config.errors import ConfigError
         from ppfleetx.config.loader import load_config
+        from ppfleetx.core.engine.run_directory import run_traces
         from ppfleetx.deploy.capabilities import check_generation
         from ppfleetx.deploy.export import check_adapters, check_one_process, check_target, export
         from ppfleetx.utils.log import get_logger
@@ -40,6 +43,12 @@ examples:
             check_generation(cfg.Generation, cfg.origins)
             check_checkpoint(cfg)
             check_target(cfg)
+            if self.output is not None and (traces := run_traces(Path(self.output))):
+                raise ConfigError(
+                    f"holds a run or a model ({', '.join(traces)}); name another directory",
+                    key="--output",
+                    value=self.output,
+                )
             check_adapters(cfg)
             cfg, ctx = start_with(cfg)
             for note in notes:

@@ -23,6 +23,7 @@ from pathlib import Path
 from ppfleetx.commands.options import Command, flags_of, option, whole_number
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.utils.files import refuse_unwritable
 from ppfleetx.utils.installed import not_installed
 
 SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
@@ -44,7 +45,9 @@ class LaunchOptions(Command):
         "machines; start the same command on each, with --master", type=whole_number, group=_GROUP
     )
     master: str | None = option("the first machine, and a free port there", metavar="HOST:PORT", group=_GROUP)
-    log_dir: str | None = option("logs of the processes, workerlog.N (log)", metavar="DIR", group=_GROUP)
+    log_dir: str | None = option(
+        "directory for the processes' logs, workerlog.N (default: log)", metavar="DIR", group=_GROUP
+    )
 
     @property
     def is_launched(self) -> bool:
@@ -58,6 +61,7 @@ class LaunchOptions(Command):
             verb: what each rank does.
             arguments: the options as they were typed.
         """
+        self.refuse_unusable()
         if find_spec("paddle") is None:
             raise not_installed(ModuleNotFoundError(name="paddle"))
         from ppfleetx.utils.cpu_launcher import prepare
@@ -80,7 +84,13 @@ class LaunchOptions(Command):
 
     def refuse_mistakes(self) -> None:
         """Raise a UserError that every rank would raise, once and before any rank starts: a mistake in the
-        configuration, or a model that is not there."""
+        configuration, a model that is not there, or machines that could not find each other."""
+        if (self.nnodes or 1) > 1 and not (self.master or os.environ.get("PADDLE_MASTER")):
+            raise ConfigError(
+                "several machines need --master HOST:PORT: the first one, and a free port there",
+                key="--nnodes",
+                value=self.nnodes,
+            )
         checkpoint, config = getattr(self, "checkpoint", None), getattr(self, "config", None)
         if checkpoint is not None:
             from ppfleetx.commands.resolve_model import refuse_absent
@@ -90,6 +100,15 @@ class LaunchOptions(Command):
             from ppfleetx.config.loader import load_config
 
             load_config(config, self.override, world_size=self.num_processes)
+
+    def refuse_unusable(self) -> None:
+        """Raise ConfigError for a directory or cards with which Paddle's launcher fails or guesses."""
+        if self.log_dir is not None:
+            refuse_unwritable(Path(self.log_dir), "--log-dir")
+        if self.devices is not None and not all(one.strip().isdecimal() for one in self.devices.split(",")):
+            raise ConfigError(
+                "must be the numbers of cards, with commas between", key="--devices", value=self.devices
+            )
 
     @property
     def num_processes(self) -> int | None:
@@ -103,7 +122,8 @@ class TrainingOptions(LaunchOptions):
     """What the verbs that train share."""
 
     max_steps: int | None = option(
-        "train to step N; a run in the output directory, also one that has ended, goes on to there",
+        "train until step N; an existing run in the output directory, even a finished one, is continued to "
+        "that step",
         type=whole_number,
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ppfleetx.commands.options import Command, option, switch
 from ppfleetx.config.errors import DataError
+from ppfleetx.utils.files import refuse_unwritable
 
 if TYPE_CHECKING:
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -155,8 +156,7 @@ class TrainTokenizer(Command):
 
         if (self.output / "tokenizer.json").exists() and not self.overwrite:
             raise DataError(f"{self.output} holds a tokenizer already; --overwrite replaces it")
-        if self.output.exists() and not self.output.is_dir():  # before hours of training
-            raise DataError(f"{self.output} is a file; --output names a directory")
+        refuse_unwritable(self.output, "--output")  # before hours of training
         suffixes = [suffix for suffix in self.suffixes.split(",") if suffix]
         sources = find_sources(self.input, suffixes=suffixes)
         total = sum(source.num_bytes for source in sources) / 1e6

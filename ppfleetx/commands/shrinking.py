@@ -14,7 +14,7 @@ from ppfleetx.commands.resolve_model import as_replicas, resolve_model
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.utils.files import is_taken
+from ppfleetx.utils.files import is_taken, refuse_unwritable
 
 if TYPE_CHECKING:
     from ppfleetx.compress.samples import Samples
@@ -36,11 +36,12 @@ class ShrinkingOptions(OptionalConfigOptions):
     )
 
     def check(self) -> None:
-        """Refuse an output that holds something, and a calibration of no samples."""
+        """Refuse an output that holds something or cannot be made, and a calibration of no samples."""
         if is_taken(Path(self.output)):
             raise ConfigError(
                 "is there already; name a new or empty directory", key="--output", value=self.output
             )
+        refuse_unwritable(Path(self.output), "--output")
         if self.samples < 1:
             raise ConfigError("must be at least 1", key="--samples", value=self.samples)
 

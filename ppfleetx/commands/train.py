@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ppfleetx.commands.launching import TrainingOptions
@@ -21,6 +22,11 @@ examples:
 """
     check: bool = switch("validate the configuration, print plan, parameters and batch arithmetic, and exit")
 
+    @property
+    def is_launched(self) -> bool:
+        """``--check`` looks at the configuration in this process."""
+        return not self.check and super().is_launched
+
     def run(self) -> None:
         """Train, or with ``--check`` only look at the configuration."""
         from ppfleetx.commands.finetune import up_to
@@ -30,8 +36,10 @@ examples:
             overrides += up_to(self.max_steps, self.config, overrides)
         if self.check:
             from ppfleetx.commands.check import check
+            from ppfleetx.commands.start_process import world_size
 
-            check(self.config, overrides)
+            size = self.num_processes or world_size(os.environ)
+            check(self.config, overrides, world_size=size if size > 1 else None)
             return
         from ppfleetx.commands.start_process import start_process
 

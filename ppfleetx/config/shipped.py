@@ -83,7 +83,8 @@ def copy_config(name: str, directory: Path) -> list[Path]:
     """Copy a shipped file and the bases it reads into ``directory``; what is written, the file itself first.
 
     Raises:
-        ConfigError: there is no such name, or another file has the name of one to be written.
+        ConfigError: there is no such name, another file has the name of one to be written, or ``directory``
+            cannot be written.
     """
     known = shipped_configs()
     path = known.get(name) or find_config(name)
@@ -95,10 +96,15 @@ def copy_config(name: str, directory: Path) -> list[Path]:
     for target, text in texts.items():
         if os.path.lexists(target) and not (target.is_file() and target.read_text("utf-8") == text):
             raise ConfigError(f"{target} exists already and is another file; nothing was copied")
-    for target, text in texts.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists():
-            target.write_text(text, "utf-8")
+    try:
+        for target, text in texts.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                target.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be written: {error.filename}: {error.strerror}", key="DIR", value=str(directory)
+        ) from error
     return list(texts)
 
 

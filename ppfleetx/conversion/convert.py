@@ -12,7 +12,7 @@ from ppfleetx.checkpoint.layout import merge, reshard
 from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
 from ppfleetx.checkpoint.weights import Weights, fitted, network_of
 from ppfleetx.checkpoint.weights_only import load_tokenizer, read_ppfleetx, write_ppfleetx
-from ppfleetx.config.errors import CheckpointError, DataError, shown
+from ppfleetx.config.errors import CheckpointError, ConfigError, DataError, shown
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.resume_policy import network
@@ -24,7 +24,7 @@ from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.huggingface.files import read_stored
 from ppfleetx.conversion.logits import Probe, difference, our_logits, own_transformers, transformers_logits
 from ppfleetx.conversion.megatron import read_megatron
-from ppfleetx.utils.files import is_taken
+from ppfleetx.utils.files import is_taken, refuse_unwritable
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
 
@@ -221,8 +221,11 @@ def _check(job: Conversion) -> None:
         raise CheckpointError(f"--input {job.input}: there is no such file or directory")
     if job.input.resolve() == job.output.resolve():
         raise CheckpointError("--output must be another directory than --input")
+    if job.tokenizer is not None and not job.tokenizer.is_dir():
+        raise ConfigError("there is no such directory", key="--tokenizer", value=str(job.tokenizer))
     if is_taken(job.output):
         raise CheckpointError(f"--output {job.output} is there already; name a new or empty directory")
+    refuse_unwritable(job.output, "--output")
 
 
 def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> None:

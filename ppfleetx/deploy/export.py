@@ -22,7 +22,7 @@ from ppfleetx.deploy.export_dir import (
     is_export,
 )
 from ppfleetx.distributed.device import is_card
-from ppfleetx.utils.files import exclusive_lock, is_taken
+from ppfleetx.utils.files import exclusive_lock, is_taken, why_not_writable
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import ProgressBar
 
@@ -103,13 +103,9 @@ def check_target(cfg: RunConfig) -> None:
     """
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY
-    # os.path.exists, which does not raise where a directory may not be looked into.
-    places = (output_dir.absolute(), *output_dir.absolute().parents)
-    there = next(path for path in places if os.path.exists(path))  # noqa: PTH110
-    if not there.is_dir():
-        raise directory_error(cfg, f"{there} is a file; name a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise directory_error(cfg, f"cannot be written: nothing may be created in {there}")
+    rule = why_not_writable(output_dir)
+    if rule is not None:
+        raise directory_error(cfg, rule)
     is_used = is_taken(target)
     if is_used and not is_export(target):
         raise directory_error(

@@ -111,7 +111,7 @@ def examine(check: Check, case: Case) -> list[Row]:
 def obstacle(check: Check, case: Case) -> str:
     """Why a check cannot run here; empty if it can."""
     if check.need is Need.CONFIG and case.cfg is None:
-        return "no configuration was given (-c FILE)"
+        return "the configuration could not be read" if case.found else "no configuration was given (-c FILE)"
     if check.need in (Need.PADDLE, Need.CARD, Need.GPU) and find_spec("paddle") is None:
         return "Paddle is not installed"
     device = case.device if is_card(case.device) else "the CPU"

@@ -168,6 +168,8 @@ def _scaled(card: Card, names: Sequence[str], factor: float) -> Card:
 def _write(card: Card, path: Path) -> None:
     if path.exists():
         raise ConfigError("there is a file of that name already", key="--write-card", value=path)
+    if not path.parent.is_dir():
+        raise ConfigError("its directory does not exist", key="--write-card", value=path)
     values = {
         key: value for key, value in card.model_dump(mode="json").items() if key not in ("name", "sources")
     }

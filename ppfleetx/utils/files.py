@@ -13,6 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
+from ppfleetx.config.errors import ConfigError
+
 _RANDOM_CHARACTERS = 8  # that tempfile.mkstemp puts into a name
 
 
@@ -60,6 +62,25 @@ def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
 def is_taken(path: Path) -> bool:
     """Whether anything but an empty directory is at ``path``: what is written there would mix with it."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def why_not_writable(directory: Path) -> str | None:
+    """Why nothing can be written into ``directory``, which need not exist yet; None if it can."""
+    # os.path.exists, which does not raise where a directory may not be looked into.
+    places = (directory.absolute(), *directory.absolute().parents)
+    there = next(path for path in places if os.path.exists(path))  # noqa: PTH110
+    if not there.is_dir():
+        return f"{there} is a file; name a directory"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"cannot be written: nothing may be created in {there}"
+    return None
+
+
+def refuse_unwritable(directory: Path, key: str) -> None:
+    """Raise ConfigError, before any work is done, where the option ``key`` names no possible directory."""
+    rule = why_not_writable(directory)
+    if rule is not None:
+        raise ConfigError(rule, key=key, value=str(directory))
 
 
 def put_aside(path: Path) -> Path:

@@ -68,7 +68,7 @@ def test_the_command_starts_without_what_is_slow() -> None:
         (
             ["tokenizer", "--input", "README.md", "--vocab-size", "300", "--output", "README.md"],
             2,
-            "error: README.md is a file",
+            "error: --output = 'README.md': ",
         ),
         (["translate", "tests"], 2, "error: FILE = 'tests': is a directory"),
     ],

@@ -14,6 +14,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.utils.cpu_launcher import LAUNCHER, name_devices
 
 NANO = ("-c", "debug/gpt_nano", "--nproc", "2")
+TWO_NODES = ("--nnodes", "2", "--master", "10.0.0.1:8765")
 
 
 @pytest.fixture(autouse=True)
@@ -28,17 +29,27 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["train", *NANO, "-o", "Model.nope=1"], "Model.nope (-o override 1)"),
         (["train", *NANO, "-o", "Distributed.mp_degree=4"], "2 processes were started"),
-        (["train", *NANO, "--nnodes", "2", "-o", "Distributed.mp_degree=8"], "4 processes were started"),
+        (["train", *NANO, *TWO_NODES, "-o", "Distributed.mp_degree=8"], "4 processes were started"),
         (["eval", *NANO, "-o", "Global.seed=x"], "Global.seed = 'x'"),
         (["infer", *NANO, "-o", "Distributed.mp_degree=x"], "Distributed.mp_degree = 'x'"),
         (["generate", "nowhere", "x", "--nproc", "2"], "there is no directory nowhere; "),
         (["finetune", "--from", "no/w/here", "--devices", "0,1"], "there is no directory no/w/here"),
+        (["train", *NANO, "--nnodes", "2"], "--nnodes = 2: "),
+        (["train", "-c", "debug/gpt_nano", "--devices", "a,b"], "--devices = 'a,b': "),
+        (["eval", *NANO, "--devices", ""], "--devices = '': "),
+        (["train", *NANO, "--log-dir", __file__], "--log-dir = "),
+        (["doctor", *NANO, "--log-dir", f"{__file__}/log"], "--log-dir = "),
     ],
 )
 def test_what_every_rank_would_say_is_said_once(words: list[str], said: str) -> None:
     with pytest.raises(UserError) as caught:
         call(words[0], words[1:])
     assert said in str(caught.value)
+
+
+def test_check_starts_no_ranks_and_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    call("train", [*NANO, "--check"])
+    assert "plan           dp 2," in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,12 @@ def test_what_is_in_the_way_stays(small: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "rank_0" / "precious").exists()
 
 
+def test_output_names_no_run(small: list[str], exported: Exported) -> None:
+    path, checkpoint = small
+    with pytest.raises(ConfigError, match=r"--output = .* holds a run or a model \(checkpoint epoch_"):
+        Export(config=path, override=(checkpoint,), output=str(exported.run)).run()
+
+
 def test_an_export_that_holds_other_files_is_not_replaced(
     small: list[str], exported: Exported, tmp_path: Path
 ) -> None:

@@ -33,6 +33,15 @@ def test_every_check_of_the_table_is_there_and_skips_with_a_reason():
             assert callable(check.load())
 
 
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [((), "no configuration was given"), ((fail("configuration", "wrong", "mend it"),), "could not be read")],
+)
+def test_what_needs_a_configuration_says_why_there_is_none(found, reason):
+    (row,) = examine(Check("group", "module", "function", "title", Need.CONFIG), Case(found=found))
+    assert row.status is Status.SKIPPED and reason in row.found
+
+
 def test_a_check_that_raises_is_a_row_and_not_the_end(monkeypatch):
     def broken(case):
         yield ok("one", "fine")

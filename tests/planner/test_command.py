@@ -198,6 +198,8 @@ def test_json_says_what_calibration_found(capsys, tmp_path):
     run = ("--card", "CPU", "--plan", "dp=1", "--calibrate", str(tmp_path), "--json")
     found = json.loads(planned(capsys, *run, config=NANO))
     assert "measured 0.5 s" in found["calibration"][1]
+    with pytest.raises(ConfigError, match=r"--write-card = .*its directory does not exist"):
+        planned(capsys, *run, "--write-card", str(tmp_path / "config.yaml/x"), config=NANO)
     assert "after" in found["calibration"][1]
     for total, parts in zip(found["memory_gib"], found["memory_parts_gib"], strict=True):
         assert sum(parts.values()) == pytest.approx(total, abs=1e-3)

@@ -67,6 +67,9 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
                 f"is larger than {MAX_FILE_BYTES:,} bytes, too large for a configuration", **entry
             )
         content = path.read_bytes()
+    except IsADirectoryError:
+        what = "is a directory" if key else "is a directory without a config.yaml"
+        raise ConfigError(f"{what}; name the file in it", **entry) from None
     except FileNotFoundError:
         raise ConfigError("there is no such file", **entry) from None
     except OSError as error:

@@ -48,7 +48,7 @@ def check_beginning(cfg: RunConfig) -> None:
         )
     try:
         around = _checkpoint_around(output_dir)
-        found = _traces(output_dir)
+        found = run_traces(output_dir)
     except OSError as error:
         raise directory_error(cfg, f"cannot be read: {describe_os_error(error)}") from error
     if around is not None:
@@ -90,7 +90,7 @@ def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
     return ConfigError(rule, key=_KEY, value=cfg.Engine.save_load.output_dir, place=cfg.origins.get(_KEY))
 
 
-def _traces(output_dir: Path) -> list[str]:
+def run_traces(output_dir: Path) -> list[str]:
     """What of a run is in a directory, in words."""
     found = sorted(step_directories(output_dir), key=lambda path: parse_step_directory(path.name)[::-1])
     files = [name for name in (RUN_FILE, METRICS_FILE, CONFIG_FILE) if (output_dir / name).is_file()]

@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, refuse_unwritable
 from ppfleetx.utils.foreign_files import os_errors
 
 # Tests are half of the library and mostly tables of numbers and strings; the rest is not the library's own.
@@ -49,6 +49,7 @@ def write_stdlib_corpus(
     output = Path(output)
     if output.exists() and not overwrite:
         raise DataError(f"{output} exists already; --overwrite replaces it")
+    refuse_unwritable(output.parent, "--output")
     root = Path(sysconfig.get_paths()["stdlib"])
     files = stdlib_files()
     random.Random(seed).shuffle(files)
