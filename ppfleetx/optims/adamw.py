@@ -21,6 +21,7 @@ _CHUNK = 1 << 16
 _LARGEST = (1 << 31) - 1
 """The fused kernel counts a tensor's elements in 32 bits."""
 STATES = ("moment1", "moment2", "beta1_pow", "beta2_pow")
+Powers = tuple[float, float]
 
 
 class AdamW(Rule):
@@ -39,7 +40,7 @@ class AdamW(Rule):
             StateSpec("moment2"),
             *(StateSpec(name, beta, is_number=True) for name, beta in powers),
         )
-        self._powers: dict[str, float] = {}
+        self._powers: dict[str, Powers] = {}
 
     def forget(self) -> None:
         self._powers.clear()
@@ -47,21 +48,22 @@ class AdamW(Rule):
     def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
         rate, betas = as_tensor(lr, group[0].value), (self.cfg.beta1, self.cfg.beta2)
         options = {"betas": betas, "epsilon": self.cfg.epsilon, "weight_decay": weight_decay}
-        together: dict[float, list[ParamView]] = {}
+        together: dict[Powers, list[ParamView]] = {}
         for view in self._with_powers([view for view in group if self.fused and _fits(view)]):
             together.setdefault(self._powers[view.name], []).append(view)
         for power, views in together.items():
             values, gradients = [view.value for view in views], [view.gradient for view in views]
             states = tuple([view.states[name] for view in views] for name in STATES)
             fused_adamw(values, gradients, rate, states, **options)
-            self._powers |= dict.fromkeys((view.name for view in views), power * betas[0])
+            after = (power[0] * betas[0], power[1] * betas[1])
+            self._powers |= dict.fromkeys((view.name for view in views), after)
         for view in group:
             if not (self.fused and _fits(view)):
                 adamw(view, rate, **options)
 
     def _with_powers(self, views: list[ParamView]) -> list[ParamView]:
-        """``views``, after beta1 to the power of the steps taken is known of each: the parameters of one
-        fused call must share it, because a GPU's kernel reads the first one's for all."""
+        """``views``, after both betas to the power of the steps taken are known of each: the parameters
+        of one fused call must share them, because a GPU's kernel reads the first one's for all."""
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
         return views
@@ -138,19 +140,17 @@ def fused_adamw(
     )
 
 
-def _powers(views: Sequence[ParamView]) -> list[float]:
-    """Beta1 to the power of the steps taken, read from the states; 0 on a CPU, whose kernel reads each
+def _powers(views: list[ParamView]) -> list[Powers]:
+    """Both betas to the power of the steps taken, read from the states; 0 on a CPU, whose kernel reads each
     parameter's own."""
     if not views or views[0].value.place.is_cpu_place():
-        return [0.0] * len(views)
-    powers = [view.states["beta1_pow"] for view in views]
+        return [(0.0, 0.0)] * len(views)
+    powers = [view.states[name] for name in STATES[2:] for view in views]
     if moves_powers(paddle.get_device()):
-        return paddle.concat(powers).tolist()
-    return list(map(_power_on_host, powers))
-
-
-def _power_on_host(power: paddle.Tensor) -> float:
-    return float(power.item())
+        numbers = paddle.concat(powers).tolist()
+    else:
+        numbers = [float(power.item()) for power in powers]
+    return list(zip(numbers[: len(views)], numbers[len(views) :], strict=True))
 
 
 def _fits(view: ParamView) -> bool:

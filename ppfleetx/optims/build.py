@@ -58,6 +58,8 @@ def _warn_of_update_rule(name: str) -> None:
 
 
 def _check(groups: Sequence[Group], name: str, place: UpdatePlace) -> None:
+    if not groups:
+        raise ConfigError("gives no group of parameters", key="Optimizer.name", value=name)
     most = max(sum(not state.is_number for state in group.rule.states) for group in groups)
     if most != OPTIMIZERS.traits(name).states:
         raise ConfigError(
@@ -67,11 +69,16 @@ def _check(groups: Sequence[Group], name: str, place: UpdatePlace) -> None:
             value=name,
         )
     for group in groups:
+        if group.rule.needs_whole and group.rule.rounds:
+            raise TypeError(
+                f"{type(group.rule).__name__} needs whole matrices; the optimizer rounds them itself"
+            )
         if group.rule.needs_whole and any(state.is_number for state in group.rule.states):
             raise TypeError(
                 f"{type(group.rule).__name__} needs whole matrices; its states must have their shape"
             )
-        if group.rule.needs_whole and place.on_host and place.group_of("mp") is not None:
+        is_cut = any(place.group_of(axis) is not None for axis in ("mp", "emp"))
+        if group.rule.needs_whole and place.on_host and is_cut:
             raise ConfigError(
                 "needs whole matrices, which tensor parallelism divides; they are not put together in host "
                 "memory. Set Distributed.sharding.sharding_offload to False",

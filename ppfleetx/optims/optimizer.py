@@ -72,7 +72,7 @@ class Optimizer:
         self.named_params = _trainable(named_params)
         self._all = [param for _, param in self.named_params]
         self._groups, self._place, self._decays = groups, place, decays
-        self._group_of = {name: _group(param, groups) for name, param in self.named_params}
+        self._group_of = {name: _group(name, param, groups) for name, param in self.named_params}
         self._weight_decay = weight_decay
         self._states: dict[str, dict[str, Tensor]] = {}
         self._masters: dict[str, Tensor] = {}
@@ -169,10 +169,13 @@ class Optimizer:
         return made_on_host() if self._place.on_host else nullcontext()
 
 
-def _group(param: Tensor, groups: Sequence[Group]) -> Group:
+def _group(name: str, param: Tensor, groups: Sequence[Group]) -> Group:
     if len(groups) == 1:
         return groups[0]
-    return next(group for group in groups if group.takes(param.spec))
+    found = next((group for group in groups if group.takes(param.spec)), None)
+    if found is None:
+        raise ValueError(f"no group of the optimizer takes {name}; let the last one take everything")
+    return found
 
 
 def _is_16_bit(param: Tensor) -> bool:

@@ -88,11 +88,13 @@ class Rule(ABC):
         """
 
     def forget(self) -> None:  # noqa: B027  (most rules remember nothing)
-        """Drop what the rule remembers of the states: somebody has asked for them and may change them."""
+        """Drop what the rule remembers of the states: somebody has asked for them and may change them. A rule
+        that contains another calls that one's."""
 
 
 def as_tensor(lr: float, value: Tensor) -> Tensor:
-    """The learning rate as kernels that update ``value`` take it."""
+    """The learning rate as kernels that update ``value`` take it. All updates of a step share the tensor: do
+    not change it."""
     return _rate(lr, "float64" if value.dtype == paddle.float64 else "float32", paddle.get_device())
 
 

@@ -195,7 +195,21 @@ class Sharding:
             return
         if isinstance(layer, PieceHead) and layer.defers(inputs):
             return
-        hidden.register_hook(lambda _: when_complete(lambda: self._passed(layer, parameters)))
+        passed = partial(self._passed, layer, parameters)
+        hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed)))
+
+    def _after_weights(self, call: Callable[[], None]) -> None:
+        """Call when the weights of a layer have their gradients, if its input has one now.
+
+        Paddle may add to a weight after the input, where the weight went through an operator first, as a cast
+        does. The end of the backward pass is always after it. Stage 3 cannot wait for that, because other
+        ranks send before they fetch the values of the layer before; a weight that goes through more than two
+        operators before its product ends the run with an error there.
+        """
+        if self._stage == 3:
+            call()
+        else:
+            paddle.base.core.eager._add_backward_final_hook(call)
 
     def _passed(self, layer: paddle.nn.Layer, parameters: Sequence[paddle.Tensor]) -> None:
         """A backward pass has gone through ``layer``."""

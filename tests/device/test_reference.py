@@ -99,6 +99,10 @@ def test_memory_that_is_still_read_is_poisoned_when_it_is_used_again(ranks, keep
     assert (total == 3.0) == keeps
 
 
+def test_memory_of_an_idle_device_can_be_used_again_on_any_stream(ranks):
+    assert ranks(1, "used_again_on_another_stream", {"poison": 1}, times=20) == [0]
+
+
 def test_ranks_that_do_different_things_are_named(broken):
     values, logs = broken(2, "different_operations")
     assert "OSError" in values

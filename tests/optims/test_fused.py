@@ -51,7 +51,7 @@ def test_on_a_gpu_only_parameters_of_as_many_steps_share_a_call(monkeypatch):
     params = make_params()
     optimizer = build_optimizer(section(), params, UpdatePlace(fused=True))
     steps(optimizer, params, missing=("decoder.final_norm.weight",))
-    powers = lambda views: [view.states["beta1_pow"].item() for view in views]  # noqa: E731
+    powers = lambda views: [(view.states["beta1_pow"].item(), 1.0) for view in views]  # noqa: E731
     monkeypatch.setattr(adamw, "_powers", powers)
     calls = []
     monkeypatch.setattr(adamw, "fused_adamw", lambda parameters, *_, **__: calls.append(len(parameters)))

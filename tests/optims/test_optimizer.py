@@ -272,6 +272,17 @@ def test_groups_have_rules_and_states_of_their_own(monkeypatch):
     assert {name for name, _ in optimizer.state()} == {name for name in SHAPES if "qkv.weight" not in name}
 
 
+def test_a_parameter_that_no_group_takes_is_named(monkeypatch):
+    groups = [Group(kind, SGD(section()), lambda spec, kind=kind: spec.kind == kind) for kind in ("a", "b")]
+    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+    OPTIMIZERS.register("None", lambda cfg: groups, traits=OptimizerTraits(states=0))
+    params = make_params()
+    for _, param in params:
+        declare(param, dense(tuple(param.shape), Constant(), "matrix"))
+    with pytest.raises(ValueError, match=re.escape(params[0][0])):
+        build_optimizer(section(name="None"), params)
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [
@@ -280,6 +291,7 @@ def test_groups_have_rules_and_states_of_their_own(monkeypatch):
         (Rule, "which lacks update"),
         (lambda params, cfg: None, "does not take that: missing a required argument"),
         (lambda cfg: None, "must return an object of the type list. It returned None"),
+        (lambda cfg: [], "gives no group of parameters"),
     ],
 )
 def test_an_optimizer_of_ones_own_is_what_it_was_registered_as(monkeypatch, part, said):

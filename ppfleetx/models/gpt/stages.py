@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,13 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
         positions.rotary.fused = factory.fused
     kernel = replace(kernel_options(cfg), fused=factory.fused)
     granularity = cfg.recompute_granularity or "full"
+    if block is not None and "shape" in inspect.signature(block.__init__).parameters:
+        raise ConfigError(
+            f"is made of {block.__name__}, which takes a shape; a block takes its declaration: "
+            "__init__(self, factory, spec, **options) (docs/extending.md)",
+            key="Model.name",
+            value=cfg.name,
+        )
     blocks = [
         Stage(
             f"decoder.layers.{index}",

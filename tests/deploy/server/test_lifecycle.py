@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ppfleetx.commands import start_process
+from ppfleetx.commands.serve import Serve
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.deploy.server import run
@@ -71,11 +73,11 @@ def test_a_users_mistake_is_found_before_paddle_is_loaded(
     def loaded(*_: object) -> None:
         raise AssertionError("the process was started")
 
-    monkeypatch.setattr(run, "start_process", loaded)
+    monkeypatch.setattr(start_process, "start_with", loaded)
     options = [f"Engine.save_load.ckpt_dir={served_checkpoint / 'run'}", "Serve.port=0"]
     kept = [one for one in options if one.partition("=")[0] not in {o.partition("=")[0] for o in overrides}]
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        run.run(str(served_checkpoint / "config.yaml"), [*kept, *overrides])
+        Serve(config=str(served_checkpoint / "config.yaml"), override=(*kept, *overrides)).run()
 
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +114,7 @@ def test_an_open_server_without_a_key_warns(
 ) -> None:
     cfg = load_config(served_checkpoint / "config.yaml", [f"Serve.host={host}"])
     run._warn_if_open(cfg.Serve, has_key=has_key)
-    assert ("may use the model; set PPFLEETX_API_KEY" in caplog.text) == warns
+    assert ("PPFLEETX_API_KEY" in caplog.text) == warns
 
 
 def test_usage_is_printed_without_loading_paddle(served_checkpoint: Path, tmp_path: Path) -> None:

@@ -108,6 +108,22 @@ def freed_too_early(keeps: bool) -> list[float]:
     return [total[0].item(), other[0].item(), float(len(kept))]
 
 
+def used_again_on_another_stream(times: int) -> int:
+    """How often memory that nobody uses any more, given out for another stream while the compute stream is
+    idle, does not keep what that stream writes."""
+    _begin()
+    side, lost = paddle.device.Stream(), 0
+    for _ in range(times):
+        x = paddle.full([1 << 20], 3.0)
+        paddle.device.synchronize()
+        del x
+        with paddle.device.stream_guard(side):
+            other = paddle.full([1 << 20], 7.0)
+        paddle.device.synchronize()
+        lost += not bool((other == 7.0).all())
+    return lost
+
+
 def _said(call: Any) -> str:
     try:
         call()

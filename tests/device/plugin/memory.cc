@@ -65,7 +65,8 @@ class Memory {
 
  private:
   // What was freed last is given out first, and overwritten in the order of the compute stream, as its new owner
-  // would do it: another stream that still uses it without having said so finds the poison.
+  // would do it: another stream that still uses it without having said so finds the poison. Where the compute stream
+  // is idle, that is at once: the new owner may be another stream, which need not wait for one with nothing to do.
   void* take_freed(size_t bytes) {
     auto& blocks = freed_[bytes];
     if (blocks.empty()) return nullptr;
@@ -73,7 +74,7 @@ class Memory {
     blocks.pop_back();
     auto streams = C_Stream_st::all();
     auto overwrite = [pointer, bytes] { std::memset(pointer, kPoison, bytes); };
-    if (streams.empty())
+    if (streams.empty() || streams.front()->is_idle())
       overwrite();
     else
       streams.front()->put(overwrite);
