@@ -19,6 +19,7 @@ from ppfleetx.planner.search import Found
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.planner.timeline import Span
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
+from ppfleetx.utils.foreign_files import os_errors
 
 _FORWARD, _BACKWARD, _AGAIN, _IDLE = "#4477aa", "#228833", "#ccbb44", "#dddddd"
 _WEIGHTS = "#aa3377"
@@ -39,11 +40,12 @@ _MOST_SHOWN = 24  # micro batches of a timeline
 Figure = tuple[str, str, Callable[..., None]]
 
 
+@os_errors(ConfigError)
 def write_report(directory: Path, prediction: Prediction, found: Found | None) -> list[Path]:
     """PNG and SVG of each picture and ``index.html``, which holds them and opens without a network.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the directory has a report.
+        ConfigError: matplotlib is not installed, the directory has a report, or cannot be written.
     """
     try:
         from matplotlib.figure import Figure as Canvas
