@@ -96,4 +96,4 @@ def test_steps_are_counted_from_one(verb: str, capsys: pytest.CaptureFixture) ->
     with pytest.raises(SystemExit) as ended:
         call(verb, ["--from", "x", "--max-steps", "0"] if verb == "finetune" else ["--max-steps", "0"])
     assert ended.value.code == 2
-    assert "--max-steps: 0 is not a whole number" in capsys.readouterr().err
+    assert "--max-steps: must be a whole number" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def test_nobody_gives_up_while_another_rank_saves_for_longer_than_the_limit_of_m
 
 def test_the_others_do_not_wait_for_a_first_rank_that_fails(ranks, tmp_path):
     results = ranks(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=True)
-    assert results == [["JointError: no such corpus", []]] * 3
+    assert results == [["DataError: no such corpus", []], *[["JointError: no such corpus", []]] * 2]
 
 
 def test_alone_there_is_nobody_to_tell():
