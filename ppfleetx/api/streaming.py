@@ -16,9 +16,9 @@ class _AbandonedError(Exception):
 
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
-    """The pieces of text that ``generate(on_text)`` tells, as they come.
+    """Yield each piece of text that ``generate`` passes to ``on_text``.
 
-    An error of the generation is raised where the text ends. When the iterator is closed or dropped,
+    If generation fails, its error is raised after the last piece. When the iterator is closed or dropped,
     generation ends at its next token.
     """
     pieces: queue.Queue[Piece | BaseException | None] = queue.Queue()

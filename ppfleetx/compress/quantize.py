@@ -61,14 +61,14 @@ _ROWS = 4  # windows in one pass
 
 @dataclass(frozen=True)
 class Options:
-    """What is made.
+    """How to quantise a checkpoint.
 
     Attributes:
         weights: how weights are stored.
         method: round to nearest, or GPTQ; the latter, and ``smooth``, need samples.
         smooth: move outliers of activations into the weights first.
-        trained: how the weights were trained with quantisation; rounding to the nearest then takes the grid
-            that they were trained on. None: they were not.
+        trained: the settings of quantisation-aware training, whose grid rounding to nearest then takes. None:
+            there was none.
     """
 
     weights: WeightsConfig
@@ -347,7 +347,8 @@ class _Walk:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer) -> None:
-        """To the next stage: through the layer as it was, and through the quantised one."""
+        """Run the stored activations through one layer: the reference through the original, others through
+        its quantised version."""
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             for number, state in enumerate(states):
                 states[number] = through(state)

@@ -83,7 +83,7 @@ def read_config(
 
 
 def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """``cfg`` with the plugins that this process was given, whose parts it may name."""
+    """``cfg`` with those of ``--plugin`` added to ``Global.plugins``; it may name what they register."""
     plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
     if plugins == cfg.Global.plugins:
         return cfg

@@ -332,10 +332,10 @@ def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
 
 
 def join(device_place: Any) -> None:
-    """Make the calling thread one of ``device_place``, before it asks that card for anything.
+    """Choose the calling thread's card before its first call of CUDA.
 
-    CUDA takes a thread that has not chosen for one of card 0. At its first question, of whatever card, it
-    makes a context there, some hundred megabytes of card 0 for each process of the machine.
+    Otherwise CUDA makes a context on card 0, which costs some hundred megabytes of that card for each process
+    of the machine.
     """
     from paddle.base import core
 

@@ -32,7 +32,7 @@ class RowText:
         self._ended = False
 
     def feed(self, token_id: int) -> bool:
-        """Take one token; whether a stop string is complete, after which nothing more is taken."""
+        """Take one token. Returns whether a stop string is complete; later tokens are ignored."""
         if not self._ended:
             self._held += self._decoder.feed(token_id)
             self._release()

@@ -212,10 +212,10 @@ def say(ops: FusedOps) -> None:
 def obstacles(
     names: Sequence[FusedName], types: Sequence[str], *, by_itself: bool = False
 ) -> dict[FusedName, dict[str, str | None]]:
-    """Why fused operators cannot serve element types on the present device; None where one can.
+    """For each operator and element type, why it cannot be used on the current device; None: it can.
 
     Args:
-        by_itself: they would be taken without having been asked for, which on a CPU changes no bit.
+        by_itself: the user has not asked for the operators; on a CPU only those that change no bit are used.
     """
     device = paddle.get_device()
     found = {name: {dtype: _unfit(name, dtype, by_itself, device) for dtype in types} for name in names}

@@ -354,7 +354,8 @@ def _give_gradient(rest: _WeightGradient) -> None:
 
 
 class _Holder:
-    """No tensor to Paddle, which would take a result that shares an argument's memory for a change of it."""
+    """Hides a tensor from autograd, which would take a result that shares memory with an argument for an
+    in-place change of it."""
 
     def __init__(self, copy: paddle.Tensor) -> None:
         self.copy = copy

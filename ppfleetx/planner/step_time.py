@@ -302,8 +302,8 @@ def _activation_sum(case: Case, cluster: Cluster) -> float:
 
 
 def _layer_communication(case: Case, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
-    """Two sums a pass over tensor ranks, two exchanges over context ranks. With sequence parallelism the
-    backward pass gathers the inputs of both column-parallel products once more."""
+    """Communication of one layer in one pass: two all-reduces along mp and two all-to-alls along sep. With
+    sequence parallelism the backward pass all-gathers the inputs of both column-parallel products again."""
     sums = 2 * _activation_sum(case, cluster)
     if backward and case.plan.sequence_parallel:
         mp = group_of(case.plan, "mp", cluster)

@@ -63,7 +63,7 @@ class Utilization:
 
 
 def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utilization | None:
-    """What the rates of the run of ``cfg`` are counted with.
+    """What is needed to compute TFLOP/s and MFU of the run of ``cfg``.
 
     Args:
         cfg: the configuration.

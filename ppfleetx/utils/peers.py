@@ -113,9 +113,9 @@ _STORE_LOST = "TCP connection reset by peer"  # in a ValueError of Paddle
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """The loss of a peer that caused ``error``; None if none did.
+    """The end of another process that caused ``error``; None if none did.
 
-    An error in the backward pass of a ``PyLayer`` leaves Paddle as an OSError that quotes it.
+    Paddle raises an error in the backward pass of a ``PyLayer`` as an OSError that quotes it.
     """
     for one in _chain(error):
         if isinstance(one, PeerEndedError):

@@ -230,10 +230,10 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """``dataset`` with what this set has of its own.
+        """``dataset``, overridden by the values of this set.
 
         Raises:
-            RuleError: it is no legal dataset.
+            RuleError: the result breaks a rule of datasets.
         """
         own = {key: value for key in ("split", "options") if (value := getattr(self, key)) is not None}
         if self.input_dir is not None:

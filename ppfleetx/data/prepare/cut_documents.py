@@ -16,10 +16,11 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 
 @dataclass(frozen=True)
 class _Ends:
-    """Where documents end: behind the first and the last end in some bytes, 0 if there is none.
+    """Finds where documents end.
 
     Attributes:
-        overlap: bytes of an end that may lie in the block before.
+        first, last: the offset behind the first or last delimiter in some bytes; 0 if there is none.
+        overlap: bytes of a delimiter that may lie in the block before.
     """
 
     first: Callable[[bytes], int]

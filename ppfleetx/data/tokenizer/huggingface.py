@@ -155,8 +155,8 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _extra(self) -> tuple[list[Token], list[Token]]:
-        """Special tokens without a name; those that ``special_tokens_map.json`` gives under the former key,
-        apart, because it counts only where there is no list of them under the present one."""
+        """Two lists: special tokens without a name, and those under the legacy key of
+        ``special_tokens_map.json``, which counts only where the current key has no list."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)

@@ -75,7 +75,8 @@ class CpuProcessGroup(Member):
         return self._run("all_gather", steps, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
-        """Without ``sync_op`` it is Paddle's older ``all_gather(tensor, out)``."""
+        """Gather ``tensor`` of all members into ``out``. Without ``sync_op`` the two are swapped, as
+        in Paddle's older signature."""
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
         memory = TensorMemory()

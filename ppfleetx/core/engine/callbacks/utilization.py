@@ -15,7 +15,7 @@ def device_utilization(cfg: RunConfig, device: str) -> Utilization | None:
 
 
 class _ById:
-    """A configuration by its identity, which is asked for again at every log line."""
+    """Hashes a configuration by its identity, so that a cache can be keyed by it at every log line."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
