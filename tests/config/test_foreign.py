@@ -60,7 +60,7 @@ FOREIGN = [
     (
         "Hugging Face",
         '{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 768, "n_layer": 12}',
-        ["config.json of a Hugging Face", "convert_checkpoint.py --from hf", "n_layer is Model.num_layers"],
+        ["config.json of a Hugging Face", "convert --from hf", "n_layer is Model.num_layers"],
     ),
     (
         "Hugging Face",

@@ -78,7 +78,7 @@ def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
     call("configs", ["copy", "gpt/pretrain_gpt_1.3B_dp8", "mine"])  # shares a base with the first
     base = tmp_path / "mine/_base_/pretrain.yaml"
     base.write_text("# mine\n")
-    with pytest.raises(ConfigError, match=r"pretrain.yaml exists already.*nothing was copied"):
+    with pytest.raises(ConfigError, match=r"pretrain.yaml already exists.*nothing was copied"):
         call("configs", ["copy", "gpt/pretrain_gpt_13B_dp8", "mine"])
     assert base.read_text() == "# mine\n" and not (tmp_path / "mine/pretrain_gpt_13B_dp8.yaml").exists()
     with pytest.raises(ConfigError, match="no configuration of this name"):

@@ -242,7 +242,7 @@ def test_more_samples_than_memory_holds_are_refused(
 
 def test_mistakes_are_said_at_once(tmp_path: Path, toy_prefix: str) -> None:
     with pytest.raises(
-        DataError, match=r"Data\.Train\.dataset\.input_dir \(.*\): no corpus at .*preprocess_data.py"
+        DataError, match=r"Data\.Train\.dataset\.input_dir \(.*\): no corpus at .*ppfleetx prepare"
     ):
         build_dataloader(make_config(tmp_path, str(tmp_path / "nowhere")), "Train")
     (tmp_path / "empty").mkdir()

@@ -33,7 +33,7 @@ def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
         (LINES + "[]\n" + LINES, "loss.png", "metrics.jsonl:4 is not a record"),
         ("", "loss.png", "no training step"),
         (LINES, "nowhere/loss.png", "nowhere/loss.png cannot be written: No such file"),
-        (LINES, "loss.xyz", "loss.xyz: Format 'xyz' is not supported"),
+        (LINES, "loss.xyz", "must end in .png"),
     ],
 )
 def test_mistakes_end_in_one_message(tmp_path: Path, text: str, output: str, message: str) -> None:

@@ -268,7 +268,7 @@ def test_damaged_and_missing_files_are_named(tmp_path, name, content, message):
 
 
 def test_a_missing_folder_says_how_to_get_a_tokenizer(tmp_path):
-    with pytest.raises(DataError, match=r"no tokenizer at .*train_tokenizer\.py"):
+    with pytest.raises(DataError, match=r"no tokenizer at .*ppfleetx tokenizer"):
         Tokenizer.load(tmp_path / "none")
 
 
