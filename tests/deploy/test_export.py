@@ -159,7 +159,7 @@ def run_export(path: str | Path, overrides: Sequence[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["Generation.decode_strategy=beam_search"], r"decode_strategy = 'beam_search' \(-o .*ppfleetx generate"),
+        (["Generation.decode_strategy=beam_search"], r"decode_strategy = 'beam_search' .*ppfleetx generate"),
         (["Generation.use_cache=False"], "always keeps keys and values"),
         (["Model.module=GPTFinetuneModule", "Model.num_classes=2"], "only models that continue text"),
     ],
