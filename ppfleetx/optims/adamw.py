@@ -48,8 +48,10 @@ class AdamW(Rule):
     def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
         rate, betas = as_tensor(lr, group[0].value), (self.cfg.beta1, self.cfg.beta2)
         options = {"betas": betas, "epsilon": self.cfg.epsilon, "weight_decay": weight_decay}
+        fused = [view for view in group if self.fused and _fits(view)]
+        self._learn_powers(fused)
         together: dict[Powers, list[ParamView]] = {}
-        for view in self._with_powers([view for view in group if self.fused and _fits(view)]):
+        for view in fused:
             together.setdefault(self._powers[view.name], []).append(view)
         for power, views in together.items():
             values, gradients = [view.value for view in views], [view.gradient for view in views]
@@ -57,16 +59,16 @@ class AdamW(Rule):
             fused_adamw(values, gradients, rate, states, **options)
             after = (power[0] * betas[0], power[1] * betas[1])
             self._powers |= dict.fromkeys((view.name for view in views), after)
+        names = {view.name for view in fused}
         for view in group:
-            if not (self.fused and _fits(view)):
+            if view.name not in names:
                 adamw(view, rate, **options)
 
-    def _with_powers(self, views: list[ParamView]) -> list[ParamView]:
-        """``views``, after both betas to the power of the steps taken are known of each: the parameters
-        of one fused call must share them, because a GPU's kernel reads the first one's for all."""
+    def _learn_powers(self, views: Sequence[ParamView]) -> None:
+        """Read both betas to the power of the steps taken where they are not known yet: the parameters of
+        one fused call must share them, because a GPU's kernel reads the first one's for all."""
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
-        return views
 
 
 def adamw(

@@ -73,6 +73,7 @@ class Optimizer:
         self._all = [param for _, param in self.named_params]
         self._groups, self._place, self._decays = groups, place, decays
         self._group_of = {name: _group(name, param, groups) for name, param in self.named_params}
+        self._members = self._find_members()
         self._weight_decay = weight_decay
         self._states: dict[str, dict[str, Tensor]] = {}
         self._masters: dict[str, Tensor] = {}
@@ -83,6 +84,7 @@ class Optimizer:
     def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
         """Update, and keep states of, the `owned` parameters only; call `updated` after each update."""
         self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
+        self._members = self._find_members()
         self._updated = updated
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
@@ -95,11 +97,10 @@ class Optimizer:
         """Update all parameters that have a gradient; `weight_decay` None keeps the last one."""
         if weight_decay is not None:
             self._weight_decay = float(weight_decay)
-        for group in self._groups:
-            for decays in (True, False):
-                views = self._views(group, decays)
-                if views:
-                    self._update(group.rule, views, lr, self._weight_decay if decays else 0.0)
+        for rule, decays, members in self._members:
+            views = self._views(members)
+            if views:
+                self._update(rule, views, lr, self._weight_decay if decays else 0.0)
         self._updated()
 
     def clear_grad(self) -> None:
@@ -119,12 +120,19 @@ class Optimizer:
                 state[name, MASTER_WEIGHT] = master
         return state
 
-    def _views(self, group: Group, decays: bool) -> list[ParamView]:
-        """What of a group has a gradient, and is or is not decayed."""
+    def _find_members(self) -> list[tuple[Rule, bool, NamedParams]]:
+        """What is updated together: the rule, whether weight decay applies, and the parameters."""
+        found = []
+        for group in self._groups:
+            members = [pair for pair in self.named_params if self._group_of[pair[0]] is group]
+            for decays in (True, False):
+                found.append((group.rule, decays, [p for p in members if self._decays(p[0]) is decays]))
+        return found
+
+    def _views(self, members: NamedParams) -> list[ParamView]:
+        """Those of the parameters that have a gradient."""
         views = []
-        for name, param in self.named_params:
-            if self._group_of[name] is not group or self._decays(name) is not decays:
-                continue
+        for name, param in members:
             gradient = gradient_of(param)
             if gradient is not None:
                 master = self._master_of(name, param)
