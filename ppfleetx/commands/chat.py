@@ -182,7 +182,7 @@ examples:
         tokenizer = find_tokenizer(cfg, open_resolved(resolve_checkpoint(named_checkpoint(cfg))))
         template = chosen_template(tokenizer, self.template, key="--template")
         cfg, ctx = start_with(cfg)
-        generator = load_generator(cfg, ctx)
+        generator = load_generator(cfg, ctx, tokenizer)
         seed = cfg.Global.seed if cfg.Generation.seed is None else cfg.Generation.seed
         return Conversation(generator, template, options, seed, self.system)
 

@@ -231,8 +231,11 @@ def _may_be_replaced(path: Path, mark: bytes) -> bool:
     return not beginning or mark in beginning
 
 
-def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
+def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | None = None) -> Generator:
     """A generator on the checkpoint ``Engine.save_load.ckpt_dir``, which must be given.
+
+    Args:
+        tokenizer: the checkpoint's, where it has been loaded already.
 
     Raises:
         UserError: there is no such checkpoint or tokenizer, or they do not fit the model.
@@ -244,7 +247,7 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext) -> Generator:
     if ctx.device == "cpu":
         cpu_ops.note_if_missing()
     start = find_weights(cfg, ctx)
-    tokenizer = find_tokenizer(cfg, start.checkpoint)
+    tokenizer = tokenizer or find_tokenizer(cfg, start.checkpoint)
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
