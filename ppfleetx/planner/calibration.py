@@ -17,7 +17,7 @@ from ppfleetx.planner.cards import Card
 from ppfleetx.planner.case import Case, case_of
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.step_time import step_time
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 
 _WARM_UP = 2
 # Found one after the other, several times: the speed of computation first, which any run shows.
@@ -167,10 +167,7 @@ def _scaled(card: Card, names: Sequence[str], factor: float) -> Card:
 
 
 def _write(card: Card, path: Path) -> None:
-    if path.exists():
-        raise ConfigError("there is a file of that name already", key="--write-card", value=path)
-    if not path.parent.is_dir():
-        raise ConfigError("its directory does not exist", key="--write-card", value=path)
+    refuse_as_new_file(path, "--write-card")
     values = {
         key: value for key, value in card.model_dump(mode="json").items() if key not in ("name", "sources")
     }

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan
 from ppfleetx.config.record import dump_config
@@ -14,7 +13,7 @@ from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig, plan_of
 from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.case import Case
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 
 
 @dataclass(frozen=True)
@@ -122,14 +121,9 @@ def write_config(cfg: RunConfig, case: Case, path: Path) -> None:
     """Write ``cfg``, the configuration of ``case``, as a file to train from.
 
     Raises:
-        ConfigError: ``path`` exists already.
+        ConfigError: ``path`` exists already, or its directory does not.
     """
-    if path.exists():
-        raise ConfigError(
-            "there is a file of that name already; nothing is overwritten", key="--write", value=path
-        )
-    if not path.parent.is_dir():
-        raise ConfigError("its directory does not exist", key="--write", value=path)
+    refuse_as_new_file(path, "--write")
     head = (
         f"# Written by ppfleetx plan: {case.plan} on {case.plan.world_size} devices. Every key is here;\n"
         f"# derived ones are comments.\n"

@@ -83,6 +83,14 @@ def refuse_unwritable(directory: Path, key: str) -> None:
         raise ConfigError(rule, key=key, value=str(directory))
 
 
+def refuse_as_new_file(path: Path, key: str) -> None:
+    """Raise ConfigError where the option ``key`` names a file that exists, or a directory that does not."""
+    if path.exists():
+        raise ConfigError("there is a file of that name already; nothing is overwritten", key=key, value=path)
+    if not path.parent.is_dir():
+        raise ConfigError("its directory does not exist", key=key, value=path)
+
+
 def put_aside(path: Path) -> Path:
     """Rename a file to the first free one of ``name.1.suffix``, ``name.2.suffix``, ...; the new name."""
     names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
