@@ -31,7 +31,7 @@ def step_flops(case: Case) -> StepFlops:
     causal = flops_per_step(case.model, batch, case.seq_len)
     full = hardware = causal
     for block, recompute in case.layers:
-        core = 4 * tokens * case.seq_len * block.attention.q_width  # of a forward pass, all pairs
+        core = 2 * tokens * case.seq_len * block.attention.score_width  # of a forward pass, all pairs
         again = {
             "none": 0,
             "core_attn": core,
