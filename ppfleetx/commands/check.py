@@ -20,7 +20,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count, trained_count
 from ppfleetx.optims.schedules import build_schedule
-from ppfleetx.planner.summary import memory_lines
+from ppfleetx.planner.report import memory_lines
 from ppfleetx.utils.devices import GPU
 from ppfleetx.utils.gpu_operators import on_the_host
 
