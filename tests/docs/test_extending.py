@@ -295,7 +295,7 @@ def test_a_schedule_and_an_activation(folder: Path) -> None:
     rates = [1e-3 * n / 2 for n in (1, 2)] + [1e-4 + 9e-4 * ((8 - n) / 6) ** 2 for n in range(3, 9)]
     assert [record["lr"] for record in found] == pytest.approx(rates)
     assert found[-1]["loss"] < found[0]["loss"]
-    typo = run(folder, command_of("small_parts"), "-o", "Model.hidden_act=softplsu")
+    typo = run(folder, command_of("small_parts").replace("=softplus", "=softplsu"))
     assert typo.returncode == 2 and "did you mean softplus?" in typo.stderr
 
 
