@@ -236,7 +236,7 @@ LEGAL: tuple[PlanRule, ...] = (
     PlanRule(
         ("ep", "num_experts"),
         lambda p, w: p.ep == 1 or w.num_experts > 0,
-        "expert parallelism divides the experts of Model.moe, and the model has none (ep_degree {ep})",
+        "ep_degree {ep} divides the experts of Model.moe, and the model has none",
     ),
     PlanRule(
         ("expert_mp", "num_experts"),
