@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.documents import copy_tokenizer, tokenizer_files
-from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.lazy import KeptTensor, LazyTensor, derive
+from ppfleetx.checkpoint.slices import Index
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, shown
@@ -167,10 +168,12 @@ def _joined(rule: Rule, parts: list[LazyTensor], directory: Path) -> LazyTensor:
 
 
 def _split(rule: Rule, tensor: LazyTensor) -> dict[str, LazyTensor]:
-    def part(index: int) -> LazyTensor:
-        return LazyTensor(tensor.dtype, rule.shapes[index], lambda: rule.split(tensor.read())[index])
+    whole = KeptTensor(tensor, readings=len(rule.theirs))
 
-    return {name: part(index) for index, name in enumerate(rule.theirs)}
+    def part(index: int, shape: Index) -> LazyTensor:
+        return LazyTensor(tensor.dtype, shape, lambda: rule.split(whole.read(), index))
+
+    return {name: part(index, rule.shapes[index]) for index, name in enumerate(rule.theirs)}
 
 
 def _check_left_over(
