@@ -292,6 +292,16 @@ SWITCHED_OFF = (
         "Model.position_embedding_type is not rope",
     ),
     SwitchedOff(
+        ("Model.moe.aux_loss.weight",),
+        lambda cfg: cfg.Model.moe is not None and cfg.Model.moe.aux_loss.kind == "none",
+        "Model.moe.aux_loss.kind is none",
+    ),
+    SwitchedOff(
+        ("Model.moe.router.group_score",),
+        lambda cfg: cfg.Model.moe is not None and cfg.Model.moe.router.num_groups is None,
+        "Model.moe.router.num_groups is null",
+    ),
+    SwitchedOff(
         ("Model.add_bias_linear",),
         lambda cfg: None not in (cfg.Model.add_qkv_bias, cfg.Model.add_out_proj_bias, cfg.Model.add_mlp_bias),
         "Model.add_qkv_bias, add_out_proj_bias and add_mlp_bias say it for each linear",

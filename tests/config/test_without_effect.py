@@ -89,6 +89,8 @@ CASES = [
     (["Engine.test_iters=3"], "Engine.test_iters"),
     (["Profiler.scheduler=[2, 3]", "Profiler.summary.mem=True"], "scheduler Profiler.summary"),
     (["Model.rotary_base=1e6"], "Model.rotary_base"),
+    (["Model.moe={num_experts: 2, aux_loss: {kind: none, weight: 1}}"], "Model.moe.aux_loss.weight"),
+    (["Model.moe={num_experts: 2, router: {group_score: max}}"], "Model.moe.router.group_score"),
     (["Model.rotary_base=1e6", "Model.position_embedding_type=rope"], ""),
     (
         [
