@@ -58,23 +58,12 @@ def _activation_name(model: ModelConfig) -> str | None:
 
 # ---- GPT-2
 
-# Names under which transformers takes GPT-2's sizes as well.
 _GPT2_ALIASES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-
-
-def with_gpt2_sizes(config: Config) -> dict[str, Any]:
-    """A ``config.json`` of GPT-2 with its sizes under GPT-2's own names."""
-    made = dict(config)
-    for alias, name in _GPT2_ALIASES.items():
-        if alias in made and made.setdefault(name, made[alias]) != made[alias]:
-            one, two = shown(made[alias]), shown(made[name])
-            raise CheckpointError(f"config.json: {alias} ({one}) and {name} ({two}) are one size")
-    return made
 
 
 _GPT2 = Family(
@@ -114,7 +103,8 @@ _GPT2 = Family(
         "activation_function": _activation_name(model),
         "embd_pdrop": model.embedding_dropout,
     },
-    also_read={"activation_function", *_GPT2_ALIASES},
+    also_read={"activation_function"},
+    aliases=_GPT2_ALIASES,
     has_in_out_linears=True,
     has_parts_in_a_row=True,
     off={
@@ -217,7 +207,7 @@ _NEOX = Family(
     also_read=ROPE | {"hidden_act", "rotary_pct", "rotary_emb_base"},
 )
 
-FAMILIES: dict[str, Family] = {
+_DENSE: dict[str, Family] = {
     "gpt2": _GPT2,
     "llama": Family(
         "LlamaForCausalLM",
@@ -263,6 +253,12 @@ FAMILIES: dict[str, Family] = {
         off=SILU,
     ),
     "gpt_neox": _NEOX,
-    **MIXTURES,
 }
-"""By ``model_type``. A network is written as the first of them that can express it."""
+
+FAMILIES = _DENSE | MIXTURES
+"""By ``model_type``."""
+
+
+def candidates(model: ModelConfig) -> dict[str, Family]:
+    """Those that a network may belong to. It is written as the first of them that can express it."""
+    return _DENSE if model.moe is None else MIXTURES

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.rope import PLACES, hf_rope, rope_keys
 
@@ -32,6 +32,7 @@ class Family:
         read: further keys of ours, from a ``config.json`` without nulls.
         write: further keys of a ``config.json``, from a ``Model`` section.
         also_read: the keys that ``read`` looks at.
+        aliases: other names of keys, which transformers reads as well -> the names in this row.
         has_in_out_linears: linears are stored as ``[in, out]``, like ours; else as ``[out, in]``.
         has_parts_in_a_row: a fused layer has all queries, then all keys, then all values; else they are
             interleaved per head, like ours.
@@ -48,6 +49,7 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}
     also_read: Collection[str] = ()
     part_names: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     has_in_out_linears: bool = False
     has_parts_in_a_row: bool = False
     required: Collection[str] = ()
@@ -56,7 +58,16 @@ class Family:
     @property
     def mapped(self) -> set[str]:
         """The keys of ``config.json`` that decide something here."""
-        return {*self.keys, *self.also_read}
+        return {*self.keys, *self.also_read, *self.aliases}
+
+    def without_aliases(self, config: Config) -> dict[str, Any]:
+        """A ``config.json`` whose keys have the names in this row."""
+        made = dict(config)
+        for alias, name in self.aliases.items():
+            if alias in made and made.setdefault(name, made[alias]) != made[alias]:
+                one, two = shown(made[alias]), shown(made[name])
+                raise CheckpointError(f"config.json: {alias} ({one}) and {name} ({two}) are the same key")
+        return made
 
     def model_keys(self, config: Config) -> dict[str, Any]:
         """Keys of our ``Model`` section for a ``config.json`` without nulls.
@@ -139,9 +150,9 @@ def window_keys(config: Config, window: int | None) -> dict[str, Any]:
     """``attention_window``: theirs counts the position itself, ours those before it."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
-    if window == 1:
+    if window < 2:
         raise CheckpointError(
-            "config.json: sliding_window 1 is not supported: a token would see itself alone"
+            f"config.json: sliding_window {window} is not supported: a token would see itself alone"
         )
     return {"attention_window": window - 1}
 

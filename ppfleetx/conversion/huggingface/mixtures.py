@@ -23,6 +23,9 @@ from ppfleetx.conversion.huggingface.family import (
 )
 from ppfleetx.conversion.huggingface.rope import hf_partial_rope
 
+NEXT_TOKENS = "num_nextn_predict_layers"
+"""How many layers that predict several tokens stand behind the last one, which are not read."""
+
 # ---- which layers are mixtures
 
 
@@ -176,6 +179,7 @@ _QWEN3_MOE = Family(
     _write_qwen3_moe,
     _QWEN_READ | {"use_sliding_window", "sliding_window"},
     required=("num_key_value_heads",),
+    aliases={"num_local_experts": "num_experts"},
     off=SILU,
 )
 
@@ -208,7 +212,7 @@ def _write_deepseek_moe(model: ModelConfig) -> dict[str, Any]:
         "n_shared_experts": shared // (moe.expert_ffn_size or model.ffn_size),
         "n_group": router.num_groups or 1,
         "topk_group": router.top_groups or 1,
-        "num_nextn_predict_layers": 0,
+        NEXT_TOKENS: 0,
     }
 
 
@@ -220,7 +224,9 @@ _DEEPSEEK_MOE_KEYS = {
 }
 _DEEPSEEK_MOE_READ = {
     "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "aux_loss_alpha", "seq_aux",
+    NEXT_TOKENS,
 }  # fmt: skip
+_DEEPSEEK_MOE_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": NEXT_TOKENS}
 _DEEPSEEK_MOE_NAMES = _EXPERT_NAMES | {
     "decoder.layers.{}.mlp.router.bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
     "decoder.layers.{}.mlp.shared.fc1": "model.layers.{}.mlp.shared_experts.{part}_proj",
@@ -246,8 +252,9 @@ _GLM4_MOE = Family(
     LLAMA_NAMES | _DEEPSEEK_MOE_NAMES,
     lambda config: llama_like(config) | _deepseek_moe(config),
     lambda model: write_llama(model) | hf_partial_rope(model) | _write_deepseek_moe(model),
-    LLAMA_READ | _DEEPSEEK_MOE_READ | {"num_nextn_predict_layers"},
+    LLAMA_READ | _DEEPSEEK_MOE_READ,
     required=("num_key_value_heads",),
+    aliases=_DEEPSEEK_MOE_ALIASES,
     off=SILU | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
 )
 

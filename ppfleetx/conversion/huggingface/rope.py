@@ -111,9 +111,8 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("model_type") != "gpt_neox" or "partial_rotary_factor" in config:
         return config
     names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
-    return {**config} | {
-        names[key]: value for key, value in config.items() if key in names and value is not None
-    }
+    usual = {names[key]: value for key, value in config.items() if key in names and value is not None}
+    return {**config, **usual}
 
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
