@@ -82,8 +82,8 @@ class LatentAttention(HeadAttention):
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
-        # Every rank has this part of all heads' keys, and gets back the sum of its heads' gradients. Turned in
-        # this order of dimensions, the gradient lies in one piece, as collectives need it.
+        # Every rank has this part of all heads' keys, and gets back the sum of its heads' gradients. Turned
+        # in this order of dimensions, the gradient lies in one piece, as collectives need it.
         turning = self.factory.enter_head(turning)
         length, rows, width = turning.shape
         places = position_ids.transpose([1, 0]).reshape([1, -1])

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import Form, QuantizationConfig
     from ppfleetx.config.sections.lora import LoraConfig
     from ppfleetx.nn.attention_strategy import AttentionStrategy
+    from ppfleetx.nn.expert_exchange import ExpertExchange
     from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
 
@@ -86,6 +87,7 @@ class LayerFactory(Protocol):
         fused: the fused operators that its layers take.
         matmul: multiplies by the weights of its layers.
         keeps_weights: whether weights stay what and where they are once they have been used.
+        experts: brings rows of hidden states to the ranks of their experts, and back.
         hidden_same_on: of the axes that share a micro batch, those whose ranks hold the same hidden states.
     """
 
@@ -94,6 +96,7 @@ class LayerFactory(Protocol):
     keeps_weights: bool
     fused: FusedOps
     matmul: Matmul
+    experts: ExpertExchange
     hidden_same_on: tuple[str, ...]
     group: Any
 
