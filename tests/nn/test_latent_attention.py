@@ -14,7 +14,7 @@ from ppfleetx.models.gpt.stages import kernel_options
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.latent_attention import LatentAttention
 from tests.generation.hf_weights import random_weight
-from tests.models.gpt_builders import GrowingCache, build, random_tokens, tiny_config
+from tests.models.gpt_builders import VARIANTS, GrowingCache, build, random_tokens, tiny_config
 
 STORED = np.load(Path(__file__).parents[1] / "goldens/hf_latent.npz")
 CASES = json.loads(str(STORED["cases"]))
@@ -27,19 +27,7 @@ THEIRS = {
     "kv_up": "kv_b_proj",
     "out_proj": "o_proj",
 }
-LATENT = {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "hidden_act": "swiglu",
-    "add_bias_linear": False,
-    "latent_attention": {
-        "q_rank": 10,
-        "kv_rank": 9,
-        "rope_head_dim": 4,
-        "nope_head_dim": 5,
-        "value_head_dim": 7,
-    },
-}
+LATENT = VARIANTS["latent"]
 YARN = {
     "type": "yarn",
     "factor": 4.0,
@@ -102,7 +90,7 @@ def test_output_and_gradient_are_those_of_transformers(name):
         np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
-VARIANTS = {
+OPTIONS = {
     "plain": {},
     "queries from hidden states": {"latent_attention": {**LATENT["latent_attention"], "q_rank": None}},
     "neighbours": {"rotary_interleaved": True},
@@ -112,7 +100,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("keys", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 6]], ids=str)
 def test_a_cache_of_compressed_values_gives_what_a_whole_pass_gives(keys, chunks):
     tokens, model = random_tokens(length=12), build(tiny_config(**{**LATENT, **keys}))
