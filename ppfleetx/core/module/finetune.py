@@ -10,10 +10,10 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from ppfleetx.config.finetuning import glue_task, num_outputs
+from ppfleetx.config.rules import glue_task, num_outputs
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.loader import MicroBatch
-from ppfleetx.data.tasks.glue_metrics import glue_metrics
+from ppfleetx.data.tasks.glue import glue_metrics
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather
 from ppfleetx.models.evaluator import Measured
