@@ -25,8 +25,7 @@ sys.path.insert(0, str(_ROOT))
 from ppfleetx.config.field_types import describe, field_types, item_type, section_in
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import LEGAL
-from ppfleetx.config.reading.files import MAX_FILE_BYTES
-from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_VALUES
+from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_FILE_BYTES, MAX_VALUES
 from ppfleetx.config.resume_policy import Effect, keys_of
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig

@@ -13,8 +13,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError, UserError
+from ppfleetx.config.sections.generation import API_KEY_VARIABLE
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
-from ppfleetx.config.sections.serve import API_KEY_VARIABLE
 from ppfleetx.utils.cli import EXIT_INTERRUPTED
 from ppfleetx.utils.log import get_logger
 

@@ -1,7 +1,8 @@
-"""Corpora preprocessed by FleetX: ``_ids.npy`` with ``_idx.npz``, or one legacy ``_ids.npz``.
+"""From a path in the configuration to opened token corpora: ``.bin``/``.idx`` pairs, or FleetX's arrays.
 
-``_ids`` holds the tokens of all documents one after the other. ``lens`` (int32) is the length of each
-sequence, ``docs`` (int64, absent in the legacy file) the document boundaries counted in sequences, from 0.
+FleetX wrote ``_ids.npy`` with ``_idx.npz``, or one legacy ``_ids.npz``. ``_ids`` holds the tokens of all
+documents one after the other. ``lens`` (int32) is the length of each sequence, ``docs`` (int64, absent in the
+legacy file) the document boundaries counted in sequences, from 0.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import DataError
-from ppfleetx.data.indexed import IndexedDatasetWriter, refuse_to_replace
+from ppfleetx.config.errors import DataError, MissingDataError
+from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, refuse_to_replace
 from ppfleetx.data.token_store import TokenStore, runs_from_zero
 from ppfleetx.utils.foreign_files import file_status, os_errors
 
-SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
+FLEETX_SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
 _BATCH = 1 << 16  # documents converted at a time
 _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence
 
@@ -41,7 +42,7 @@ class FleetXDataset(TokenStore):
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         text = os.fspath(prefix)
-        for suffix in SUFFIXES:
+        for suffix in FLEETX_SUFFIXES:
             text = text.removesuffix(suffix)
         if Path(f"{text}_ids.npy").exists():
             tokens = _map_npy(Path(f"{text}_ids.npy"))
@@ -131,3 +132,48 @@ def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, over
             batch = boundaries[first : first + _BATCH + 1]
             flat = source.flat(int(starts[batch[0]]), int(starts[batch[-1]]))
             writer.add_sequences(flat, source.sizes[batch[0] : batch[-1]], batch[1:] - batch[0])
+
+
+_SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
+
+
+@os_errors(DataError)
+def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
+    """Open the corpus with this prefix (a suffix is taken off); ``.bin``/``.idx`` wins over FleetX's.
+
+    Raises:
+        DataError: there is no corpus, or it is damaged or holds no token ids.
+    """
+    text = _without_suffix(os.fspath(prefix))
+    has_pair = bin_path(text).exists() or idx_path(text).exists()
+    if not has_pair and any(Path(f"{text}{suffix}").exists() for suffix in FLEETX_SUFFIXES):
+        return FleetXDataset(text)
+    corpus = IndexedDataset(text)
+    if corpus.dtype.kind == "f":
+        raise DataError(f"{idx_path(text)} says that tokens are stored as {corpus.dtype}: they are not ids")
+    return corpus
+
+
+@os_errors(DataError)
+def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
+    """Prefixes of one entry of ``input_dir``: all corpora of a directory, by name, or the entry itself.
+
+    Raises:
+        MissingDataError: the directory holds no corpus.
+    """
+    text = os.fspath(entry)
+    if not Path(text).is_dir():
+        return [_without_suffix(text)]
+    names = (str(path) for path in Path(text).iterdir() if path.is_file())
+    found = sorted({_without_suffix(name) for name in names if name.endswith(_SUFFIXES)})
+    if not found:
+        raise MissingDataError(
+            f"no corpus in {text}: it holds no {', '.join(f'*{suffix}' for suffix in _SUFFIXES)}"
+        )
+    return found
+
+
+def _without_suffix(path: str) -> str:
+    for suffix in _SUFFIXES:
+        path = path.removesuffix(suffix)
+    return path

@@ -1,4 +1,7 @@
-"""The verb ``infer``. Most mistakes are found before Paddle is loaded, which takes seconds."""
+"""The verbs ``export``, ``infer`` and ``serve``.
+
+Most mistakes are found before Paddle is loaded, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,13 @@ from ppfleetx.commands.generate import (
     write_generations,
 )
 from ppfleetx.commands.launching import LaunchOptions
+from ppfleetx.commands.model_options import ModelOptions
 from ppfleetx.commands.options import OptionalConfigOptions, option, positional
 from ppfleetx.commands.resolve_model import ONE_SEQUENCE, as_replicas
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.reading.files import Sections, model_in
+from ppfleetx.config.reading.parse import Sections, model_in
 from ppfleetx.config.sections.root import GenerationConfig, RunConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.deploy.capabilities import check_generation, check_inference, check_onednn
@@ -33,6 +37,53 @@ from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(ModelOptions):
+    """Export a checkpoint of any plan as a program that generates by itself."""
+
+    examples = """\
+examples:
+  ppfleetx export output --output exported
+  ppfleetx infer exported "Once upon a time"
+"""
+    output: str | None = option(
+        "where the export is written (Engine.save_load.output_dir)",
+        key="Engine.save_load.output_dir",
+        metavar="DIR",
+    )
+
+    def run(self) -> None:
+        """Export the checkpoint ``Engine.save_load.ckpt_dir`` into ``Engine.save_load.output_dir``/rank_0."""
+        from ppfleetx.commands.generate import check_checkpoint, load_generator
+        from ppfleetx.commands.resolve_model import as_replicas
+        from ppfleetx.commands.start_process import start_with, world_size
+        from ppfleetx.config.errors import ConfigError
+        from ppfleetx.config.loader import load_config
+        from ppfleetx.core.engine.run_directory import run_traces
+        from ppfleetx.deploy.capabilities import check_generation
+        from ppfleetx.deploy.export import check_adapters, check_one_process, check_target, export
+        from ppfleetx.utils.log import get_logger
+
+        with self.job() as job:
+            check_one_process(world_size(os.environ))
+            cfg, notes = as_replicas(load_config(job.config, job.overrides), 1)
+            check_generation(cfg.Generation, cfg.origins)
+            check_checkpoint(cfg)
+            check_target(cfg)
+            if self.output is not None and (traces := run_traces(Path(self.output))):
+                raise ConfigError(
+                    f"holds a run or a model ({', '.join(traces)}); name another directory",
+                    key="--output",
+                    value=self.output,
+                )
+            check_adapters(cfg)
+            cfg, ctx = start_with(cfg)
+            for note in notes:
+                get_logger().info(f"NOTE: {note}")
+            export(cfg, ctx, load_generator(cfg, ctx))
+
 
 _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
 
@@ -146,3 +197,32 @@ def _say_what_differs(directory: Path, manifest: ExportManifest, cfg: RunConfig)
     if other:
         keys = ", ".join(f"Model.{name}" for name in other)
         get_logger().warning(f"the exported model in {directory} has its own {keys}, not the configuration's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(ModelOptions):
+    """Serve a checkpoint over HTTP, as OpenAI's completions interface does, with a page to try it."""
+
+    examples = """\
+examples:
+  ppfleetx serve output
+  ppfleetx serve output --port 9000 -o Generation.max_dec_len=200
+"""
+    port: int | None = option("port of the server (default: Serve.port)", key="Serve.port")
+
+    def run(self) -> None:
+        """Serve until SIGINT or SIGTERM."""
+        from ppfleetx.commands.generate import check_checkpoint, load_generator
+        from ppfleetx.commands.start_process import start_with, world_size
+        from ppfleetx.config.loader import load_config
+        from ppfleetx.deploy.server import run as server
+
+        with self.job() as job:
+            cfg = load_config(job.config, job.overrides)
+            server.check_libraries()
+            server.check_plan(cfg, world_size(os.environ))
+            check_checkpoint(cfg)
+            api_key = server.read_api_key(cfg, os.environ)
+            with server.open_socket(cfg) as listener:
+                cfg, ctx = start_with(cfg)
+                server.serve(server.build_service(cfg, load_generator(cfg, ctx), api_key), listener)
