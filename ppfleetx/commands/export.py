@@ -33,8 +33,8 @@ examples:
         from ppfleetx.config.errors import ConfigError
         from ppfleetx.config.loader import load_config
         from ppfleetx.core.engine.run_directory import run_traces
-        from ppfleetx.deploy.capabilities import check_generation
         from ppfleetx.deploy.export import check_adapters, check_one_process, check_target, export
+        from ppfleetx.deploy.export_dir import check_generation
         from ppfleetx.utils.log import get_logger
 
         with self.job() as job:

@@ -33,15 +33,15 @@ _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 _ANSWER_SECONDS = 10.0
 _SEND_SECONDS = 30.0
 _LONGEST_LINE = 64 << 20
-_SAME_CURE = "start all with the same --nnodes, --nproc and --master, and no other job at that address"
+_SAME_FIX = "start all with the same --nnodes, --nproc and --master, and no other job at that address"
 
 
 class RendezvousError(Exception):
-    """The processes cannot meet; ``cure`` says what to do about it."""
+    """The processes cannot meet; ``fix`` says what to do about it."""
 
-    def __init__(self, found: str, cure: str) -> None:
+    def __init__(self, found: str, fix: str) -> None:
         super().__init__(found)
-        self.cure = cure
+        self.fix = fix
 
 
 def meeting_point() -> Address:
@@ -240,7 +240,7 @@ class _Reception:
     def refuse_all(self, error: RendezvousError) -> None:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
-                line.send({"refused": str(error), "cure": error.cure})
+                line.send({"refused": str(error), "fix": error.fix})
             line.close()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -283,7 +283,7 @@ class _Reception:
         elif number in self._came or not 0 < number < self._size:
             why = f"number {number} is there already: two jobs meet at {self._where}"
         with contextlib.suppress(OSError):
-            line.send({"refused": why, "cure": _SAME_CURE} if why else {})
+            line.send({"refused": why, "fix": _SAME_FIX} if why else {})
         if why:
             self._refused.append(f"{name}: {why}")
             return False
@@ -343,7 +343,7 @@ def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
             "look at its log; does another program hold that port?",
         ) from error
     line.close()
-    raise RendezvousError(f"{first} says: {said['refused']}", str(said.get("cure")))
+    raise RendezvousError(f"{first} says: {said['refused']}", str(said.get("fix")))
 
 
 def _connect(point: Address, name: str, first: str, wait: _Wait) -> socket.socket:
@@ -380,13 +380,13 @@ def _silent(first: str, seconds: float, *, is_heard: bool) -> RendezvousError:
 def _unreachable(first: str, error: OSError, seconds: float) -> RendezvousError:
     if isinstance(error, socket.gaierror):
         why = f"the name is not known here ({error.strerror})"
-        cure = "give the address instead of the name, or add it to /etc/hosts of this machine"
+        fix = "give the address instead of the name, or add it to /etc/hosts of this machine"
     elif isinstance(error, ConnectionRefusedError):
-        why, cure = f"nobody listens there ({error.strerror})", "start it; is this its address and port?"
+        why, fix = f"nobody listens there ({error.strerror})", "start it; is this its address and port?"
     elif isinstance(error, TimeoutError):
         why = "nothing comes back"
-        cure = "a firewall drops what goes to that port, or the address is of another network: open the port"
+        fix = "a firewall drops what goes to that port, or the address is of another network: open the port"
     else:
         why = f"it cannot be reached ({error.strerror})"
-        cure = "is the address right, and is the network up?"
-    return RendezvousError(f"no connection to {first} within {seconds:g} s: {why}", cure)
+        fix = "is the address right, and is the network up?"
+    return RendezvousError(f"no connection to {first} within {seconds:g} s: {why}", fix)

@@ -15,10 +15,9 @@ from typing import Any
 
 from ppfleetx import __version__
 from ppfleetx.config.record import flat_values
-from ppfleetx.doctor.case import Case, within
+from ppfleetx.doctor.check import Row, Target, fail, ok, warn, within
 from ppfleetx.doctor.files import fingerprints, starts
 from ppfleetx.doctor.report import rank_words
-from ppfleetx.doctor.rows import Row, fail, ok, warn
 from ppfleetx.utils.installed import LIBRARIES
 
 Values = Mapping[str, Any]
@@ -42,26 +41,26 @@ class Fact:
     Attributes:
         name: of the row.
         read: what this process has of it, by name.
-        cure: what to do if they differ.
+        fix: what to do if they differ.
         of_node: only the first process of each node reads it.
     """
 
     name: str
-    read: Callable[[Case], Values]
-    cure: str
+    read: Callable[[Target], Values]
+    fix: str
     of_node: bool = False
 
-    def of(self, case: Case) -> Values | None:
+    def of(self, target: Target) -> Values | None:
         """The values of this process; None where another process of the node has them."""
-        if self.of_node and case.local_rank != 0:
+        if self.of_node and target.local_rank != 0:
             return None
         try:
-            return within(_READ_SECONDS, lambda: self.read(case))
+            return within(_READ_SECONDS, lambda: self.read(target))
         except TimeoutError:
             return _UNREAD
 
 
-def _versions(case: Case) -> Values:
+def _versions(target: Target) -> Values:
     """Of everything that ppfleetx, its extras and Paddle require, and of NVIDIA's libraries."""
     wanted = _required()
     mine = {name: version for name, version in _installed().items() if name in wanted or "nvidia" in name}
@@ -88,7 +87,7 @@ def _required() -> set[str]:
     return names
 
 
-def _sources(case: Case) -> Values:
+def _sources(target: Target) -> Values:
     """A hash for each folder of the package."""
     digests: dict[str, Any] = {}
     for file in sorted(_PACKAGE.rglob("*.py")):
@@ -99,16 +98,16 @@ def _sources(case: Case) -> Values:
     return {folder: digest.hexdigest()[:12] for folder, digest in digests.items()}
 
 
-def _configuration(case: Case) -> Values:
-    if case.cfg is None:
+def _configuration(target: Target) -> Values:
+    if target.cfg is None:
         return {}
-    return {key: repr(value) for key, value in flat_values(case.cfg.model_dump(mode="json"))}
+    return {key: repr(value) for key, value in flat_values(target.cfg.model_dump(mode="json"))}
 
 
-def _variables(case: Case) -> Values:
+def _variables(target: Target) -> Values:
     return {
         name: value
-        for name, value in case.environ.items()
+        for name, value in target.environ.items()
         if name.startswith(_VARIABLES)
         and not name.startswith((*_OF_A_RANK, *_HARMLESS))
         and not name.endswith(_OF_A_MACHINE)
@@ -128,17 +127,17 @@ FACTS: tuple[Fact, ...] = (
 """Everything that is compared."""
 
 
-def digests(case: Case, tell: Callable[[str], None]) -> dict[str, str | None]:
+def digests(target: Target, tell: Callable[[str], None]) -> dict[str, str | None]:
     """A hash of each fact of this process; None where another process of the node has it.
 
     Args:
-        case: the place of this process.
+        target: the place of this process.
         tell: called with the name of each fact before it is read, which may take a while.
     """
     found: dict[str, str | None] = {}
     for fact in FACTS:
         tell(fact.name)
-        values = fact.of(case)
+        values = fact.of(target)
         found[fact.name] = None if values is None else _digest(values)
     return found
 
@@ -153,13 +152,13 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
 
-def in_full(case: Case, names: Sequence[str], tell: Callable[[str], None]) -> dict[str, Values | None]:
+def in_full(target: Target, names: Sequence[str], tell: Callable[[str], None]) -> dict[str, Values | None]:
     """The values of these facts; ``tell`` as in :func:`digests`."""
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:
             tell(fact.name)
-            found[fact.name] = fact.of(case)
+            found[fact.name] = fact.of(target)
     return found
 
 
@@ -178,7 +177,7 @@ def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Se
             text = f"not compared: {rank_words(unread)} could not read it within {_READ_SECONDS:g} s"
             yield warn(fact.name, text, "is the file system slow, or dead? (ls, df)")
         elif fact.name in names and (differences := "; ".join(_differences(values))):
-            yield fail(fact.name, differences, fact.cure)
+            yield fail(fact.name, differences, fact.fix)
         else:
             yield ok(fact.name, "equal on all processes")
 
@@ -196,8 +195,7 @@ def _differences(values: Mapping[int, Values]) -> Iterator[str]:
         yield f"and {len(unequal) - _SHOWN} more"
 
 
-def host_of(case: Case) -> str:
+def host_of(target: Target) -> str:
     """The name that tells this machine from the job's others."""
-    return (
-        f"{socket.gethostname()} {case.environ.get('PADDLE_CURRENT_ENDPOINT', '').rpartition(':')[0]}".strip()
-    )
+    endpoint = target.environ.get("PADDLE_CURRENT_ENDPOINT", "")
+    return f"{socket.gethostname()} {endpoint.rpartition(':')[0]}".strip()

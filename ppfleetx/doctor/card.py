@@ -15,8 +15,7 @@ import paddle.nn.functional as F
 
 from ppfleetx.distributed.device import capability, count, is_gpu, kind_of, total_memory
 from ppfleetx.distributed.tf32 import allow_tf32
-from ppfleetx.doctor.case import Case, lacks
-from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
+from ppfleetx.doctor.check import Row, Target, fail, lacks, ok, skipped, warn
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
 from ppfleetx.nn.fused import TABLE, obstacles
 from ppfleetx.nn.kernels import KernelOptions, reference_attention
@@ -26,7 +25,7 @@ _QUERY_SECONDS = 20.0
 _BUSY_SHARE = 0.1
 
 
-def driver(case: Case) -> Iterator[Row]:
+def driver(target: Target) -> Iterator[Row]:
     """What ``nvidia-smi`` reports: driver, cards, memory in use, errors."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -70,7 +69,7 @@ def _links(matrix: str) -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "one card"
 
 
-def card(case: Case) -> Iterator[Row]:
+def card(target: Target) -> Iterator[Row]:
     """The card of this process, as Paddle sees it."""
     device = paddle.get_device()
     parts, numbers = [f"{count(kind_of(device))}; this process has {device}"], {}
@@ -87,15 +86,15 @@ def card(case: Case) -> Iterator[Row]:
         }
         parts += [f"{name} {version}" for name, version in libraries.items()]
     yield ok("visible cards", ", ".join(parts), **numbers)
-    for dtype in case.float_types:
+    for dtype in target.float_types:
         if lacks(dtype):
-            yield _lacking(dtype, device, case)
+            yield _lacking(dtype, device, target)
 
 
-def _lacking(dtype: str, device: str, case: Case) -> Row:
+def _lacking(dtype: str, device: str, target: Target) -> Row:
     """The row of a type the card does not compute in: a failure if the configuration asks for it."""
     text = f"{device} does not compute in {dtype}"
-    if case.cfg is None:
+    if target.cfg is None:
         return skipped(dtype, f"{text}; nothing of it is tried")
     return fail(
         dtype, text, "set Engine.mix_precision.dtype to float16, or Engine.mix_precision.enable to False"
@@ -111,7 +110,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 """Largest difference from the CPU's float32, relative to the largest number of the result."""
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
 _HALF = ("float16", "bfloat16")
-_CURE = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
+_FIX = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
 
 
 def _random(*shape: int) -> np.ndarray:
@@ -146,11 +145,11 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 }
 
 
-def small_operators(case: Case) -> Iterator[Row]:
+def small_operators(target: Target) -> Iterator[Row]:
     """Each operator in each type of the plan, forward and backward, against the CPU; fused ones too."""
-    types = [dtype for dtype in case.float_types if dtype in TOLERANCE and not lacks(dtype)]
+    types = [dtype for dtype in target.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
-        yield operators_row(dtype, case.device)
+        yield operators_row(dtype, target.device)
     for name, reasons in obstacles(list(TABLE), types).items():
         well = [dtype for dtype, reason in reasons.items() if reason is None]
         others = "; ".join(f"{dtype}: {reason}" for dtype, reason in reasons.items() if reason)
@@ -172,9 +171,7 @@ def operators_row(
         if not error <= TOLERANCE[dtype]:
             wrong.append(f"{name} by {error:.1e}")
     if wrong:
-        return fail(
-            f"operators {dtype}", f"off from the CPU: {', '.join(wrong)}", _CURE, relative_error=worst
-        )
+        return fail(f"operators {dtype}", f"off from the CPU: {', '.join(wrong)}", _FIX, relative_error=worst)
     text = f"{len(operators)} forward and backward: at most {worst:.1e} from the CPU"
     return ok(f"operators {dtype}", text, relative_error=worst)
 
@@ -204,9 +201,9 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
 # -- attention -------------------------------------------------------------------------------------
 
 
-def flash(case: Case) -> Iterator[Row]:
+def flash(target: Target) -> Iterator[Row]:
     """Flash attention against the reference, by head size, type and documents."""
-    for dtype in case.float_types:
+    for dtype in target.float_types:
         if dtype not in _HALF or lacks(dtype):
             continue
         for packed in (False, True):
@@ -235,8 +232,8 @@ def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_
         f"heads of {', '.join(map(str, sizes))} by the reference: {why}" for why, sizes in refused.items()
     ]
     if wrong:
-        cure = "set Model.attention_kernel to reference on these cards"
-        return fail(name, f"heads of {', '.join(wrong)} differ from the reference; {'; '.join(parts)}", cure)
+        fix = "set Model.attention_kernel to reference on these cards"
+        return fail(name, f"heads of {', '.join(wrong)} differ from the reference; {'; '.join(parts)}", fix)
     return ok(name, "; ".join(parts))
 
 

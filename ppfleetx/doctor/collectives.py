@@ -13,8 +13,8 @@ from paddle import distributed
 
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages, is_card, on_card
-from ppfleetx.doctor.rows import Row, fail, ok
-from ppfleetx.doctor.storage import words
+from ppfleetx.doctor.check import Row, fail, ok
+from ppfleetx.doctor.files import words
 
 CPU_SIZES = (4 << 10, 256 << 10, 4 << 20)
 CARD_SIZES = (4 << 10, 1 << 20, 16 << 20, 128 << 20)
@@ -23,7 +23,7 @@ _TIMES = 3
 _TYPES = ("int64", "float16", "bfloat16")  # beside float32, with the smallest size
 _ITEM_BYTES = 4
 _ROUNDING = {"float16": 1e-2, "bfloat16": 1e-2}
-_CURE = (
+_FIX = (
     "the link, its driver or its library is at fault: NCCL_DEBUG=INFO shows the path that NCCL uses; try "
     "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 to find out"
 )
@@ -151,7 +151,7 @@ def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
             speeds.append(f"{words(size)} at {words(speed)}/s")
             numbers[f"bytes_per_second_{size}"] = speed
     if problems:
-        return fail(title, f"group {list(member.ranks)}, {problems[0]}", _CURE)
+        return fail(title, f"group {list(member.ranks)}, {problems[0]}", _FIX)
     return ok(title, ", ".join(speeds), **numbers)
 
 

@@ -1,7 +1,7 @@
-"""Starts ranks for the examination: first come the nodes, then the launcher in a process of its own.
+"""Start the ranks of the examination: first what the launcher needs, then the nodes, then the launcher.
 
-So this process prints nothing but the table, whatever launcher and ranks print, and it ends with a report
-even if they end without one.
+The launcher runs in a process of its own. So this process prints nothing but the table, whatever launcher and
+ranks print, and it ends with a report even if they end without one.
 """
 
 from __future__ import annotations
@@ -15,18 +15,89 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppfleetx.doctor.before import import_row, launcher_rows
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.nodes import examine_nodes
+from ppfleetx.config.counts import counted
+from ppfleetx.doctor.check import Row, Status, Target, fail
+from ppfleetx.doctor.network import examine_nodes, is_local, own_address
 from ppfleetx.doctor.registry import CHECKS, Need, examine
 from ppfleetx.doctor.report import exit_code, in_groups
-from ppfleetx.doctor.rows import Row, Status, fail
 from ppfleetx.doctor.run import ALONE, LOCAL_SECONDS
 from ppfleetx.utils.peers import START_VARIABLE
+
+# The launcher takes these for its options, and ranks take them for their place in the job.
+_OF_ANOTHER_JOB = (
+    "PADDLE_TRAINERS_NUM",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "PADDLE_TRAINERS_ENDPOINTS",
+    "PADDLE_TRAINER_ID",
+    "PADDLE_CURRENT_ENDPOINT",
+    "PADDLE_NPROC_PER_NODE",
+    "PADDLE_RANK",
+    "PADDLE_IPS",
+)
+_IMPORT_SECONDS = 120.0
+
+
+def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> Iterator[Row]:
+    """Rows of what is wrong; none if nothing is.
+
+    Args:
+        environ: what the launcher will get.
+        nodes: machines of the job.
+        nproc: processes of this machine; None: one per card.
+    """
+    left = [name for name in _OF_ANOTHER_JOB if environ.get(name)]
+    if left and nodes == 1:  # with several, a scheduler may have set them for this job
+        found = " ".join(f"{name}={environ[name]}" for name in left)
+        yield fail(
+            "launcher variables",
+            f"{found}: the environment is that of another job, and the launcher would take it for its own",
+            f"unset {' '.join(left)}",
+        )
+    visible = [one for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    if nproc is not None and visible and len(visible) < nproc:
+        yield fail(
+            "CUDA_VISIBLE_DEVICES",
+            f"{','.join(visible)}: {counted(len(visible), 'card')} for {nproc} processes",
+            f"name {nproc} cards, unset the variable, or give --nproc {len(visible)}",
+        )
+    own = own_address(environ) if nodes == 1 else ""
+    if own and not is_local(own):
+        origin = f"POD_IP={environ['POD_IP']}" if environ.get("POD_IP") else "the host name stands for it"
+        yield fail(
+            "own address",
+            f"{own} is not this machine's ({origin}): its processes do not meet",
+            "unset POD_IP, or POD_IP=127.0.0.1 before the command",
+        )
+
+
+def import_row() -> Row | None:
+    """Why Paddle cannot be imported; None if it can. Tried in another process, which the import may end."""
+    command = [sys.executable, "-c", "import paddle"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False, errors="replace"
+        )
+    except OSError as error:
+        return fail(
+            "import paddle", f"{sys.executable} cannot be started: {error.strerror}", "let this user run it"
+        )
+    except subprocess.TimeoutExpired:
+        return fail("import paddle", f"takes longer than {_IMPORT_SECONDS:g} s", "is its disk slow or gone?")
+    if not done.returncode:
+        return None
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    how = f"ended by signal {-done.returncode}" if done.returncode < 0 else "fails"
+    return fail(
+        "import paddle",
+        f"{how}: {lines[-1] if lines else 'without a message'}",
+        "a library that Paddle needs is missing or of another version, or a limit of this shell "
+        "(ulimit -a) is too small for it",
+    )
+
 
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
 """Where the ranks of a machine leave their reports for the process that started them."""
@@ -77,8 +148,8 @@ def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[
     if master is None:
         given = os.environ.get("PADDLE_NNODES")
         named = f"PADDLE_NNODES={given}: " if given else ""
-        cure = "give --master HOST:PORT" + (", or unset PADDLE_NNODES" if named else "")
-        return [fail("--master", f"{named}several machines, and nothing says where they meet", cure)]
+        fix = "give --master HOST:PORT" + (", or unset PADDLE_NNODES" if named else "")
+        return [fail("--master", f"{named}several machines, and nothing says where they meet", fix)]
     return list(examine_nodes(master, nodes, seconds, os.environ))
 
 
@@ -115,18 +186,18 @@ def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
     for rank, number in {(one[1], int(one[2])) for one in found}:
         how = f"exit code {number}" if number >= 0 else _signal_words(-number)
         said = _end_of(logs / f"workerlog.{rank}")
-        cure = "look at its machine and its memory (`dmesg -T | tail`: oom-kill)"
-        yield fail(f"rank {rank}", f"it ended before it had reported ({how}) {said}".strip(), cure)
+        fix = "look at its machine and its memory (`dmesg -T | tail`: oom-kill)"
+        yield fail(f"rank {rank}", f"it ended before it had reported ({how}) {said}".strip(), fix)
     if not found:
         said = filter(None, map(_end_of, (launcher_log, *sorted(logs.glob("workerlog.*")))))
-        cure = "the ends of their logs are above; --log-dir DIR keeps them"
+        fix = "the ends of their logs are above; --log-dir DIR keeps them"
         text = f"the ranks ended without a report (exit code {code}): {'; '.join(said)}"
-        yield fail("launcher", text, cure)
+        yield fail("launcher", text, fix)
     if (row := import_row()) is not None:
         yield replace(row, group="environment")
     for check in CHECKS:
         if check.need is Need.NOTHING and not check.imports_paddle:
-            yield from (row for row in examine(check, Case()) if row.status in (Status.WARN, Status.FAIL))
+            yield from (row for row in examine(check, Target()) if row.status in (Status.WARN, Status.FAIL))
 
 
 def _signal_words(number: int) -> str:

@@ -11,16 +11,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.doctor.rows import Row, fail, ok
+from ppfleetx.doctor.check import Row, fail, ok
 from ppfleetx.utils.installed import LIBRARIES, not_installed, version_of
 
 if TYPE_CHECKING:
-    from ppfleetx.doctor.case import Case
+    from ppfleetx.doctor.check import Target
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
-def libraries(case: Case) -> Iterator[Row]:
+def libraries(target: Target) -> Iterator[Row]:
     """Every library that is needed: imported, and its version."""
     problems = [row for name in LIBRARIES if (row := _problem(name)) is not None]
     yield from problems

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ppfleetx.distributed.device import backends, is_built_for_gpus, is_card, kind_of
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Row, fail, ok, warn
+from ppfleetx.doctor.check import Row, Target, fail, ok, warn
 from ppfleetx.utils.gpu_operators import (
     GPU_BACKENDS,
     Kernel,
@@ -25,7 +24,7 @@ _REPLACED = ("fused_", "rms_norm", "swiglu", "flash_attn_qkvpacked")
 _SHOWN = 8
 
 
-def registered(case: Case) -> Iterator[Row]:
+def registered(target: Target) -> Iterator[Row]:
     """Compare the committed table of kernels with the registry of the installed build.
 
     The kernels of the CPU in the types in which it computes, those of GPUs if the build is for GPUs (with or
@@ -36,17 +35,17 @@ def registered(case: Case) -> Iterator[Row]:
     registry = core._get_registered_phi_kernels("function")
     yield kernels_row("CPU", registry, used_on_cpu(used_kernels()), _CPU_BACKENDS)
     if is_built_for_gpus():
-        yield kernels_row("GPU", registry, used_by(case, used_kernels()), GPU_BACKENDS)
-    elif is_card(case.device):
-        yield card_row(case, registry)
+        yield kernels_row("GPU", registry, used_by(target, used_kernels()), GPU_BACKENDS)
+    elif is_card(target.device):
+        yield card_row(target, registry)
 
 
-def card_row(case: Case, registry: Mapping[str, Iterable[str]]) -> Row:
+def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
     """Whether a card that is no GPU has the kernels; the host computes what is missing, if it can."""
-    kind, asked = kind_of(case.device), used_on_plugins(used_kernels())
+    kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]
-        for name, types in used_by(case, used_kernels()).items()
+        for name, types in used_by(target, used_kernels()).items()
     }
     absent = _absent(wanted, registry, backends(kind))
     lost = [
@@ -80,9 +79,9 @@ def _shown(pairs: Sequence[str]) -> str:
     return ", ".join(pairs[:_SHOWN]) + more
 
 
-def used_by(case: Case, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
+def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
     """Kernels, and the element types in which the plan can use them."""
-    wanted = case.float_types
+    wanted = target.float_types
     return {
         name: [dtype for dtype in kernel.used if dtype in wanted or dtype not in _FLOATS]
         for name, kernel in kernels.items()

@@ -1,7 +1,7 @@
 """All checks in the order in which they run: one table. To add a check, write the function and add a line.
 
-A check is a function of this package that takes a :class:`~ppfleetx.doctor.case.Case` and gives
-:class:`~ppfleetx.doctor.rows.Row` objects. It is imported when it runs, so the table needs no Paddle.
+A check is a function of this package that takes a :class:`~ppfleetx.doctor.check.Target` and gives
+:class:`~ppfleetx.doctor.check.Row` objects. It is imported when it runs, so the table needs no Paddle.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from importlib.util import find_spec
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.device import count, is_card, is_gpu, kind_of
-from ppfleetx.doctor.case import Case, within
-from ppfleetx.doctor.rows import Row, fail, skipped
+from ppfleetx.doctor.check import Row, Target, fail, skipped, within
 
 _LEAST_PATIENCE = 30.0  # machines are busy when jobs start
 
@@ -48,8 +47,8 @@ class Check:
         title: name of the row if the check itself cannot run.
         need: what it requires.
         each: who runs it.
-        seconds: limit of its time, or of the case's patience if that is shorter; it then runs in a thread of
-            its own. None: it only computes.
+        seconds: limit of its time, or the target's patience if that is shorter; it runs in a thread of its
+            own. None: it only computes.
     """
 
     group: str
@@ -60,17 +59,17 @@ class Check:
     each: Each = Each.NODE
     seconds: float | None = None
 
-    def is_for(self, case: Case) -> bool:
+    def is_for(self, target: Target) -> bool:
         """Whether this process is to run it."""
-        everyone = self.each is Each.RANK or (self.each is Each.CARD and is_card(case.device))
-        return everyone or case.local_rank == 0
+        everyone = self.each is Each.RANK or (self.each is Each.CARD and is_card(target.device))
+        return everyone or target.local_rank == 0
 
     @property
     def imports_paddle(self) -> bool:
         """Whether it needs Paddle."""
         return self.need in (Need.PADDLE, Need.CARD, Need.GPU)
 
-    def load(self) -> Callable[[Case], Iterable[Row]]:
+    def load(self) -> Callable[[Target], Iterable[Row]]:
         """The function."""
         return getattr(importlib.import_module(f"ppfleetx.doctor.{self.module}"), self.function)
 
@@ -85,12 +84,12 @@ CHECKS: tuple[Check, ...] = (
     Check("files", "files", "data", "data", Need.CONFIG, seconds=300.0),
     Check("files", "files", "tokenizer", "tokenizer", Need.CONFIG, seconds=120.0),
     Check("files", "files", "checkpoints", "checkpoints", Need.CONFIG, seconds=60.0),
-    Check("storage", "storage", "output_directory", "output directory", Need.CONFIG, seconds=120.0),
-    Check("storage", "storage", "room", "room", Need.CONFIG, seconds=30.0),
+    Check("storage", "files", "output_directory", "output directory", Need.CONFIG, seconds=120.0),
+    Check("storage", "files", "room", "room", Need.CONFIG, seconds=30.0),
     Check("environment", "environment", "paddle_loads", "import paddle", Need.PADDLE, Each.RANK),
     Check("environment", "libraries", "libraries", "libraries", each=Each.RANK),
     Check("configuration", "configuration", "memory", "memory", Need.CONFIG, Each.CARD),
-    Check("network", "interfaces", "network", "interfaces"),
+    Check("network", "network", "network", "interfaces"),
     Check("operators", "operators", "registered", "registered kernels", Need.PADDLE),
     Check("losses", "steps", "losses", "losses", Need.PADDLE, Each.CARD),
     Check("card", "card", "driver", "driver", Need.GPU, seconds=30.0),
@@ -101,35 +100,37 @@ CHECKS: tuple[Check, ...] = (
 """Every check that a process makes by itself."""
 
 
-def examine(check: Check, case: Case) -> list[Row]:
+def examine(check: Check, target: Target) -> list[Row]:
     """The rows of a check, with their group. It ends in time, and with a row, whatever happens."""
-    reason = obstacle(check, case)
-    rows = [skipped(check.title, reason)] if reason else _run(check, case)
+    reason = obstacle(check, target)
+    rows = [skipped(check.title, reason)] if reason else _run(check, target)
     return [replace(row, group=row.group or check.group) for row in rows]
 
 
-def obstacle(check: Check, case: Case) -> str:
+def obstacle(check: Check, target: Target) -> str:
     """Why a check cannot run here; empty if it can."""
-    if check.need is Need.CONFIG and case.cfg is None:
-        return "the configuration could not be read" if case.found else "no configuration was given (-c FILE)"
+    if check.need is Need.CONFIG and target.cfg is None:
+        return (
+            "the configuration could not be read" if target.found else "no configuration was given (-c FILE)"
+        )
     if check.need in (Need.PADDLE, Need.CARD, Need.GPU) and find_spec("paddle") is None:
         return "Paddle is not installed"
-    device = case.device if is_card(case.device) else "the CPU"
-    if check.need is Need.CARD and not is_card(case.device):
+    device = target.device if is_card(target.device) else "the CPU"
+    if check.need is Need.CARD and not is_card(target.device):
         return f"there is no card here: the device is {device}"
-    if check.need is Need.GPU and not is_gpu(case.device):
+    if check.need is Need.GPU and not is_gpu(target.device):
         return f"there is no GPU here: the device is {device}"
-    if check.need in (Need.CARD, Need.GPU) and not count(kind_of(case.device)):
+    if check.need in (Need.CARD, Need.GPU) and not count(kind_of(target.device)):
         return "Paddle sees no card"
     return ""
 
 
-def _run(check: Check, case: Case) -> list[Row]:
+def _run(check: Check, target: Target) -> list[Row]:
     if check.seconds is None:
-        return _rows(check, case)
-    limit = min(check.seconds, max(case.patience, _LEAST_PATIENCE))
+        return _rows(check, target)
+    limit = min(check.seconds, max(target.patience, _LEAST_PATIENCE))
     try:
-        return within(limit, lambda: _rows(check, case))
+        return within(limit, lambda: _rows(check, target))
     except TimeoutError:
         return [
             fail(
@@ -141,10 +142,10 @@ def _run(check: Check, case: Case) -> list[Row]:
         ]
 
 
-def _rows(check: Check, case: Case) -> list[Row]:
+def _rows(check: Check, target: Target) -> list[Row]:
     """The rows of the check. If the check itself fails that is a row too, so the others still run."""
     try:
-        return list(check.load()(case))
+        return list(check.load()(target))
     except UserError as error:
         return [fail(check.title, str(error), "correct what the message names")]
     except Exception as error:  # noqa: BLE001  (whatever Paddle, a driver or a file system raises is a finding)

@@ -11,7 +11,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from ppfleetx.config.counts import counted
-from ppfleetx.doctor.rows import Row, Status
+from ppfleetx.doctor.check import Row, Status
 
 GROUPS = (
     "nodes",
@@ -46,7 +46,7 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in rows:
-            key = (row.group, row.name, row.status, row.found, row.cure)
+            key = (row.group, row.name, row.status, row.found, row.fix)
             first.setdefault(key, row)
             ranks.setdefault(key, []).append(rank)
     looked: dict[tuple[str, str], set[int]] = {}
@@ -105,7 +105,7 @@ def _lines(row: Row, names: int, width: int) -> list[str]:
     head = f"  {row.status:<{_MARGIN}}{row.name:<{names}}  "
     blank = " " * len(head)
     text = _wrapped(f"{row.found}{who}", head, blank, width)
-    return text + (_wrapped(f"fix: {row.cure}", blank, blank + "      ", width) if row.cure else [])
+    return text + (_wrapped(f"fix: {row.fix}", blank, blank + "      ", width) if row.fix else [])
 
 
 def _wrapped(text: str, head: str, blank: str, width: int) -> list[str]:

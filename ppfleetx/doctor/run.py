@@ -22,12 +22,11 @@ from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
 from ppfleetx.doctor.agreement import agreement_rows, differing, digests, host_of, in_full
-from ppfleetx.doctor.case import Case, within
+from ppfleetx.doctor.check import Row, Status, Target, fail, ok, skipped, within
+from ppfleetx.doctor.files import nearest_directory
 from ppfleetx.doctor.meeting import Answer, Meeting, open_meeting
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 from ppfleetx.doctor.report import in_groups, joined, rank_words
-from ppfleetx.doctor.rows import Row, Status, fail, ok, skipped
-from ppfleetx.doctor.storage import nearest_directory
 
 LOCAL_SECONDS = 1200.0
 """Limit of the checks that a process runs by itself; each also has its own."""
@@ -37,34 +36,34 @@ ALONE = "meeting"
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
 # A failure in these groups would make the process groups fail or hang.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
-_LOST_CURE = (
+_LOST_FIX = (
     "look at its log (workerlog.N of its machine), at its state (`ps -e -o pid,stat,args`: T is stopped, "
     "`kill -CONT PID` resumes it) and at the machine"
 )
 _FIRST_FAILURES = "a check failed that communication depends on"
 
 
-def examine_all(case: Case, checks: Sequence[Check] = CHECKS) -> list[Row]:
+def examine_all(target: Target, checks: Sequence[Check] = CHECKS) -> list[Row]:
     """The rows of every check that this process runs."""
-    rows = [row for check in checks if check.is_for(case) for row in examine(check, case)]
-    return [*case.found, *rows]
+    rows = [row for check in checks if check.is_for(target) for row in examine(check, target)]
+    return [*target.found, *rows]
 
 
-def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
+def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
     """The rows of the whole job, the same on all its processes; every one of them calls this.
 
     Args:
-        case: the place of this process.
+        target: the place of this process.
         seconds: limit of the wait for the others, and of each collective.
         finish: called with the rows in a process whose communication does not end, before it is ended.
     """
     try:
-        meeting = meet(case, seconds)
+        meeting = meet(target, seconds)
     except RendezvousError as error:
-        row = fail(ALONE, f"rank {case.rank}: {error}", error.cure)
-        return in_groups([*examine_all(case), _in(_PROCESSES, row)])
+        row = fail(ALONE, f"rank {target.rank}: {error}", error.fix)
+        return in_groups([*examine_all(target), _in(_PROCESSES, row)])
     with contextlib.closing(meeting):
-        job = Job(case, meeting)
+        job = Job(target, meeting)
         try:
             job.look_locally()
             job.compare()
@@ -74,15 +73,15 @@ def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], Non
         return job.result()
 
 
-def meet(case: Case, seconds: float) -> Meeting:
+def meet(target: Target, seconds: float) -> Meeting:
     """Meet the other processes where the job will meet.
 
     Raises:
         RendezvousError: a process does not come, or the place cannot be used.
     """
-    name = f"rank {case.rank} on {host_of(case)}"
-    place = case.world_size, name, seconds
-    return open_meeting(meeting_point(), *place, is_host=case.rank == 0, number=case.rank)
+    name = f"rank {target.rank} on {host_of(target)}"
+    place = target.world_size, name, seconds
+    return open_meeting(meeting_point(), *place, is_host=target.rank == 0, number=target.rank)
 
 
 def _in(group: str, row: Row) -> Row:
@@ -98,14 +97,14 @@ class Job:
         of_job: rows about the job as a whole.
     """
 
-    case: Case
+    target: Target
     meeting: Meeting
     rows: list[list[Row]] = field(default_factory=list)
     of_job: list[Row] = field(default_factory=list)
     _lost: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.rows = [[] for _ in range(self.case.world_size)]
+        self.rows = [[] for _ in range(self.target.world_size)]
 
     def result(self) -> list[Row]:
         """All rows, joined."""
@@ -113,11 +112,11 @@ class Job:
 
     def look_locally(self) -> None:
         """Run every check of the table that this process runs."""
-        own = list(self.case.found)
+        own = list(self.target.found)
         for check in CHECKS:
-            if check.is_for(self.case):
+            if check.is_for(self.target):
                 self.meeting.tell(f"{check.group}, {check.title}")
-                own += examine(check, self.case)
+                own += examine(check, self.target)
         self._share(own, LOCAL_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float, quiet: float | None = None) -> None:
@@ -129,7 +128,7 @@ class Job:
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds, quiet)
         except RendezvousError:
-            self.rows[self.case.rank] += own
+            self.rows[self.target.rank] += own
             raise
         self._take(answers)
 
@@ -141,7 +140,7 @@ class Job:
             elif rank not in self._lost:
                 self._lost.add(rank)
                 text = f"{self.meeting.names[rank]}: {answer.problem}"
-                self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, _LOST_CURE)))
+                self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, _LOST_FIX)))
 
     def compare(self) -> None:
         """Compare what must be equal, and whether all machines see the same output directory."""
@@ -149,16 +148,16 @@ class Job:
         def tell(what: str) -> None:
             self.meeting.tell(f"{_AGREEMENT}, {what}")
 
-        hashes = self._answered(self.meeting.exchange(digests(self.case, tell), _SHORT_SECONDS))
+        hashes = self._answered(self.meeting.exchange(digests(self.target, tell), _SHORT_SECONDS))
         names = differing(list(hashes.values()))
-        values = self._answered(self.meeting.exchange(in_full(self.case, names, tell), _SHORT_SECONDS))
+        values = self._answered(self.meeting.exchange(in_full(self.target, names, tell), _SHORT_SECONDS))
         self.of_job += [_in(_AGREEMENT, row) for row in agreement_rows(values, names)]
-        if self.case.cfg is not None:
+        if self.target.cfg is not None:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
     def lose_host(self, error: RendezvousError) -> None:
         """Note that only the rows of this process are left."""
-        self.rows[self.case.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.cure)))
+        self.rows[self.target.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.fix)))
 
     def _answered(self, answers: Sequence[Answer]) -> dict[int, dict]:
         self._take([Answer([], answer.problem) for answer in answers])
@@ -167,17 +166,17 @@ class Job:
     def _shared_directory(self) -> Iterator[Row]:
         """Rank 0 creates a temporary file, and the others look for it."""
         try:
-            directory = output_dir_of(self.case.cfg)
+            directory = output_dir_of(self.target.cfg)
             place = within(_LOOK_SECONDS, lambda: nearest_directory(directory))
         except (TimeoutError, OSError):
             place = directory
         with contextlib.ExitStack() as stack:
             mark = ""
-            if self.case.rank == 0:
+            if self.target.rank == 0:
                 with contextlib.suppress(OSError):  # another check reports it
                     made = within(_LOOK_SECONDS, lambda: _temporary_file(place))
                     mark = Path(stack.enter_context(made).name).name
-            names = self.meeting.exchange([mark, host_of(self.case)], _SHORT_SECONDS)
+            names = self.meeting.exchange([mark, host_of(self.target)], _SHORT_SECONDS)
             mark = names[0].value[0]
             seen = self.meeting.exchange(bool(mark) and _is_there(place / mark), _SHORT_SECONDS)
         blind = [rank for rank, answer in enumerate(seen) if not answer.problem and not answer.value]
@@ -209,8 +208,8 @@ class Job:
 
         def give_up(what: str) -> None:
             text = f"{what} did not end within {seconds:g} s"
-            cure = "another row names the rank that the others wait for; NCCL_DEBUG=INFO shows what NCCL does"
-            own.append(fail("communication", text, cure))
+            fix = "another row names the rank that the others wait for; NCCL_DEBUG=INFO shows what NCCL does"
+            own.append(fail("communication", text, fix))
             try:
                 self._share_collectives(own, seconds)
             except RendezvousError as error:
@@ -237,15 +236,15 @@ class Job:
         from ppfleetx.doctor.collectives import examine_groups
 
         try:
-            ctx = init_distributed(plan_config(self.case))
+            ctx = init_distributed(plan_config(self.target))
             rows.append(ok("process groups", f"joined: {', '.join(('job', *ctx.groups))}"))
             for row in examine_groups(ctx, tell):
                 rows.append(row)
         except Exception as error:  # noqa: BLE001  (whatever a communication library raises is a finding)
             if guard.has_given_up:
                 return
-            cure = "look at the first rank that failed, at its log and its machine"
-            rows.append(fail("communication", f"{type(error).__name__}: {str(error)[:400]}", cure))
+            fix = "look at the first rank that failed, at its log and its machine"
+            rows.append(fail("communication", f"{type(error).__name__}: {str(error)[:400]}", fix))
 
 
 def _temporary_file(place: Path) -> IO[bytes]:
@@ -306,12 +305,12 @@ class Guard:
         self._give_up(what)
 
 
-def plan_config(case: Case) -> RunConfig:
+def plan_config(target: Target) -> RunConfig:
     """The configuration whose groups are tried: the given one, or a tiny data-parallel model."""
-    if case.cfg is not None and case.cfg.plan.world_size == case.world_size:
-        return case.cfg
-    given = [f"Global.device={case.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]
-    return load_config(str(CONFIGS / "debug/gpt_nano.yaml"), given, world_size=case.world_size)
+    if target.cfg is not None and target.cfg.plan.world_size == target.world_size:
+        return target.cfg
+    given = [f"Global.device={target.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]
+    return load_config(str(CONFIGS / "debug/gpt_nano.yaml"), given, world_size=target.world_size)
 
 
 def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:

@@ -20,8 +20,7 @@ from ppfleetx.core.module.build import build_module
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import is_card
 from ppfleetx.distributed.tf32 import allow_tf32
-from ppfleetx.doctor.case import Case, lacks
-from ppfleetx.doctor.rows import Row, fail, ok, skipped
+from ppfleetx.doctor.check import Row, Target, fail, lacks, ok, skipped
 from ppfleetx.parallel.parallelize import parallelize
 
 GOLDEN = Path(__file__).with_name("losses.json")
@@ -33,11 +32,11 @@ TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
 """Relative difference from the committed losses: float32 on a CPU, on a card, and 16 bits."""
 
 
-def losses(case: Case) -> Iterator[Row]:
+def losses(target: Target) -> Iterator[Row]:
     """GPT and Llama in float32, and on a card with recompute and in 16 bits, O1 and O2."""
     golden = json.loads(GOLDEN.read_text("utf-8"))["losses"]
     allow_tf32(False)
-    device, tolerance = case.device, TOLERANCE["card" if is_card(case.device) else "cpu"]
+    device, tolerance = target.device, TOLERANCE["card" if is_card(target.device) else "cpu"]
     for model in MODELS:
         yield losses_row(f"{model} float32", train(model, device), golden[model], tolerance)
         if not is_card(device):

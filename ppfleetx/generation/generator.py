@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import paddle
 
 from ppfleetx.config.counts import counted
@@ -14,15 +15,86 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
-from ppfleetx.generation.batch import Batch, OnText
 from ppfleetx.generation.beam import BeamOptions, beam_search
-from ppfleetx.generation.prompt_lookup import decode_with_lookup
-from ppfleetx.generation.prompts import NoTokenizer, Prompt, token_ids
-from ppfleetx.generation.search import FinishReason, Row, Rules, decode
+from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
+from ppfleetx.generation.prompt_lookup import MOST_ROWS, decode_with_lookup
+from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
-from ppfleetx.generation.text import RowText
+from ppfleetx.generation.text import NoTokenizer, Prompt, RowText, token_ids
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.utils.log import get_logger
+
+OnText = Callable[[int, int, str], None]
+"""(prompt number, continuation number, new piece of its text)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of prompts.
+
+    Attributes:
+        cfg: the ``Generation`` section.
+        default_seed: counts when ``cfg.seed`` is None.
+        first_prompt: number of the first prompt of the batch in the whole list.
+        max_new_tokens: of each prompt.
+        end_ids: tokens that end a row.
+        on_text: see :data:`OnText`.
+    """
+
+    cfg: GenerationConfig
+    default_seed: int
+    first_prompt: int
+    max_new_tokens: list[int]
+    end_ids: tuple[int, ...]
+    on_text: OnText | None
+
+    @property
+    def streams(self) -> list[tuple[int, int]]:
+        """(prompt of the batch, copy) of each row."""
+        copies = self.cfg.num_return_sequences
+        return [(i, copy) for i in range(len(self.max_new_tokens)) for copy in range(copies)]
+
+    @property
+    def uses_lookup(self) -> bool:
+        """Whether tokens are guessed: for few rows, where the likeliest is taken, which repeats itself."""
+        cfg = self.cfg
+        is_greedy = cfg.decode_strategy == "greedy_search" and cfg.num_return_sequences == 1
+        is_small = len(self.max_new_tokens) <= MOST_ROWS
+        return is_greedy and is_small and cfg.use_cache and cfg.prompt_lookup_num_tokens > 0
+
+    @property
+    def seed(self) -> int:
+        return self.default_seed if self.cfg.seed is None else self.cfg.seed
+
+    @property
+    def _all_streams(self) -> list[tuple[int, int]]:
+        """(prompt of the whole list, copy) of each row."""
+        return [(self.first_prompt + prompt, copy) for prompt, copy in self.streams]
+
+    def exponentials(self, vocab_size: int) -> np.ndarray:
+        """``[rows, steps, n]`` float32: numbers of all steps, see `RandomStream`."""
+        steps = max(self.max_new_tokens)
+        streams = [RandomStream(self.seed, *stream, vocab_size) for stream in self._all_streams]
+        return np.stack([stream.numbers(0, steps) for stream in streams])
+
+    def uniforms(self) -> np.ndarray:
+        """``[rows, steps]`` float32: what programs exported in format 2 draw each row by."""
+        steps = max(self.max_new_tokens)
+        return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
+
+    def choose(self, vocab_size: int) -> Choose:
+        """How the tokens of the rows are chosen, of ids below ``vocab_size``."""
+        cfg = self.cfg
+        if cfg.decode_strategy == "greedy_search":
+            return greedy
+        return Sampler(
+            self.seed,
+            self._all_streams,
+            vocab_size,
+            temperature=cfg.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+        )
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,8 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
     Made in as many ways as there are places to compute: by our operator, by NumPy where that has not been
     compiled, by a sort on a GPU, and in an exported program, where there is no NumPy, by
-    :mod:`ppfleetx.deploy.static.top_p`. All keep the same tokens, which the tests compare. On a CPU, 8 rows
-    of 50304 take NumPy 2.5 ms, the program's way 18 ms and a sort 98 ms.
+    :mod:`ppfleetx.deploy.static.token_choice`. All keep the same tokens, which the tests compare. On a CPU, 8
+    rows of 50304 take NumPy 2.5 ms, the program's way 18 ms and a sort 98 ms.
     """
     if _is_on_host(probabilities):
         if cpu_ops.are_available():

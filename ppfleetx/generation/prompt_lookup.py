@@ -129,7 +129,7 @@ class _GuessedRow:
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
     """Tokens to guess next when ``width`` was allowed and ``right`` were right: more, the more were.
 
-    :func:`ppfleetx.deploy.static.prompt_lookup.next_width` is the same of tensors.
+    :func:`ppfleetx.deploy.static.token_choice.next_width` is the same of tensors.
     """
     return min(most, 2 * width if all_right else max(1, right))
 

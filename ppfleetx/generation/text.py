@@ -1,11 +1,110 @@
-"""Text of a row as it grows: whole characters only, and never part of a stop string."""
+"""Prompts as texts or token ids, and the text of a row as it grows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.generation.prompts import NoTokenizer
+import numpy as np
+
+from ppfleetx.config.errors import ConfigError, DataError, shown
+
+if TYPE_CHECKING:
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
+    """A list of prompts, and whether it was one prompt alone.
+
+    Args:
+        given: a text, token ids (a list, an array or a tensor ``[n]``), or a list of these (``[b, n]``).
+
+    Raises:
+        DataError: it is something else, or an id is no integer.
+    """
+    if hasattr(given, "numpy"):  # a tensor
+        given = given.numpy()
+    if isinstance(given, np.ndarray):
+        given = given.tolist()
+    if isinstance(given, str):
+        return [given], True
+    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray | dict):
+        raise DataError(f"prompts are a text, token ids, or a list of these, not {shown(given)}")
+    listed = list(given)
+    if listed and not any(isinstance(one, Iterable) for one in listed):
+        return [token_ids(listed)], True
+    return [one if isinstance(one, str) else token_ids(one) for one in listed], False
+
+
+def as_texts(given: Any) -> list[str]:
+    """A text, or a list of texts, as a list. Raises DataError for anything else."""
+    if isinstance(given, str):
+        return [given]
+    texts = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(one, str) for one in texts):
+        raise DataError(f"prompts are a text or a list of texts, not {shown(given)}")
+    return texts
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """The ids of a prompt that is no text.
+
+    Raises:
+        DataError: it holds something else than integers.
+    """
+    if hasattr(prompt, "numpy"):
+        prompt = prompt.numpy()
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | dict):
+        raise DataError(f"a prompt is a text or token ids, not {shown(prompt)}")
+    ids = list(prompt)
+    wrong = [one for one in ids if isinstance(one, bool) or not isinstance(one, int | np.integer)]
+    if wrong:
+        raise DataError(f"token ids of a prompt are integers, not {shown(wrong[0])}")
+    return [int(one) for one in ids]
+
+
+class NoTokenizer:
+    """In the place of a tokenizer, for a model that has none: ids go in, ids come out, and texts are empty.
+
+    Attributes:
+        vocab_size: ids of the model.
+        end_ids: nothing ends a continuation but its length, unless ``Generation.eos_token_id`` says so.
+    """
+
+    place = "the model's vocabulary"
+    prefix_ids = end_ids = ()
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode_prompt(self, text: str) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(
+            "the model has no tokenizer: give token ids in place of texts, or name a tokenizer with "
+            "Data.tokenizer.dir",
+            key="Data.tokenizer",
+        )
+
+    @property
+    def start_id(self) -> NoReturn:
+        """Raises DataError."""
+        raise DataError("a prompt has no token ids, and without a tokenizer nothing says how a text begins")
+
+    def stream_decoder(self, **_options: Any) -> NoTokenizer:
+        """What gives no text."""
+        return self
+
+    def feed(self, _token_id: int) -> str:
+        """No text."""
+        return ""
+
+    def finish(self) -> str:
+        """No text."""
+        return ""
 
 
 class RowText:

@@ -16,7 +16,7 @@ _BESIDE = ("total", "start", "host")
 
 
 def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> str:
-    """A table of the best plans, the best first."""
+    """A table of the best plans, best first."""
     card = cluster.card
     lines = [
         f"{found.plans:,} legal plans for {devices:,} x {card.name} ({cluster.per_node} a node), "
@@ -55,7 +55,7 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
 
 
 def account(prediction: Prediction) -> str:
-    """All details of one plan: parameters, memory of each stage by part, step time by part."""
+    """Everything about one plan: parameters, memory of each stage by part, step time by part."""
     job, cluster, time = prediction.job, prediction.cluster, prediction.time
     low, middle, high = time.interval
     lines = [
@@ -81,7 +81,7 @@ def account(prediction: Prediction) -> str:
 
 
 def constants(cluster: Cluster) -> str:
-    """The constants of the card that the prediction uses."""
+    """The card's constants that the prediction uses."""
     card = cluster.card
     peaks = ", ".join(f"{name} {value:g}" for name, value in card.peak_tflops.items())
     links = ", ".join(f"{size} cards {speed:g}" for size, speed in card.link_gb_s.items())

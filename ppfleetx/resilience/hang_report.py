@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ppfleetx.resilience.activity import Progress
 from ppfleetx.resilience.flight_recorder import Call, CallRecord
-from ppfleetx.resilience.os_processes import memory
+from ppfleetx.utils.machine import memory
 
 FORMAT = 1
 _LONGEST = 600  # characters of an error

@@ -28,9 +28,9 @@ from ppfleetx.resilience.activity import EVALUATING, GENERATING, MEETING, PROGRE
 from ppfleetx.resilience.explain import Explanation, explain, explain_alone
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
 from ppfleetx.resilience.hang_report import Identity, Report, latest, take
-from ppfleetx.resilience.os_processes import WorkMeter, birth_of, killed_for_memory, machine, state_of
 from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine, state_of
 from ppfleetx.utils.peers import decide_end, is_end_decided
 
 _GATHERING = 0.25  # of the time-out: the wait for the others' reports,

@@ -81,7 +81,7 @@ def meet(rank: int, world_size: int, own: Address) -> Members:
         members = (visit if rank else receive)(point, world_size, member, seconds)
     except RendezvousError as error:
         limit = f"{START_VARIABLE} sets the limit of the wait"
-        raise StartError(f"rank {rank}: {error}; {error.cure}. {limit}") from error
+        raise StartError(f"rank {rank}: {error}; {error.fix}. {limit}") from error
     members.close()
     return members
 

@@ -1,11 +1,23 @@
-"""Which ranks of a CPU job have ended, and which unexpected end was the first."""
+"""Which ranks of a CPU job have ended, and what those are doing that another one waits for."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 
-from ppfleetx.distributed.cpu.wire import PeerLostError
+from ppfleetx.distributed.cpu.inbox import mismatch
+from ppfleetx.distributed.cpu.operation import Operation
+from ppfleetx.distributed.cpu.wire import (
+    QUERY,
+    STATE,
+    OutOfStepError,
+    Peer,
+    PeerLostError,
+    Signature,
+    make_header,
+)
 
 _LONGEST = 2000  # characters of another rank's error
 
@@ -80,3 +92,113 @@ class EndedRanks:
         if failure is None:
             return "", -1
         return f"it failed with {type(failure).__name__}: {failure}"[:_LONGEST], -1
+
+
+class Inquiry:
+    """The questions of a rank that has waited for long, and its answers to other ranks' questions.
+
+    Args:
+        rank: this one.
+        peers: the others.
+        state: the lock of what reader threads and the program share.
+        pending: this rank's operations under way.
+
+    Attributes:
+        blocked: the operation that the program waits for; None while it does something else.
+    """
+
+    def __init__(
+        self, rank: int, peers: Mapping[int, Peer], state: threading.Condition, pending: Sequence[Operation]
+    ) -> None:
+        self.blocked: Operation | None = None
+        self._rank, self._peers, self._state, self._pending = rank, peers, state, pending
+        self._issued: dict[int, dict[int, Signature]] = {}  # group -> number -> what this rank ran
+        self._answers: dict[int, tuple[Signature | None, bool, str]] = {}
+
+    def remember(self, operation: Operation) -> None:
+        """Note that this rank runs the operation; the last 256 of each group are kept."""
+        with self._state:
+            issued = self._issued.setdefault(operation.group, {})
+            issued[operation.number] = operation.signature
+            issued.pop(operation.number - 256, None)
+
+    def begin(self, operation: Operation) -> None:
+        """The program waits for ``operation``."""
+        with self._state:
+            self.blocked = operation
+            self._answers.clear()
+
+    def end(self) -> None:
+        """It waits no longer."""
+        with self._state:
+            self.blocked = None
+
+    def ask(self, operation: Operation, ends: EndedRanks) -> None:
+        """Ask the ranks waited for that have not ended what they are doing."""
+        with self._state:
+            self._answers.clear()
+            missing = [rank for rank in operation.missing() if rank not in ends]
+        point_to_point = int(operation.number < 0)
+        for rank in missing:
+            with contextlib.suppress(OSError):
+                self._peers[rank].send(
+                    make_header(
+                        QUERY, operation.signature, point_to_point, operation.group, max(operation.number, 0)
+                    )
+                )
+
+    def answer(self, peer: Peer, group: int, number: int, point_to_point: int) -> None:
+        """Reply to ``peer`` what this rank ran as that operation, and what it waits for."""
+        with self._state:
+            issued = None if point_to_point else self._issued.get(group, {}).get(number)
+            blocked = self.blocked
+            text = "no communication (computing, or reading data)" if blocked is None else blocked.text
+            waits = blocked is not None and len(self._pending) == 1 and peer.rank in blocked.missing()
+            flags = (1 if issued is not None else 0) | (2 if waits else 0)
+            payload = text.encode()
+            frame = make_header(
+                STATE, issued, flags, group, peer.frames_sent, len(payload), peer.frames_received
+            )
+        peer.reply(frame + payload)
+
+    def take_answer(
+        self, peer: Peer, issued: Signature, flags: int, sent: int, received: int, text: str
+    ) -> None:
+        """Note an answer, and how many frames ``peer`` has sent and received. The caller holds the state."""
+        # No message is on its way when each side has received what the other has sent.
+        quiet = (sent, received) == (peer.frames_received, peer.frames_sent)
+        self._answers[peer.rank] = (issued if flags & 1 else None, bool(flags & 2) and quiet, text)
+
+    def judge(self, operation: Operation, suspicion: int) -> int:
+        """Look for ranks that run another operation, or that wait for this rank as it waits for them.
+
+        Args:
+            operation: what is waited for.
+            suspicion: what the last call returned, 0 at first.
+
+        Raises:
+            OutOfStepError: a rank runs another operation, or each waits for the other.
+        """
+        waiting = False
+        for rank in operation.missing():
+            issued, waits_for_us, text = self._answers.get(rank, (None, False, ""))
+            # If it is the same operation, its message is still to come: the link or the sender is slow.
+            if issued is not None and issued != operation.signature:
+                raise OutOfStepError(mismatch(self._rank, rank, operation.text, issued))
+            if waits_for_us and len(self._pending) == 1:
+                waiting = True
+                # Only after several answers: one may have crossed a message on its way.
+                if suspicion >= 2:
+                    raise OutOfStepError(
+                        f"rank {self._rank}: waiting for rank {rank} in {operation.text}, while rank {rank} "
+                        f"waits for this rank in {text}; the ranks do not run the same operations "
+                        "in the same order"
+                    )
+        return suspicion + 1 if waiting else 0
+
+    def describe(self, operation: Operation) -> str:
+        """The ranks waited for, and what they last said they were doing."""
+        missing = operation.missing()
+        known = [f"rank {r} was in {self._answers[r][2]}" for r in missing if r in self._answers]
+        names = ", ".join(self._peers[rank].name for rank in missing)
+        return f"{names} in {operation.text}" + (f" ({'; '.join(known)})" if known else "")

@@ -5,9 +5,9 @@ it for as long as the process lives, so a send never waits for the receiver's pr
 and receives can deadlock. A collective with ``sync_op=False`` advances in one more thread (``operation.py``),
 so its messages travel while the program computes.
 
-``handshake.py`` makes the connections, ``wire.py`` knows their frames, ``inbox.py`` matches messages with
-receives, ``desync.py`` asks ranks that do not come what they are doing, ``watch.py`` and ``peer_status.py``
-know who is gone. None of them depends on Paddle: memory is ``memoryview`` and NumPy.
+``handshake.py`` makes the connections, ``wire.py`` defines their frames, ``inbox.py`` matches messages with
+receives, ``peer_status.py`` asks silent ranks what they are doing, and it and ``watch.py`` know who is gone.
+None of them depends on Paddle: memory is ``memoryview`` and NumPy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from ppfleetx.distributed.cpu.desync import Inquiry
 from ppfleetx.distributed.cpu.handshake import connect_ranks
 from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
 from ppfleetx.distributed.cpu.operation import Operation, Progress
-from ppfleetx.distributed.cpu.peer_status import EndedRanks
+from ppfleetx.distributed.cpu.peer_status import EndedRanks, Inquiry
 from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
     ACK,
@@ -44,7 +43,7 @@ from ppfleetx.distributed.cpu.wire import (
     read_memory,
 )
 from ppfleetx.resilience.flight_recorder import RECORD
-from ppfleetx.resilience.os_processes import killed_for_memory
+from ppfleetx.utils.machine import killed_for_memory
 from ppfleetx.utils.peers import note_raised, report_lost, seconds_in
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"

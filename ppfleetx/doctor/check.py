@@ -1,4 +1,4 @@
-"""What is examined, and by which process of the job."""
+"""What a check is given, and the rows it reports."""
 
 from __future__ import annotations
 
@@ -7,12 +7,83 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
-
-from ppfleetx.doctor.rows import Row
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
+
+
+class Status(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding.
+
+    Attributes:
+        name: what was examined.
+        status: one ``fail`` makes the exit code 1.
+        found: what was found; for a skipped check the reason.
+        fix: what to do about it; every ``fail`` has one.
+        group: heading; filled in by :func:`ppfleetx.doctor.registry.examine`.
+        ranks: who found this; empty: all that ran the check, or the job as a whole.
+        numbers: measurements by name, which includes the unit.
+    """
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+    group: str = ""
+    ranks: tuple[int, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as ``doctor --json`` prints it."""
+        return {
+            "group": self.group,
+            "name": self.name,
+            "status": str(self.status),
+            "found": self.found,
+            "cure": self.fix,
+            "ranks": list(self.ranks),
+            "numbers": dict(self.numbers),
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Row:
+        """The row that :meth:`as_json` gave."""
+        known = dict(content)
+        status, ranks = Status(known.pop("status")), tuple(known.pop("ranks"))
+        return cls(status=status, ranks=ranks, fix=known.pop("cure"), **known)
+
+
+def ok(name: str, found: str, **numbers: float) -> Row:
+    """All is well."""
+    return Row(name, Status.OK, found, numbers=numbers)
+
+
+def warn(name: str, found: str, fix: str, **numbers: float) -> Row:
+    """A job will run, but not well."""
+    return Row(name, Status.WARN, found, fix, numbers=numbers)
+
+
+def fail(name: str, found: str, fix: str, **numbers: float) -> Row:
+    """A job will not run, or will compute wrongly."""
+    return Row(name, Status.FAIL, found, fix, numbers=numbers)
+
+
+def skipped(name: str, reason: str) -> Row:
+    """Not examined."""
+    return Row(name, Status.SKIPPED, reason)
+
 
 Result = TypeVar("Result")
 
@@ -20,7 +91,7 @@ _HALF_TYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Case:
+class Target:
     """What the checks are given.
 
     Attributes:
