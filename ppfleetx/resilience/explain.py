@@ -1,8 +1,8 @@
-"""Joins the reports of a job's ranks into one sentence: who is missing where.
+"""Combine the reports of a job's ranks into one sentence that names the missing ranks.
 
 A rank *waits* if its main thread is in a collective or a message. The cause of a hang is a rank that others
-wait for and that does not wait itself, or that has not reported at all. If all wait, their records show who
-called something else, or that all came and the network fails.
+wait for and that does not wait itself, or that has not reported at all. If all ranks wait, their records show
+which of them called something else, or that all made the same call and the network fails.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _SHOWN_WAITS = 3
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the reports say together.
+    """The conclusion from all reports.
 
     Attributes:
         sentence: the explanation.
         missing: the ranks that the others wait for, if known.
         silent: ranks without a report.
-        goes_on: ranks that make progress: the job is slow, and does not hang.
+        goes_on: ranks that make progress: the job is slow, but does not hang.
     """
 
     sentence: str
@@ -34,7 +34,7 @@ class Explanation:
 
 
 def explain(reports: Mapping[int, Report]) -> Explanation:
-    """Join the reports, by rank. There must be one."""
+    """Explain a hang from the reports by rank, of which there must be at least one."""
     size = max(report.world_size for report in reports.values())
     silent = tuple(rank for rank in range(size) if rank not in reports)
     goes_on = tuple(rank for rank, report in sorted(reports.items()) if report.goes_on)
@@ -67,7 +67,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
 
 
 def explain_alone(report: Report) -> Explanation:
-    """What one rank can say if no report could be written: nothing about the others."""
+    """The explanation from one rank's own report, if none could be written for the others to read."""
     where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
     text = (
         f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
@@ -80,7 +80,7 @@ def explain_alone(report: Report) -> Explanation:
 def _failure(
     waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
 ) -> str:
-    """Why the job has ended with errors; "" if no rank has one."""
+    """Why the job ended with errors; empty if no rank has one."""
     failed = {rank: report for rank, report in sorted(reports.items()) if report.failure}
     if not failed:
         return ""
@@ -100,7 +100,7 @@ def _failure(
 
 
 def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[int]:
-    """The participants of the call that have not called it."""
+    """The participants that have not made the call."""
     if call.peer >= 0:
         other = reports.get(call.peer)
         key = f"{call.others_key}{rank}"
@@ -112,7 +112,7 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
         and (
             other not in reports
             or reports[other].counts.get(call.others_key, 0) <= call.number
-            # A question that is repeated: it may have answered after the asking rank had reported.
+            # A repeated query: this rank may have answered after the asking rank had reported.
             or (call.asks and reports[other].waits_for is None)
         )
     ]
@@ -174,7 +174,7 @@ def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """What the kernel told the other ranks about the silent ones."""
+    """What the kernel says about silent ranks, according to the other ranks."""
     by_state: dict[str, list[int]] = {}
     for rank in ranks:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]
@@ -200,7 +200,7 @@ def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
-    """The ranks of a group call different operations under one number."""
+    """The sentence for ranks of a group whose calls with the same number are different operations."""
     for rank, call in waits.items():
         if call.peer >= 0:
             continue
@@ -229,7 +229,7 @@ def _signature(call: CallNote) -> str:
 
 
 def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
-    """The rank's call with the group and the number of ``call``, if its record still has it."""
+    """The rank's own call with the group and number of ``call``, if its record still holds it."""
     if report is None:
         return None
     calls = [one for one in report.calls if one.peer < 0 and one.group_id == call.group_id]
@@ -239,7 +239,8 @@ def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
 def _crossed(
     waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
 ) -> str:
-    """Ranks wait for each other in different calls: one left a call out, or swapped two."""
+    """The sentence for ranks that wait for each other in different calls: one skipped a call, or swapped
+    two."""
     for rank, absent in edges.items():
         for other in absent:
             if other in edges and rank in _reached(other, edges):
@@ -253,7 +254,7 @@ def _crossed(
 
 
 def _reached(start: int, edges: Mapping[int, Sequence[int]]) -> set[int]:
-    """The ranks that ``start`` waits for, and those that these wait for."""
+    """The ranks that ``start`` waits for, directly or through others."""
     found: set[int] = set()
     pending = [start]
     while pending:
@@ -265,7 +266,7 @@ def _reached(start: int, edges: Mapping[int, Sequence[int]]) -> set[int]:
 
 
 def _last_common(one: Report, other: Report) -> str:
-    """The last collective that both ranks have called, of any group."""
+    """The last collective, of any group, that both ranks have called."""
     theirs = {(call.group_id, call.number) for call in other.calls if call.peer < 0}
     for call in reversed(one.calls):
         if call.peer < 0 and (call.group_id, call.number) in theirs:
@@ -274,7 +275,7 @@ def _last_common(one: Report, other: Report) -> str:
 
 
 def _network(answered: Sequence[int], waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
-    """``answered`` wait although all participants have called the same operation."""
+    """The sentence for ranks that wait although all participants have called the same operation."""
     involved = {rank for waiting in answered for rank in (waiting, *_others_in(waits[waiting]))}
     hosts = sorted({reports[rank].host for rank in involved if rank in reports})
     between = f" between {' and '.join(hosts)}" if len(hosts) > 1 else ""
@@ -289,7 +290,7 @@ def _others_in(call: CallNote) -> Sequence[int]:
 
 
 def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
-    """The ranks that are at another step than most."""
+    """Which ranks are at another step than most."""
     by_step: dict[int, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if report.step is not None:
@@ -318,7 +319,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _verb(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:
-    """The verb in the number that fits: ``wait`` becomes ``waits`` for one rank."""
+    """The verb in singular or plural: ``wait`` becomes ``waits`` for one rank."""
     if plural is not None:
         return singular_stem if len(ranks) == 1 else plural
     return f"{singular_stem}s" if len(ranks) == 1 else singular_stem

@@ -19,12 +19,12 @@ _MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make huge pages now, whatever the 
 
 
 def read_cpuinfo(path: Path = CPUINFO) -> str:
-    """The description of the first CPUs; empty if there is none."""
+    """The kernel's description of the first CPUs; empty if there is none."""
     return path.read_text(errors="replace")[:16384] if path.exists() else ""
 
 
 def flags_in(cpuinfo: str) -> frozenset[str]:
-    """The instruction sets of the first CPU in a description, by the kernel's names."""
+    """The instruction sets of the first CPU in such a description, by the kernel's names."""
     return frozenset(cpuinfo.partition("flags")[2].partition("\n")[0].split())
 
 
@@ -34,13 +34,13 @@ def available_cpus() -> int:
 
 
 def available_fraction() -> float:
-    """The share of the machine's memory that programs can still get; 1 if the system does not say."""
+    """The share of the machine's memory that is available; 1 if unknown."""
     kibibytes = _kibibytes()
     return kibibytes.get("MemAvailable", 1) / kibibytes.get("MemTotal", 1)
 
 
 def available_bytes() -> int | None:
-    """Bytes of memory that programs can still get; None if the system does not say."""
+    """Bytes of memory that are available; None if unknown."""
     kibibytes = _kibibytes().get("MemAvailable")
     return None if kibibytes is None else kibibytes << 10
 
@@ -56,9 +56,8 @@ def _kibibytes() -> dict[str, int]:
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
     """Ask Linux to keep a block of memory that is read often in pages of 2 MiB.
 
-    A core then reads matrices up to a fifth faster, and small ones up to a third. The pages at its ends are
-    included if they belong to the process; a small block has no others. Nothing happens if the
-    system cannot do it.
+    A core then reads matrices up to a fifth faster, small ones up to a third. The pages at the ends of the
+    block are included if they belong to the process. Does nothing if the system cannot do it.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not sys.platform.startswith("linux") or num_bytes < _SMALLEST:
@@ -71,7 +70,7 @@ def back_by_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def back_process_by_huge_pages() -> None:
-    """The same for all large blocks that this process has allocated."""
+    """Call :func:`back_by_huge_pages` for all large blocks that this process has allocated."""
     try:
         lines = _MAPS.read_text().splitlines()
     except OSError:
@@ -92,11 +91,11 @@ _STATES = {
 
 
 def state_of(pid: int, born: float) -> str:
-    """Why a process of this machine is silent; "" if it just runs.
+    """Why a process of this machine is silent; empty if it simply runs.
 
     Args:
         pid: its number.
-        born: its :func:`birth_of`, because another process may have the number by now.
+        born: its :func:`birth_of`, because another process may have got the number since.
     """
     if not Path("/proc/self/stat").exists():
         return ""
@@ -107,7 +106,7 @@ def state_of(pid: int, born: float) -> str:
 
 
 def birth_of(pid: int) -> float:
-    """When a process began, in clock ticks since the machine booted; 0: unknown."""
+    """When a process started, in clock ticks since the machine booted; 0 if unknown."""
     fields = _stat(pid)
     return float(fields[19]) if fields else 0.0
 
@@ -152,7 +151,7 @@ def memory() -> dict[str, int]:
 
 
 def _queued_seconds() -> float:
-    """How long the main thread was ready and waited for a core."""
+    """Seconds for which the main thread was ready and waited for a core."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
@@ -162,7 +161,7 @@ class WorkMeter:
     """Measures whether this process computes, or moves bytes to or from files.
 
     Args:
-        watching: seconds of computing so far that do not count, because they went into watching.
+        watching: returns the seconds of computing so far that do not count.
     """
 
     def __init__(self, watching: Callable[[], float] = float) -> None:
@@ -178,8 +177,8 @@ class WorkMeter:
         return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 
     def look(self, *, share: float, size: int) -> tuple[bool, bool]:
-        """Since the last call: whether the process used ``share`` of a core (or was ready to), and whether it
-        moved ``size`` bytes a second."""
+        """Whether, since the last call, the process used ``share`` of a core (or was ready to), and whether
+        it moved ``size`` bytes a second."""
         before, self._seen = self._seen, self._now()
         seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
         return seconds > 0 and computed / seconds >= share, seconds > 0 and moved / seconds >= size
