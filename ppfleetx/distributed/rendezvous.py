@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ppfleetx.config.counts import ranks_text
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.cpu.watch import end_when_silent
 from ppfleetx.utils.log import get_logger
@@ -295,7 +296,7 @@ class _Reception:
     def _listed(self, numbers: Sequence[int]) -> str:
         if self._came[0].number is None:
             return f"{len(numbers)} of {self._size - 1} others"
-        return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        return ranks_text(numbers)
 
     def _incomplete(self, missing: Sequence[int], seconds: float) -> RendezvousError:
         text = f"{self._listed(missing)} did not come to {self._where} within {seconds:g} s"

@@ -1,6 +1,6 @@
-"""A card: its driver, the types it computes in, and small runs on it compared with the CPU.
+"""Check a card: its driver, the types it computes in, and small computations compared with the CPU.
 
-The runs take a device, so tests can try them on a CPU; as checks they run on cards only.
+The computations take a device argument so that tests can run them on a CPU; as checks they run on cards only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BUSY_SHARE = 0.1
 
 
 def driver(target: Target) -> Iterator[Row]:
-    """What ``nvidia-smi`` reports: driver, cards, memory in use, errors."""
+    """Report what ``nvidia-smi`` says: driver, cards, memory in use, memory errors, links."""
     program = shutil.which("nvidia-smi")
     if program is None:
         yield warn("nvidia-smi", "not found", "install the driver's tools; in a container: --gpus all")
@@ -46,7 +46,7 @@ def driver(target: Target) -> Iterator[Row]:
 
 
 def card_rows(answer: str) -> Iterator[Row]:
-    """Rows of the answer of ``nvidia-smi --query-gpu`` (``csv,noheader,nounits``)."""
+    """One row for each card in the output of ``nvidia-smi --query-gpu`` (``csv,noheader,nounits``)."""
     for line in answer.strip().splitlines():
         index, name, version, total, used, errors, _ = (part.strip() for part in line.split(","))
         text = f"{name}, driver {version}, {used} of {total} MiB used"
@@ -60,7 +60,7 @@ def card_rows(answer: str) -> Iterator[Row]:
 
 
 def _links(matrix: str) -> str:
-    """The number of pairs of cards by kind of link, from ``nvidia-smi topo -m``."""
+    """Count pairs of cards by kind of link, from the output of ``nvidia-smi topo -m``."""
     kinds: dict[str, int] = {}
     rows = [line.split() for line in matrix.splitlines() if line.startswith("GPU")]
     for number, words in enumerate(rows):
@@ -70,7 +70,7 @@ def _links(matrix: str) -> str:
 
 
 def card(target: Target) -> Iterator[Row]:
-    """The card of this process, as Paddle sees it."""
+    """Describe the card of this process as Paddle sees it."""
     device = paddle.get_device()
     parts, numbers = [f"{count(kind_of(device))}; this process has {device}"], {}
     found = total_memory()
@@ -92,7 +92,7 @@ def card(target: Target) -> Iterator[Row]:
 
 
 def _lacking(dtype: str, device: str, target: Target) -> Row:
-    """The row of a type the card does not compute in: a failure if the configuration asks for it."""
+    """The row for a type the card cannot compute in: a failure if the configuration asks for it."""
     text = f"{device} does not compute in {dtype}"
     if target.cfg is None:
         return skipped(dtype, f"{text}; nothing of it is tried")
@@ -107,7 +107,7 @@ Inputs = Sequence[np.ndarray]
 Operator = Callable[..., paddle.Tensor]
 
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest difference from the CPU's float32, relative to the largest number of the result."""
+"""Largest difference from float32 on the CPU, relative to the largest number in the result."""
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
 _HALF = ("float16", "bfloat16")
 _FIX = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
@@ -121,7 +121,7 @@ def _ids(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 16, shape)
 
 
-# The operators of a step and their inputs. Whole numbers stay whole in every type.
+# The operators of a training step and their inputs. Integer inputs are not converted.
 OPERATORS: dict[str, tuple[Operator, Inputs]] = {
     "matmul": (paddle.matmul, (_random(24, 32), _random(32, 40))),
     "batched matmul": (lambda a, b: paddle.matmul(a, b, transpose_y=True), (_random(2, 3, 8, 16),) * 2),
@@ -146,7 +146,7 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 
 
 def small_operators(target: Target) -> Iterator[Row]:
-    """Each operator in each type of the plan, forward and backward, against the CPU; fused ones too."""
+    """Compare each operator, forward and backward, with the CPU in each type of the plan; fused ones too."""
     types = [dtype for dtype in target.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
         yield operators_row(dtype, target.device)
@@ -160,7 +160,7 @@ def small_operators(target: Target) -> Iterator[Row]:
 def operators_row(
     dtype: str, device: str, operators: Mapping[str, tuple[Operator, Inputs]] = OPERATORS
 ) -> Row:
-    """All operators in one type on one device, without TF32."""
+    """Compare all operators in one type on one device with the CPU, without TF32."""
     wrong, worst = [], 0.0
     allow_tf32(False)
     for name, (operator, inputs) in operators.items():
@@ -177,7 +177,7 @@ def operators_row(
 
 
 def _run(operator: Operator, inputs: Inputs, dtype: str, device: str) -> list[np.ndarray]:
-    """The result and the gradients of the inputs, as float32."""
+    """The result of an operator and the gradients of its inputs, as float32."""
     before = paddle.get_device()
     paddle.set_device(device)
     try:
@@ -202,7 +202,8 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def flash(target: Target) -> Iterator[Row]:
-    """Flash attention against the reference, by head size, type and documents."""
+    """Compare flash attention with the reference for each head size and type, with and without packed
+    documents."""
     for dtype in target.float_types:
         if dtype not in _HALF or lacks(dtype):
             continue
@@ -211,7 +212,7 @@ def flash(target: Target) -> Iterator[Row]:
 
 
 def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_SIZES) -> Row:
-    """All head sizes in one type, with one document in a row or several (``packed``)."""
+    """Compare all head sizes in one type; with ``packed`` a row holds several documents."""
     name = f"flash {dtype}{', documents' if packed else ''}"
     well, wrong, refused = [], [], {}
     for size in head_sizes:
@@ -238,7 +239,8 @@ def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_
 
 
 def _attention_inputs(size: int, dtype: str, *, packed: bool) -> tuple:
-    """``query [b, g, r, q, d]``, ``key``, ``value [b, g, k, d]``: two query heads per key head."""
+    """``query [b, g, r, q, d]``, and ``key`` and ``value [b, g, k, d]``, with two query heads per key
+    head."""
     length = 64
     query = paddle.to_tensor(_random(2, 2, 2, length, size)).astype(dtype)
     key, value = (paddle.to_tensor(_random(2, 2, length, size)).astype(dtype) for _ in range(2))

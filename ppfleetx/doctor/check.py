@@ -1,4 +1,4 @@
-"""What a check is given, and the rows it reports."""
+"""The input of a check (:class:`Target`) and its output (:class:`Row`)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Row:
 
     Attributes:
         name: what was examined.
-        status: one ``fail`` makes the exit code 1.
-        found: what was found; for a skipped check the reason.
-        fix: what to do about it; every ``fail`` has one.
-        group: heading; filled in by :func:`ppfleetx.doctor.registry.examine`.
-        ranks: who found this; empty: all that ran the check, or the job as a whole.
-        numbers: measurements by name, which includes the unit.
+        status: a single ``fail`` makes the exit code 1.
+        found: what was found, or why the check was skipped.
+        fix: how to fix it; every ``fail`` has one.
+        group: heading, set by :func:`ppfleetx.doctor.registry.examine`.
+        ranks: the ranks that found this; empty: all that ran the check, or the job as a whole.
+        numbers: measurements by name; the name includes the unit.
     """
 
     name: str
@@ -59,29 +59,29 @@ class Row:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Row:
-        """The row that :meth:`as_json` gave."""
+        """The inverse of :meth:`as_json`."""
         known = dict(content)
         status, ranks = Status(known.pop("status")), tuple(known.pop("ranks"))
         return cls(status=status, ranks=ranks, fix=known.pop("cure"), **known)
 
 
 def ok(name: str, found: str, **numbers: float) -> Row:
-    """All is well."""
+    """A row for something that is fine."""
     return Row(name, Status.OK, found, numbers=numbers)
 
 
 def warn(name: str, found: str, fix: str, **numbers: float) -> Row:
-    """A job will run, but not well."""
+    """A row for something that slows a job down or puts it at risk."""
     return Row(name, Status.WARN, found, fix, numbers=numbers)
 
 
 def fail(name: str, found: str, fix: str, **numbers: float) -> Row:
-    """A job will not run, or will compute wrongly."""
+    """A row for something that stops a job or makes its results wrong."""
     return Row(name, Status.FAIL, found, fix, numbers=numbers)
 
 
 def skipped(name: str, reason: str) -> Row:
-    """Not examined."""
+    """A row for something that was not examined."""
     return Row(name, Status.SKIPPED, reason)
 
 
@@ -92,19 +92,19 @@ _HALF_TYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Target:
-    """What the checks are given.
+    """The machine, process and configuration to examine.
 
     Attributes:
-        cfg: the configuration of ``-c``; None: only the machine is examined.
+        cfg: the configuration given with ``-c``; None: only the machine is examined.
         device: ``cpu`` or ``gpu``.
         rank: number of this process in the job.
-        world_size: processes of the job.
+        world_size: number of processes in the job.
         local_rank: number of this process on its node.
-        local_size: processes of the job on this node.
-        environ: the environment that checks read.
-        patience: limit in seconds of checks that wait for a file system, a name server or a driver, where
-            their own limit is not shorter.
-        found: rows from before the checks, e.g. of a configuration that cannot be read.
+        local_size: number of the job's processes on this node.
+        environ: the environment variables to examine.
+        patience: time limit in seconds for checks that wait for a file system, a name server or a driver,
+            unless their own limit is shorter.
+        found: rows that exist before any check runs, e.g. for a configuration that cannot be read.
     """
 
     cfg: RunConfig | None = None
@@ -119,7 +119,7 @@ class Target:
 
     @property
     def float_types(self) -> tuple[str, ...]:
-        """Floating-point types that the plan computes in; without a configuration, all."""
+        """The floating-point types the plan computes in; without a configuration, all of them."""
         if self.cfg is None:
             return ("float32", "float64", *_HALF_TYPES)
         precision = self.cfg.Engine.mix_precision
@@ -127,17 +127,17 @@ class Target:
 
 
 def lacks(dtype: str) -> bool:
-    """Whether this process's device does not compute in a type that a plan may name."""
+    """Whether this process's device cannot compute in ``dtype``."""
     from ppfleetx.parallel.precision import has_kernels
 
     return dtype in _HALF_TYPES and not has_kernels(dtype)
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:
-    """Call ``act`` in a thread that is abandoned if it does not end: a disk or name server may never answer.
+    """Call ``act`` in a thread and abandon it at the time limit: a disk or name server may never answer.
 
     Raises:
-        TimeoutError: it has not ended in time.
+        TimeoutError: ``act`` did not finish in time.
         Exception: whatever ``act`` raises.
     """
     answers: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""The configuration: what cannot run or has no effect, where the run starts, and the memory it needs."""
+"""Check the configuration: keys that cannot work or have no effect, the start of the run, and its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ppfleetx.utils.machine import available_bytes
 
 
 def plan(target: Target) -> Iterator[Row]:
-    """The plan against the number of processes, and keys that are not supported or have no effect."""
+    """Whether the plan matches the number of processes, and which keys are unsupported or have no effect."""
     cfg = target.cfg
     wanted, there = cfg.plan.world_size, target.world_size
     if wanted == there:
@@ -58,7 +58,7 @@ def beginning(target: Target) -> Iterator[Row]:
 
 
 def memory(target: Target) -> Iterator[Row]:
-    """The memory that the planner predicts, against what the device has."""
+    """Compare the memory the planner predicts with what the device has."""
     prediction = run_prediction(target.cfg, target.device)
     if prediction is None:
         yield skipped("memory", "the planner only knows the training of our own GPT")
@@ -80,18 +80,18 @@ def memory(target: Target) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """The row for a device that needs so many bytes and has so many."""
+    """Whether ``needed`` bytes fit into the ``there`` bytes of the device called ``name``."""
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)
     fix = "a smaller Global.micro_batch_size, Model.use_recompute, more devices; `ppfleetx plan` ranks them"
-    if cpu:  # other programs may free memory before the job starts
+    if cpu:  # only a warning: other programs may free memory before the job starts
         return warn("memory", text, fix, needed_gib=needed / GIB, there_gib=there / GIB)
     return fail("memory", text, fix, needed_gib=needed / GIB, there_gib=there / GIB)
 
 
 def _there(target: Target) -> tuple[float, str] | None:
-    """Bytes of one device, and its name; None if not known."""
+    """The bytes of one device, and its name; None if unknown."""
     if is_card(target.device):
         return total_memory()
     return (available_bytes() or 0) / target.local_size, "this machine's free memory, shared by its processes"

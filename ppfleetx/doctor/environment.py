@@ -1,4 +1,4 @@
-"""The machine, its limits, Paddle, and the variables of this process."""
+"""Check the machine, its limits, Paddle, and this process's environment variables."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import sys
 from collections.abc import Iterator
 
 from ppfleetx import __version__
-from ppfleetx.config.counts import counted
+from ppfleetx.config.counts import bytes_text, counted
 from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_of, visible_cards
 from ppfleetx.doctor.check import Row, Target, fail, ok, warn
-from ppfleetx.doctor.files import words
 from ppfleetx.utils.installed import not_installed, version_of
 from ppfleetx.utils.machine import available_bytes, available_cpus, read_cpuinfo
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
 PADDLE = "3.3."
-"""The versions of Paddle that ppfleetx supports begin with this."""
+"""Prefix of the Paddle versions that ppfleetx supports."""
 _PREFIXES = (
     "NCCL_",
     "HCCL_",
@@ -50,7 +49,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
 def versions(target: Target) -> Iterator[Row]:
-    """Python, ppfleetx and Paddle."""
+    """The versions of Python, ppfleetx and Paddle."""
     yield ok("python", f"{platform.python_version()} ({sys.executable})")
     yield ok("ppfleetx", f"{__version__} ({os.path.dirname(os.path.dirname(__file__))})")  # noqa: PTH120
     yield _paddle_version()
@@ -76,7 +75,7 @@ def _paddle_version() -> Row:
 
 
 def machine(target: Target) -> Iterator[Row]:
-    """Processor and memory."""
+    """The host, its processor and its memory."""
     model = next((line.partition(":")[2].strip() for line in _model_lines()), platform.machine())
     cpus, free = available_cpus(), available_bytes()
     memory = "" if free is None else f", {free / 2**30:.1f} GiB of memory free"
@@ -96,7 +95,7 @@ def _model_lines() -> Iterator[str]:
 
 
 def limits(target: Target) -> Iterator[Row]:
-    """Open files, locked memory and shared memory."""
+    """The limits of open files, locked memory and shared memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield open_files_row(soft, hard)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -106,7 +105,7 @@ def limits(target: Target) -> Iterator[Row]:
 
 
 def open_files_row(soft: int, hard: int) -> Row:
-    """The row of ``ulimit -n``; below 0 there is no limit."""
+    """The row for the limit of open files (``ulimit -n``); negative: no limit."""
     if soft < 0 or soft >= _FILES:
         return ok("open files", f"at most {soft:,}" if soft >= 0 else "no limit")
     fix = f"ulimit -n {max(_FILES, min(hard, 65536) if hard > 0 else 65536)} before the job starts"
@@ -120,9 +119,10 @@ def open_files_row(soft: int, hard: int) -> Row:
 
 
 def locked_row(soft: int, target: Target) -> Row:
-    """The row of ``ulimit -l`` on a machine with InfiniBand: a failure if the job uses it."""
+    """The row for the limit of locked memory (``ulimit -l``) where there is InfiniBand: a failure if the job
+    needs it."""
     is_needed = is_card(target.device) and target.world_size > target.local_size
-    text = f"at most {words(soft)}: InfiniBand cannot register its buffers"
+    text = f"at most {bytes_text(soft)}: InfiniBand cannot register its buffers"
     fix = "ulimit -l unlimited before the job starts, or docker run --ulimit memlock=-1"
     return (fail if is_needed else warn)("locked memory", text, fix)
 
@@ -144,7 +144,7 @@ def _shared_memory(target: Target) -> Row:
 
 
 def variables(target: Target) -> Iterator[Row]:
-    """The variables of NCCL, CUDA, Paddle and ppfleetx."""
+    """The environment variables of NCCL, CUDA, Paddle and ppfleetx."""
     there = {
         name: "(not shown)" if _SECRET.search(name) else value
         for name, value in sorted(target.environ.items())
@@ -155,7 +155,7 @@ def variables(target: Target) -> Iterator[Row]:
 
 
 def paddle_loads(target: Target) -> Iterator[Row]:
-    """Whether Paddle can be imported, which build it is, and the settings of the CPU."""
+    """Import Paddle, and report its build and the settings of the process."""
     said = prepare_process(device=target.device)
     try:
         import_paddle()

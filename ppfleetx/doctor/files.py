@@ -1,4 +1,4 @@
-"""Files of a run: corpora, tokenizer and checkpoints it reads, and the directory it writes to."""
+"""Check the files of a run: the corpora, tokenizer and checkpoints it reads, the directory it writes to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
-from ppfleetx.config.counts import counted
+from ppfleetx.config.counts import bytes_text, counted
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.config.weight_sources import sources
@@ -34,14 +34,14 @@ _FIX = "mount or copy the files to this machine, or correct the path: it is the 
 _DENIED_FIX = "let this user read it: chmod a+r FILE, and a+x on the directories above; or run as its owner"
 _DAMAGED_FIX = "copy it again from where it is whole, or make it again (ppfleetx prepare)"
 _BLOCKS, _BLOCKS_COMPARED = 256, 64
-"""Blocks of 1 MiB, spread over a file, that are read; smaller files are read completely."""
-_READ_SECONDS = 30.0  # for all corpora of a mode
+"""How many blocks of 1 MiB, spread over a file, are read; smaller files are read completely."""
+_READ_SECONDS = 30.0  # for all corpora of one mode
 _DAMAGE = ("truncated", "damaged", "not as it was written", "input/output")
 _MODES = ("Train", "Eval")
 
 
 def data(target: Target) -> Iterator[Row]:
-    """Open every corpus and text file of ``Data.Train`` and ``Data.Eval``, and read both ends."""
+    """Open every corpus and text file of ``Data.Train`` and ``Data.Eval``, and read its ends."""
     found, unguarded = False, list[str]()
     for mode, name, cfg in _sets(target.cfg):
         found = True
@@ -77,7 +77,7 @@ def _sets(cfg: RunConfig) -> Iterator[tuple[str, str | None, RunConfig]]:
 
 
 def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
-    """What is there; adds corpora without checksums to ``unguarded``."""
+    """Describe the data of a mode, and append corpora without checksums to ``unguarded``."""
     if not getattr(cfg.Data, mode).dataset.is_corpus:
         yield f"{len(build_dataset(cfg, mode)):,} examples"
         return
@@ -98,7 +98,7 @@ def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
 
 
 def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> None:
-    """Raises DataError if no corpus has the tokens of one sample in the split."""
+    """Raise DataError if no corpus has enough tokens in the split for one sample."""
     options = getattr(cfg.Data, mode).dataset
     ranges = [split_ranges(len(corpus), options.split)[MODES.index(mode)] for corpus in corpora]
     most = max(int(one.sizes[first:last].sum()) for one, (first, last) in zip(corpora, ranges, strict=True))
@@ -111,7 +111,7 @@ def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> N
 
 
 def _as_written(sums: CorpusChecksums, end: float) -> str:
-    """Compare a corpus with its checksums until ``end`` (monotonic); says how much was compared.
+    """Compare a corpus with its checksums until ``end`` (monotonic), and say how much was compared.
 
     Raises:
         DataError: a block is damaged.
@@ -138,19 +138,19 @@ def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most ``most`` of the numbers below ``count``, with the first and the last."""
+    """At most ``most`` numbers below ``count``, evenly spread, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [(count - 1) * number // (most - 1) for number in range(most)]
 
 
 def corpora_of(cfg: RunConfig, mode: str) -> list[TokenStore]:
-    """All corpora of one mode."""
+    """All corpora of a mode."""
     return [corpus for group in open_corpora(cfg, mode) for corpus in group]
 
 
 def tokenizer(target: Target) -> Iterator[Row]:
-    """Load the tokenizer, and compare its ids and those of the corpora with the model's vocabulary."""
+    """Load the tokenizer, and check that its ids and those of the corpora fit the model's vocabulary."""
     try:
         loaded = load_tokenizer(target.cfg)
         lines = token_id_lines(target.cfg)
@@ -171,7 +171,7 @@ def tokenizer(target: Target) -> Iterator[Row]:
 
 
 def checkpoints(target: Target) -> Iterator[Row]:
-    """The checkpoints that the run starts from: marker, manifest, sizes and headers."""
+    """Check the marker, manifest, sizes and headers of the checkpoints the run starts from."""
     refuse_foreign(target.cfg)
     named = list(sources(target.cfg))
     if not named:
@@ -184,7 +184,7 @@ def checkpoints(target: Target) -> Iterator[Row]:
 
 
 def fingerprints(target: Target) -> dict[str, str]:
-    """Hashes of this node's data and tokenizer, by name."""
+    """Hashes of the data and the tokenizer on this node, by name."""
     if target.cfg is None:
         return {}
     found: dict[str, str] = {}
@@ -221,7 +221,7 @@ def _of_corpus(corpus: TokenStore) -> str:
 
 
 def starts(target: Target) -> dict[str, str]:
-    """The checkpoints that the run starts from, by key: step and a hash of the manifest."""
+    """For each key that names a checkpoint to start from: its step and a hash of its manifest."""
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load
@@ -246,7 +246,7 @@ def _digest(path: Path) -> str:
 
 
 _PIECE_BYTES, _PIECES = 4 << 20, 8
-_SLOW_SECONDS = 120.0  # of one checkpoint
+_SLOW_SECONDS = 120.0  # to write one checkpoint
 _FIXES = {
     errno.EACCES: "let this user write there, or",
     errno.EPERM: "let this user write there, or",
@@ -255,7 +255,7 @@ _FIXES = {
 
 
 def output_directory(target: Target) -> Iterator[Row]:
-    """Write a temporary file to the output directory, or where it will be created."""
+    """Write a temporary file to the output directory, or to the directory in which it will be created."""
     directory = output_dir_of(target.cfg)
     place = nearest_directory(directory)
     title = "output directory"
@@ -269,8 +269,8 @@ def output_directory(target: Target) -> Iterator[Row]:
         yield _refused(where, error)
         return
     needed = one_checkpoint(target.cfg)
-    seconds = "" if needed is None else f"; a checkpoint of {words(needed)} takes {needed / speed:.1f} s"
-    text = f"{where} is written at {words(speed)}/s by one process{seconds}"
+    seconds = "" if needed is None else f"; a checkpoint of {bytes_text(needed)} takes {needed / speed:.1f} s"
+    text = f"{where} is written at {bytes_text(speed)}/s by one process{seconds}"
     if needed is not None and needed / speed > _SLOW_SECONDS:
         fix = "a faster file system, or Engine.save_load.async_save if it is off, and fewer checkpoints"
         yield warn(title, text, fix, bytes_per_second=speed)
@@ -279,7 +279,7 @@ def output_directory(target: Target) -> Iterator[Row]:
 
 
 def room(target: Target) -> Iterator[Row]:
-    """Free bytes against the checkpoints that the run will keep."""
+    """Compare the free disk space with the size of the checkpoints the run will keep."""
     needed = one_checkpoint(target.cfg)
     if needed is None:
         yield skipped("room", "the size of a checkpoint is only known for training our own GPT")
@@ -291,7 +291,7 @@ def room(target: Target) -> Iterator[Row]:
 def room_row(free: float, each: float, count: int, place: Path) -> Row:
     """Whether ``count`` checkpoints of ``each`` bytes fit into the ``free`` bytes of ``place``."""
     numbers = {"free_bytes": free, "needed_bytes": each * count}
-    text = f"{words(free)} free in {place}; {counted(count, 'checkpoint')} of {words(each)}"
+    text = f"{bytes_text(free)} free in {place}; {counted(count, 'checkpoint')} of {bytes_text(each)}"
     if free < each:
         fix = "free some, or give another -o Engine.save_load.output_dir=DIR"
         return fail("room", f"{text}: not one fits", fix, **numbers)
@@ -310,10 +310,10 @@ def nearest_directory(directory: Path) -> Path:
 
 
 def write_speed(directory: Path) -> float:
-    """Bytes a second at which one process writes to a file in ``directory`` and flushes it.
+    """Measure how fast one process writes and flushes a file in ``directory``, in bytes per second.
 
     Raises:
-        OSError: it cannot.
+        OSError: the file cannot be written.
     """
     piece = os.urandom(_PIECE_BYTES)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -336,22 +336,15 @@ def _refused(where: str, error: OSError) -> Row:
 
 
 def one_checkpoint(cfg: RunConfig) -> float | None:
-    """Bytes of a checkpoint of this run; None if the planner does not know."""
+    """The size of one checkpoint of this run in bytes; None if the planner cannot tell."""
     prediction = run_prediction(cfg, cfg.Global.device)
     return None if prediction is None else checkpoint_bytes(prediction.job)
 
 
 def checkpoints_at_once(cfg: RunConfig) -> int:
-    """The largest number of checkpoints at a time: with ``keep_max`` the new one is written before the oldest
-    is deleted."""
+    """The largest number of checkpoints on disk at a time. With ``keep_max`` the oldest is deleted only after
+    a new one has been written."""
     options = cfg.Engine.save_load
     every = options.save_steps or cfg.Engine.max_steps
     written = -(-cfg.Engine.max_steps // every)
     return written if options.keep_max is None else min(written, options.keep_max + 1)
-
-
-def words(num_bytes: float) -> str:
-    """``1.5 GiB``."""
-    units = ((1 << 30, "GiB"), (1 << 20, "MiB"))
-    unit, name = next(((unit, name) for unit, name in units if num_bytes >= unit), (1 << 10, "KiB"))
-    return f"{num_bytes / unit:.1f} {name}"

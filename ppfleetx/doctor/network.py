@@ -1,8 +1,8 @@
-"""The network of a job: interfaces, links between machines, and whether all machines meet.
+"""Check the network of a job: interfaces, links between machines, and whether all machines can meet.
 
-The machines are examined before the launcher starts anything. All run the same command: the one that
-``--master`` names listens there, and the others come. Then each connects to a port of every other machine, as
-NCCL and Gloo will.
+This happens before the launcher starts anything. All machines run the same command: the one named in
+``--master`` listens, and the others connect to it. Then each machine connects to a port of every other one,
+as NCCL and Gloo will.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from ppfleetx.config.counts import bytes_text
 from ppfleetx.distributed.rendezvous import RendezvousError
 from ppfleetx.doctor.check import Row, Status, Target, fail, ok, warn, within
-from ppfleetx.doctor.files import words
 from ppfleetx.doctor.meeting import Answer, Meeting, open_meeting
 
 # linux/sockios.h and linux/if.h
 _GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913
 _UP, _LOOPBACK = 0x1, 0x8
-_NOT_NCCL = ("lo", "docker")  # NCCL does not use them unless they are named
+_NOT_NCCL = ("lo", "docker")  # NCCL uses these only if they are named
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One interface; ``address`` is its IPv4 address or empty."""
+    """A network interface; ``address`` is its IPv4 address, empty if it has none."""
 
     name: str
     address: str
@@ -44,7 +44,7 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces of this machine, or of the network namespace of this process."""
+    """The interfaces of this machine (strictly, of this process's network namespace)."""
     found: list[Interface] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -64,14 +64,14 @@ def _interface(probe: socket.socket, name: str) -> Interface:
 
 
 def network(target: Target) -> Iterator[Row]:
-    """All interfaces, and those that the environment names."""
+    """List all interfaces, and check those that environment variables name."""
     found = interfaces()
     yield ok("interfaces", ", ".join(map(str, found)))
     yield from named_rows(target, found)
 
 
 def named_addresses(target: Target) -> dict[str, list[str]]:
-    """The addresses of the usable interfaces that each variable names."""
+    """For each variable that names interfaces, the addresses of those that can be used."""
     there = interfaces()
     return {
         variable: [one.address for one in choose(value, there) if one.is_up and one.address]
@@ -81,7 +81,7 @@ def named_addresses(target: Target) -> dict[str, list[str]]:
 
 
 def named_rows(target: Target, found: Sequence[Interface]) -> Iterator[Row]:
-    """Rows of ``NCCL_SOCKET_IFNAME`` and ``GLOO_SOCKET_IFNAME``, if set."""
+    """Check ``NCCL_SOCKET_IFNAME`` and ``GLOO_SOCKET_IFNAME``, if they are set."""
     several = target.world_size > target.local_size
     for variable, choose in _VARIABLES:
         value = target.environ.get(variable, "")
@@ -107,9 +107,10 @@ def _named_row(
 
 
 def nccl_choice(value: str, found: Sequence[Interface]) -> list[Interface]:
-    """The interfaces that NCCL chooses for ``NCCL_SOCKET_IFNAME``, by its documentation.
+    """The interfaces NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, according to its documentation.
 
-    The value has prefixes with commas between them; ``=`` in front means whole names, ``^`` all but these.
+    The value is a comma-separated list of prefixes. A leading ``=`` makes them whole names, and a leading
+    ``^`` selects all interfaces but these.
     """
     excludes, text = value.startswith("^"), value.removeprefix("^")
     exact, text = text.startswith("="), text.removeprefix("=")
@@ -129,15 +130,15 @@ def _exact(value: str, found: Sequence[Interface]) -> list[Interface]:
 
 def is_local(address: str) -> bool:
     """Whether an IPv4 address is one of this machine's."""
-    is_first = any(one.address == address for one in interfaces())  # also if it is down
-    return is_first or address.startswith("127.") or route_to(address) == address
+    is_own = any(one.address == address for one in interfaces())  # even if the interface is down
+    return is_own or address.startswith("127.") or route_to(address) == address
 
 
 def route_to(address: str) -> str:
-    """The address of this machine from which packets to ``address`` leave; empty without a route. For one of
-    its own addresses it is that address."""
+    """This machine's source address for packets to ``address``; empty if there is no route. For one of its
+    own addresses that is the address itself."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        socket.inet_aton(address)  # not a name, which a name server would have to resolve
+        socket.inet_aton(address)  # refuses names, which a name server would have to resolve
         probe.connect((address, 9))  # sends nothing
         return probe.getsockname()[0]
     return ""
@@ -148,7 +149,7 @@ _VARIABLES = (("NCCL_SOCKET_IFNAME", nccl_choice), ("GLOO_SOCKET_IFNAME", _exact
 
 _THREADS = 32
 _REACH_SECONDS, _SEND_SECONDS, _ROUND_SECONDS = 5.0, 5.0, 60.0
-_ALL_SECONDS = 20.0  # for measuring all links of a machine
+_ALL_SECONDS = 20.0  # to measure all links of a machine
 _FEW_BYTES, _PACKETS_BYTES, _MOST_BYTES = 64, 64 << 10, 16 << 20
 _HEAD = struct.Struct("!I")
 _SLOW, _TOO_SLOW = 12.5e6, 1.25e6  # bytes a second: 100 and 10 Mbit/s
@@ -166,7 +167,7 @@ _SLOW_FIX = (
 
 
 def reach(address: tuple[str, int], seconds: float) -> str:
-    """Why a connection to ``address`` fails; empty if it does not."""
+    """Why a connection to ``address`` fails; empty if it succeeds."""
     try:
         socket.create_connection(address, seconds).close()
     except TimeoutError:
@@ -178,7 +179,7 @@ def reach(address: tuple[str, int], seconds: float) -> str:
 
 @contextlib.contextmanager
 def receiving() -> Iterator[int]:
-    """A port of this machine that takes what :func:`send` sends, within the block."""
+    """Within the block, a port of this machine receives what :func:`send` sends."""
     with socket.create_server(("", 0), backlog=1024) as listener:
         threading.Thread(target=_serve, args=(listener,), name="links", daemon=True).start()
         yield listener.getsockname()[1]
@@ -201,10 +202,10 @@ def _take(connection: socket.socket) -> None:
 
 
 def send(connection: socket.socket, count: int) -> float:
-    """Send ``count`` bytes and wait for the receipt; returns the seconds.
+    """Send ``count`` bytes, wait for the acknowledgement, and return the seconds it took.
 
     Raises:
-        OSError: they have not arrived in time.
+        OSError: it did not come in time.
     """
     begin = time.perf_counter()
     connection.settimeout(_SEND_SECONDS)
@@ -215,7 +216,7 @@ def send(connection: socket.socket, count: int) -> float:
 
 
 def try_link(address: tuple[str, int]) -> dict[str, Any]:
-    """``problem`` and ``fix`` of a link, or nothing."""
+    """The ``problem`` and ``fix`` of a link; an empty dictionary if it works."""
     if problem := reach(address, _REACH_SECONDS):
         return {"problem": problem, "fix": _OPEN_FIX}
     done = 0
@@ -225,7 +226,7 @@ def try_link(address: tuple[str, int]) -> dict[str, Any]:
                 send(connection, count)
                 done = count
     except OSError:
-        what = "nothing that is sent arrives" if not done else f"{words(_PACKETS_BYTES)} do not arrive"
+        what = "nothing that is sent arrives" if not done else f"{bytes_text(_PACKETS_BYTES)} do not arrive"
         return {
             "problem": f"a connection opens, and {what} within {_SEND_SECONDS:g} s",
             "fix": _MTU_FIX if done else _FIREWALL_FIX,
@@ -234,7 +235,8 @@ def try_link(address: tuple[str, int]) -> dict[str, Any]:
 
 
 def measure_link(address: tuple[str, int]) -> dict[str, Any]:
-    """``speed`` in bytes a second; the best of some trials, because machines have other work too."""
+    """The ``speed`` of a link in bytes per second: the best of four trials, because machines do other work
+    too."""
     count, best = _PACKETS_BYTES, 0.0
     try:
         with socket.create_connection(address, _REACH_SECONDS) as connection:
@@ -247,16 +249,18 @@ def measure_link(address: tuple[str, int]) -> dict[str, Any]:
 
 
 def examine_links(meeting: Meeting, own: str, port: int, environ: Mapping[str, str]) -> Iterator[Row]:
-    """Rows of all links; every member of the meeting calls this.
+    """Try the links between all machines. Every member of the meeting must call this.
 
     Args:
         own: address of this machine.
-        port: what :func:`receiving` gave.
+        port: the port from :func:`receiving`.
         environ: may name the interfaces of NCCL and Gloo.
     """
     announced = meeting.exchange([own, port, named_addresses(Target(environ=environ))], _ROUND_SECONDS)
     size = len(announced)
-    order = [(meeting.number + step) % size for step in range(1, size)]  # not all start with the same
+    order = [
+        (meeting.number + step) % size for step in range(1, size)
+    ]  # so that they do not all start with one
     there = {n: announced[n].value for n in order if not announced[n].problem}
     addresses = {n: (value[0], value[1]) for n, value in there.items()}
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -272,7 +276,7 @@ def examine_links(meeting: Meeting, own: str, port: int, environ: Mapping[str, s
 
 
 def _unreached_interfaces(number: int, announced: Sequence[Any]) -> list[tuple[str, str]]:
-    """The interfaces in a machine's variables that cannot be reached from here."""
+    """The interfaces named in another machine's variables that cannot be reached from here."""
     own, port, named = announced
     return [
         (f"{number} {variable}", f"{address}: {problem}")
@@ -283,11 +287,11 @@ def _unreached_interfaces(number: int, announced: Sequence[Any]) -> list[tuple[s
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """Rows of what each machine has found.
+    """The rows for what each machine found.
 
     Args:
-        names: of the machines.
-        answers: ``{"links": {number: link}, "named": {"number variable": problem}}`` of each.
+        names: names of the machines.
+        answers: one ``{"links": {number: link}, "named": {"number variable": problem}}`` per machine.
     """
     failed, speeds = False, {}
     for name, answer in zip(names, answers, strict=True):
@@ -315,18 +319,18 @@ def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
 
 
 def speed_rows(speeds: Mapping[tuple[str, str], float]) -> Iterator[Row]:
-    """Rows of the speeds: ``{(from, to): bytes a second}``."""
+    """The rows for ``speeds``, ``{(from, to): bytes per second}``."""
     if not speeds:
         return
     best = max(speeds.values())
     slow = {link: status for link, speed in speeds.items() if (status := _judged(speed, best))}
     for (one, other), status in slow.items():
         speed = speeds[one, other]
-        text = f"{one} to {other}: {words(speed)}/s; the fastest link has {words(best)}/s"
+        text = f"{one} to {other}: {bytes_text(speed)}/s; the fastest link has {bytes_text(best)}/s"
         yield Row("speed", status, text, _SLOW_FIX, numbers={"bytes_per_second": speed})
     if not slow:
         speed = min(speeds.values())
-        yield ok("speed", f"the slowest link has {words(speed)}/s", bytes_per_second=speed)
+        yield ok("speed", f"the slowest link has {bytes_text(speed)}/s", bytes_per_second=speed)
 
 
 def _judged(speed: float, best: float) -> Status | None:
@@ -340,13 +344,13 @@ _RESOLVE_SECONDS = 20.0
 
 
 def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
-    """The rows of this machine.
+    """Meet the other machines and try the links; the rows are this machine's.
 
     Args:
         master: ``HOST:PORT``, as given to the launcher.
-        size: machines of the job.
-        seconds: to wait for the others.
-        environ: ``POD_IP`` is the address that the launcher announces.
+        size: number of machines.
+        seconds: how long to wait for the others.
+        environ: ``POD_IP`` in it is the address that the launcher announces.
     """
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
@@ -378,15 +382,15 @@ def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, 
 
 
 def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
-    """The IPv4 address of a name; empty if it is not known, or no name server answers in time."""
+    """The IPv4 address of a name; empty if it is unknown or no name server answers in time."""
     try:
         return within(seconds, lambda: socket.gethostbyname(host))
-    except (OSError, UnicodeError):  # a label that is empty or too long
+    except (OSError, UnicodeError):  # UnicodeError: a label is empty or too long
         return ""
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """The address that Paddle's launcher announces for this machine: ``POD_IP``, else the host name's."""
+    """The address that Paddle's launcher announces for this machine: ``POD_IP``, or else the host name's."""
     if named := environ.get("POD_IP"):
         return named
     try:
@@ -401,9 +405,9 @@ def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | No
 
     Args:
         own: that address.
-        host: the host in ``--master``.
-        master: its address.
-        is_first: whether that is this machine.
+        host: the host in ``--master``, as written.
+        master: the host's address.
+        is_first: whether ``--master`` names this machine.
     """
     better = host if is_first else route_to(master)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"

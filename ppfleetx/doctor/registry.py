@@ -1,7 +1,8 @@
-"""All checks in the order in which they run: one table. To add a check, write the function and add a line.
+"""The table of all checks, in the order they run. To add a check, write a function and add a line here.
 
-A check is a function of this package that takes a :class:`~ppfleetx.doctor.check.Target` and gives
-:class:`~ppfleetx.doctor.check.Row` objects. It is imported when it runs, so the table needs no Paddle.
+A check is a function in this package that takes a :class:`~ppfleetx.doctor.check.Target` and yields
+:class:`~ppfleetx.doctor.check.Row` objects. It is imported only when it runs, so this table does not need
+Paddle.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LEAST_PATIENCE = 30.0  # machines are busy when jobs start
 
 
 class Need(Enum):
-    """What a check requires."""
+    """What a check needs in order to run."""
 
     NOTHING = "nothing"
     CONFIG = "a configuration"
@@ -30,7 +31,7 @@ class Need(Enum):
 
 
 class Each(Enum):
-    """Who runs a check."""
+    """Which processes run a check."""
 
     RANK = "every process"
     NODE = "the first process of each node"
@@ -43,12 +44,12 @@ class Check:
 
     Attributes:
         group: heading in the report.
-        module, function: where it is, in this package.
-        title: name of the row if the check itself cannot run.
-        need: what it requires.
-        each: who runs it.
-        seconds: limit of its time, or the target's patience if that is shorter; it runs in a thread of its
-            own. None: it only computes.
+        module, function: where the check is defined in this package.
+        title: name of the row that is reported if the check itself cannot run.
+        need: what it needs in order to run.
+        each: which processes run it.
+        seconds: time limit; the check then runs in its own thread. The target's patience applies if it is
+            shorter. None: the check only computes, and needs no limit.
     """
 
     group: str
@@ -60,17 +61,17 @@ class Check:
     seconds: float | None = None
 
     def is_for(self, target: Target) -> bool:
-        """Whether this process is to run it."""
+        """Whether this process runs the check."""
         everyone = self.each is Each.RANK or (self.each is Each.CARD and is_card(target.device))
         return everyone or target.local_rank == 0
 
     @property
     def imports_paddle(self) -> bool:
-        """Whether it needs Paddle."""
+        """Whether the check needs Paddle."""
         return self.need in (Need.PADDLE, Need.CARD, Need.GPU)
 
     def load(self) -> Callable[[Target], Iterable[Row]]:
-        """The function."""
+        """Import the check and return its function."""
         return getattr(importlib.import_module(f"ppfleetx.doctor.{self.module}"), self.function)
 
 
@@ -97,18 +98,18 @@ CHECKS: tuple[Check, ...] = (
     Check("card", "card", "small_operators", "operators", Need.CARD, Each.RANK),
     Check("card", "card", "flash", "flash attention", Need.CARD, Each.RANK),
 )
-"""Every check that a process makes by itself."""
+"""Every check that a process runs on its own."""
 
 
 def examine(check: Check, target: Target) -> list[Row]:
-    """The rows of a check, with their group. It ends in time, and with a row, whatever happens."""
+    """Run a check within its time limit and return its rows with their group; an error becomes a row, too."""
     reason = obstacle(check, target)
     rows = [skipped(check.title, reason)] if reason else _run(check, target)
     return [replace(row, group=row.group or check.group) for row in rows]
 
 
 def obstacle(check: Check, target: Target) -> str:
-    """Why a check cannot run here; empty if it can."""
+    """Why a check cannot run here; an empty string if it can."""
     if check.need is Need.CONFIG and target.cfg is None:
         return (
             "the configuration could not be read" if target.found else "no configuration was given (-c FILE)"
@@ -143,7 +144,7 @@ def _run(check: Check, target: Target) -> list[Row]:
 
 
 def _rows(check: Check, target: Target) -> list[Row]:
-    """The rows of the check. If the check itself fails that is a row too, so the others still run."""
+    """The rows of the check. An error in the check itself becomes a row, so the other checks still run."""
     try:
         return list(check.load()(target))
     except UserError as error:
@@ -159,7 +160,7 @@ def _rows(check: Check, target: Target) -> list[Row]:
 
 
 def _first_lines(error: Exception) -> str:
-    """The text of an error, without the C++ stack that Paddle puts before it."""
+    """The message of an error without the C++ stack trace that Paddle puts in front of it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     summary = next((i for i, line in enumerate(lines) if line.startswith("Error Message Summary")), -1)
     text = [line for line in lines[summary + 1 :] if not set(line) <= {"-"}]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ppfleetx.config.counts import ranks_text
 from ppfleetx.resilience.hang_report import CallNote, Report
 
 _EQUAL_SHAPES = {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"}
@@ -56,7 +57,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
         text = _waiting(near, waits)
         others = [rank for rank in waits if rank not in near]
         if others:
-            text += f", and {_named(others)} for {'it' if len(near) == 1 else 'them'}"
+            text += f", and {ranks_text(others)} for {'it' if len(near) == 1 else 'them'}"
         text += f"; {_arrival(missing, reports, silent)}"
         return Explanation(text + _steps(reports, missing), missing, silent, goes_on)
     text = _disagreement(waits, reports)
@@ -123,7 +124,7 @@ def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
     by_call: dict[str, list[int]] = {}
     for rank in ranks:
         by_call.setdefault(_shown(waits[rank]), []).append(rank)
-    parts = [f"{_named(who)} {_verb(who, 'wait')} in {call}" for call, who in by_call.items()]
+    parts = [f"{ranks_text(who)} {_verb(who, 'wait')} in {call}" for call, who in by_call.items()]
     more = f", and {len(parts) - _SHOWN_WAITS} more such groups of ranks" if len(parts) > _SHOWN_WAITS else ""
     return ", ".join(parts[:_SHOWN_WAITS]) + more
 
@@ -138,10 +139,12 @@ def _arrival(missing: Sequence[int], reports: Mapping[int, Report], silent: Coll
     parts = []
     quiet = [rank for rank in missing if rank in silent]
     if quiet:
-        parts.append(f"{_named(quiet)} never arrived and wrote no report: {_silent_reason(quiet, reports)}")
+        parts.append(
+            f"{ranks_text(quiet)} never arrived and wrote no report: {_silent_reason(quiet, reports)}"
+        )
     present = [rank for rank in missing if rank not in silent]
     if present:
-        parts.append(f"{_named(present)} never arrived: {_places(present, reports)}")
+        parts.append(f"{ranks_text(present)} never arrived: {_places(present, reports)}")
     return "; ".join(parts)
 
 
@@ -156,7 +159,9 @@ def _places(ranks: Sequence[int], reports: Mapping[int, Report], *, name: bool |
         by_place.setdefault(_place(reports[rank]), []).append(rank)
     if len(by_place) == 1 and not name:
         return f"{'it is' if len(ranks) == 1 else 'they are'} {next(iter(by_place))}"
-    return ", ".join(f"{_named(who)} {_verb(who, 'is', 'are')} {place}" for place, who in by_place.items())
+    return ", ".join(
+        f"{ranks_text(who)} {_verb(who, 'is', 'are')} {place}" for place, who in by_place.items()
+    )
 
 
 def _place(report: Report) -> str:
@@ -170,7 +175,7 @@ def _place(report: Report) -> str:
 
 
 def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
-    return f"{_named(silent)} wrote no report: {_silent_reason(silent, reports)}"
+    return f"{ranks_text(silent)} wrote no report: {_silent_reason(silent, reports)}"
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
@@ -195,7 +200,7 @@ def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
             )
             if "ended" in state and killed:
                 text += "; meanwhile the kernel has killed a process because memory ran out"
-        parts.append(text if len(by_state) == 1 else f"{text} ({_named(who)})")
+        parts.append(text if len(by_state) == 1 else f"{text} ({ranks_text(who)})")
     return "; ".join(parts)
 
 
@@ -211,7 +216,7 @@ def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) 
                 theirs.setdefault(_signature(note), []).append(other)
         if len(theirs) > 1:
             parts = ", ".join(
-                f"{_named(who)} {_verb(who, 'call')} {what}"
+                f"{ranks_text(who)} {_verb(who, 'call')} {what}"
                 for what, who in sorted(theirs.items(), key=_size)
             )
             return f"{_waiting([rank], waits)}, and the calls differ: as number {call.number} {parts}"
@@ -301,21 +306,9 @@ def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
         return f" (step {next(iter(by_step))})"
     usual = max(by_step, key=lambda step: (len(by_step[step]), step))
     parts = [
-        f"{_named(who)} {_verb(who, 'is', 'are')} at step {s}" for s, who in by_step.items() if s != usual
+        f"{ranks_text(who)} {_verb(who, 'is', 'are')} at step {s}" for s, who in by_step.items() if s != usual
     ]
     return f"; {', '.join(parts)}, the others at step {usual}"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-2``, ``ranks 0-2, 5``."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    shown = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in parts]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
 
 
 def _verb(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:

@@ -12,7 +12,7 @@ from ppfleetx.doctor import operators, registry
 from ppfleetx.doctor.check import Row, Status, Target, fail, ok, skipped, warn
 from ppfleetx.doctor.operators import kernels_row, registered, used_by, used_on_cpu
 from ppfleetx.doctor.registry import CHECKS, Check, Each, Need, examine
-from ppfleetx.doctor.report import as_json, as_table, exit_code, joined, rank_words
+from ppfleetx.doctor.report import as_json, as_table, exit_code, joined
 from ppfleetx.utils.gpu_operators import Kernel
 
 
@@ -88,13 +88,6 @@ def test_rows_of_ranks_that_are_alike_are_one():
     assert content["ok"] is False and content["counts"]["fail"] == 1
     assert [Row.from_json(row) for row in content["rows"]] == rows
     assert exit_code([warn("a", "b", "c"), skipped("d", "e")]) == 0
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"), [((3,), "rank 3"), ((0, 1, 2, 5), "ranks 0-2, 5"), ((1, 3), "ranks 1, 3")]
-)
-def test_ranks_in_words(ranks, words):
-    assert rank_words(ranks) == words
 
 
 def test_a_kernel_that_the_build_lacks_is_named():

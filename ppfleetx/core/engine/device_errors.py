@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ppfleetx.config.counts import bytes_text
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.device_usage import device_name
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import kind_of
 from ppfleetx.planner.alternatives import memory_savings
-from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.resilience.activity import PROGRESS
@@ -120,11 +120,11 @@ def _holders_and_savings(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
     memory = prediction.memory[ctx.rank_on("pp")]
     parts = {part: getattr(memory, part) for part in CARD_PARTS}
     shown = [
-        f"{part} {_size(size)}"
+        f"{part} {bytes_text(size)}"
         for part, size in sorted(parts.items(), key=lambda item: -item[1])
         if size > _WORTH_SHOWING * memory.total
     ]
-    yield f"What should hold it at the worst moment: {', '.join(shown)}; together {_size(memory.total)}."
+    yield f"What should hold it at the worst moment: {', '.join(shown)}; together {bytes_text(memory.total)}."
     savings = memory_savings(prediction)[:_MOST_SAVINGS]
     if not savings:
         yield "No setting alone saves much: this run needs more devices (ppfleetx plan ranks what fits)."
@@ -132,8 +132,4 @@ def _holders_and_savings(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
     yield "What needs less, the cheapest first:"
     for saving in savings:
         price = "in the same time" if saving.costs < 0.005 else f"a step takes {saving.costs:.0%} longer"
-        yield f"  {saving.options}   saves {_size(saving.saves)}, {price}"
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.0f} MiB"
+        yield f"  {saving.options}   saves {bytes_text(saving.saves)}, {price}"

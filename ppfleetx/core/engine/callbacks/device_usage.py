@@ -8,6 +8,7 @@ import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ppfleetx.config.counts import ranks_text
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import Run, StepRecord
@@ -167,7 +168,7 @@ def rank_table(ctx: ParallelContext, runner: Runner) -> list[str]:
         at = ctx.plan.coordinates(rank)
         place = ", ".join(f"{axis} {at[axis]}" for axis in ("pp", "mp") if ctx.size_of(axis) > 1)
         lines.setdefault(f"{count:,} parameters" + (f" ({place})" if place else ""), []).append(rank)
-    shown = [f"{_ranks(ranks):<14} {text}" for text, ranks in list(lines.items())[:_MAX_RANKS_SHOWN]]
+    shown = [f"{ranks_text(ranks):<14} {text}" for text, ranks in list(lines.items())[:_MAX_RANKS_SHOWN]]
     return shown + (["..."] if len(lines) > len(shown) else [])
 
 
@@ -176,8 +177,3 @@ def offload_notes(ctx: ParallelContext) -> list[str]:
     if not ctx.plan.sharding_offload or ctx.device != "cpu":
         return []
     return ["offload saves nothing on a CPU: the states are in host memory anyway"]
-
-
-def _ranks(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
