@@ -272,6 +272,7 @@ POSITIONS.register("rope", f"{_GPT}.positions:rope", traits=PositionTraits(rotat
 POSITIONS.register("none", f"{_GPT}.positions:none")
 
 OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:AdamW", traits=OptimizerTraits(states=2))
+OPTIMIZERS.register("Muon", "ppfleetx.optims.muon:muon", traits=OptimizerTraits(states=2))
 OPTIMIZERS.register("SGD", "ppfleetx.optims.rule:SGD", traits=OptimizerTraits(states=0, reads=()))
 
 _SCHEDULES = "ppfleetx.optims.lr_decay"

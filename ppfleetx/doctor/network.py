@@ -258,9 +258,8 @@ def examine_links(meeting: Meeting, own: str, port: int, environ: Mapping[str, s
     """
     announced = meeting.exchange([own, port, named_addresses(Target(environ=environ))], _ROUND_SECONDS)
     size = len(announced)
-    order = [
-        (meeting.number + step) % size for step in range(1, size)
-    ]  # so that they do not all start with one
+    # Each machine begins with the next one, so they do not all try the same one first.
+    order = [(meeting.number + step) % size for step in range(1, size)]
     there = {n: announced[n].value for n in order if not announced[n].problem}
     addresses = {n: (value[0], value[1]) for n, value in there.items()}
     with ThreadPoolExecutor(_THREADS) as pool:

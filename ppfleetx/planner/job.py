@@ -10,7 +10,6 @@ from operator import itemgetter
 
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.plan import ParallelPlan, Workload
-from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -311,7 +310,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
         seq_len=sequence_length(cfg),
         precision=precision,
         recomputed=recompute_of(model),
-        moments=OPTIMIZERS.traits(cfg.Optimizer.name).states,
+        moments=cfg.Optimizer.num_states,
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
         kernels=card.kernels,
