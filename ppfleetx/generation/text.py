@@ -1,4 +1,4 @@
-"""Prompts as texts or token ids, and the text of a row as it grows."""
+"""Read prompts given as texts or token ids, and decode the text of a row as it grows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Prompt = str | Sequence[int]
 
 
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """A list of prompts, and whether it was one prompt alone.
+    """A list of prompts, and whether a single prompt was given.
 
     Args:
         given: a text, token ids (a list, an array or a tensor ``[n]``), or a list of these (``[b, n]``).
 
     Raises:
-        DataError: it is something else, or an id is no integer.
+        DataError: it is something else, or an id is not an integer.
     """
     if hasattr(given, "numpy"):  # a tensor
         given = given.numpy()
@@ -49,10 +49,10 @@ def as_texts(given: Any) -> list[str]:
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """The ids of a prompt that is no text.
+    """The token ids of a prompt that is not a text.
 
     Raises:
-        DataError: it holds something else than integers.
+        DataError: it contains anything but integers.
     """
     if hasattr(prompt, "numpy"):
         prompt = prompt.numpy()
@@ -68,11 +68,11 @@ def token_ids(prompt: Any) -> list[int]:
 
 
 class NoTokenizer:
-    """In the place of a tokenizer, for a model that has none: ids go in, ids come out, and texts are empty.
+    """Stands in for the tokenizer of a model without one: prompts and results are ids, and texts are empty.
 
     Attributes:
-        vocab_size: ids of the model.
-        end_ids: nothing ends a continuation but its length, unless ``Generation.eos_token_id`` says so.
+        vocab_size: number of the model's ids.
+        end_ids: empty: only its length ends a continuation, unless ``Generation.eos_token_id`` is set.
     """
 
     place = "the model's vocabulary"
@@ -95,7 +95,7 @@ class NoTokenizer:
         raise DataError("a prompt has no token ids, and without a tokenizer nothing says how a text begins")
 
     def stream_decoder(self, **_options: Any) -> NoTokenizer:
-        """What gives no text."""
+        """A decoder that gives no text."""
         return self
 
     def feed(self, _token_id: int) -> str:
@@ -111,10 +111,10 @@ class RowText:
     """Decodes one row token by token.
 
     Args:
-        tokenizer: of the model.
-        stops: texts before which the row ends.
-        prompt: ids that the row goes on from, which may decide how its text begins.
-        emit: given each new piece of text once it is certain to belong to the result.
+        tokenizer: the model's tokenizer.
+        stops: stop strings; the row ends before the first of them.
+        prompt: ids of the prompt, which may affect how the text begins.
+        emit: called with each piece of text once it is certain to be part of the result.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class RowText:
         self._ended = False
 
     def feed(self, token_id: int) -> bool:
-        """Take one token. Returns whether a stop string is complete; later tokens are ignored."""
+        """Add a token. Returns whether a stop string is complete; tokens after that are ignored."""
         if not self._ended:
             self._held += self._decoder.feed(token_id)
             self._release()
         return self._ended
 
     def finish(self) -> str:
-        """No more tokens: send what was held back and give the whole text."""
+        """End the row: emit what was held back, and return the whole text."""
         if not self._ended:
             self._held += self._decoder.finish()
             self._release()
@@ -148,7 +148,7 @@ class RowText:
         return "".join(self._sent)
 
     def _release(self) -> None:
-        """Send what can no longer become part of a stop string; end before one that is complete."""
+        """Emit what can no longer become part of a stop string; stop before one that is complete."""
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self._send(self._held[: min(found)])
@@ -159,7 +159,7 @@ class RowText:
         self._held = self._held[safe:]
 
     def _possible_start(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         return max(
             (
                 size

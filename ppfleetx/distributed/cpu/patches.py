@@ -1,8 +1,8 @@
 """Every attribute of Paddle that the CPU process groups replace, why, and for which versions.
 
 ``TABLE`` is the whole list. Nothing else in Paddle is touched, and nothing at all before
-``cpu_backend.install()``. For each line ``tests/distributed/cpu/test_canaries.py`` asks the untouched Paddle
-whether the reason still holds; a failing canary means that the line can go.
+``backend.install()``. For each line ``tests/distributed/cpu/test_canaries.py`` tests with the untouched
+Paddle whether the reason still holds; a failing canary means that the line can be removed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _process_group(ring_id: int) -> Any:
 
 
 class _Identity(PyLayer):
-    """Forward a copy, backward the sum of the gradients over the group."""
+    """Copies its input; in the backward pass it sums the gradients over the group."""
 
     @staticmethod
     def forward(ctx: Any, tensor: paddle.Tensor, ring_id: int) -> paddle.Tensor:
@@ -38,7 +38,7 @@ class _Identity(PyLayer):
 class _SoftmaxCrossEntropy(PyLayer):
     """Cross-entropy of logits whose classes are split over the group in rank order.
 
-    Computed in float32 at least; ``loss`` is ``[..., 1]``, zero at ``ignore_index``.
+    It is computed in float32 or float64. ``loss`` is ``[..., 1]``, and zero at ``ignore_index``.
     """
 
     @staticmethod
@@ -109,7 +109,7 @@ _OperatorMaker = Callable[[Any], Any]
 class Replacement:
     """One replaced attribute.
 
-    ``make`` gets the original (None where Paddle has none) and returns what takes its place.
+    ``make`` takes the original (None if Paddle has none) and returns the replacement.
     """
 
     owner: str  # import path of the module, with ":Class" where it is a class attribute
@@ -131,7 +131,7 @@ def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
     """Replace everything in ``TABLE``; a second call does nothing.
 
     Args:
-        create_process_group: makes a group from this process's rank in it, its size and its id.
+        create_process_group: creates a group, given this process's rank in it, its size and its id.
     """
     global _create_process_group
     _create_process_group = create_process_group
@@ -144,7 +144,7 @@ def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
 
 
 def resolve_owner(entry: Replacement) -> Any:
-    """The module or class an entry's attribute belongs to."""
+    """The module or class that has the entry's attribute."""
     path, _, class_name = entry.owner.partition(":")
     module = importlib.import_module(path)
     return getattr(module, class_name) if class_name else module
