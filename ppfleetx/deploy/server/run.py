@@ -117,8 +117,8 @@ def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> 
     Raises:
         ConfigError: ``Serve.chat_template`` cannot be used.
     """
+    from ppfleetx.deploy.server.answering import TokenTexts
     from ppfleetx.deploy.server.app import Service
-    from ppfleetx.deploy.server.logprobs import TokenTexts
     from ppfleetx.deploy.server.metrics import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler
