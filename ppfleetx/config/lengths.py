@@ -32,12 +32,14 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
     Of the lengths it is their greatest common divisor: what divides that divides each of them.
     """
-    model = cfg.Model
+    model, moe = cfg.Model, cfg.Model.moe
     return Workload(
         num_layers=model.num_layers,
         num_heads=model.num_attention_heads,
         num_groups=model.kv_heads,
         ffn_size=model.ffn_size,
+        num_experts=0 if moe is None else moe.num_experts,
+        expert_size=None if moe is None else moe.expert_ffn_size or model.ffn_size,
         padded_vocab=model.padded_vocab_size,
         seq_len=math.gcd(*used_lengths(cfg).values()) or None,
         accumulate_steps=accumulate_steps,

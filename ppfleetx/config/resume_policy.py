@@ -54,20 +54,22 @@ _EFFECTS: dict[str, Effect] = {
         "Model",
         "module vocab_size hidden_size num_layers ffn_hidden_size max_position_embeddings "
         "add_bias_linear add_qkv_bias add_out_proj_bias add_mlp_bias add_head_bias num_classes lora.rank "
-        "lora.targets",
+        "lora.targets moe.num_experts moe.expert_ffn_size moe.first_dense_layers moe.layer_freq moe.layers "
+        "moe.router.bias moe.shared_experts",
     ),
     **_table(
         Effect.FUNCTION,
         "Model",
         "name num_attention_heads num_query_groups head_dim hidden_act position_embedding_type rotary_base "
         "rotary_percent rope_scaling attention_window normalization norm_epsilon qk_layernorm "
-        "parallel_residual sandwich_norm tie_word_embeddings lora.alpha lora.base",
+        "parallel_residual sandwich_norm tie_word_embeddings lora.alpha lora.base moe",
     ),
     **_table(
         Effect.TRAINING,
         "Model",
         "hidden_dropout_prob embedding_dropout_prob attention_probs_dropout_prob scale_qk_by_layer_num "
-        "softmax_in_fp32 lora.dropout",
+        "softmax_in_fp32 lora.dropout moe.router.jitter moe.aux_loss moe.z_loss_weight moe.bias_update_rate "
+        "moe.capacity",
     ),
     # Padding, initial values, kernels, recomputation and the plan.
     **_table(
@@ -81,7 +83,7 @@ _EFFECTS: dict[str, Effect] = {
         "virtual_pp_degree loss_chunks",
     ),
     **_table(Effect.OPTIMIZER, "Optimizer", "name"),
-    **_table(Effect.TRAINING, "Optimizer", "beta1 beta2 epsilon options grad_clip"),
+    **_table(Effect.TRAINING, "Optimizer", "beta1 beta2 epsilon options grad_clip muon groups layer_decay"),
     **_table(Effect.SCHEDULE, "Optimizer", "weight_decay lr weight_decay_schedule"),
     **_table(
         Effect.DATA,
@@ -136,6 +138,7 @@ _EFFECTIVE = {
     "num_query_groups": "kv_heads",
     "head_dim": "head_size",
     "ffn_hidden_size": "ffn_size",
+    "moe": "mixtures",
     "add_qkv_bias": "has_qkv_bias",
     "add_out_proj_bias": "has_out_proj_bias",
     "add_mlp_bias": "has_mlp_bias",

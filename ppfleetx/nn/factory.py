@@ -23,6 +23,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.attention_strategy import AttentionStrategy, Ulysses
 from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
 from ppfleetx.nn.embedding import VocabParallelEmbedding
+from ppfleetx.nn.expert_exchange import ExpertExchange, ParallelExperts
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.init import Init
@@ -66,8 +67,16 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
     if ctx.size_of("sep") > 1:
         factory.attention = Ulysses(ctx.group_of("sep"))
     factory.mesh, factory.rank = ctx.mesh, ctx.rank
+    factory.experts = _expert_exchange(ctx)
     factory.keeps_weights = not train and ctx.plan.sharding_stage < 3
     return factory
+
+
+def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
+    """Groups of experts exist where the model has some (``distributed/init.py``)."""
+    alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
+    groups = {"ep": ctx.groups.get("ep"), "emp": ctx.groups.get("emp"), "alike": alike}
+    return ParallelExperts(**groups) if any(groups.values()) else ExpertExchange()
 
 
 class LocalFactory:
@@ -86,7 +95,7 @@ class LocalFactory:
     hidden_same_on: tuple[str, ...] = SAME_ON_MP
 
     def __init__(self) -> None:
-        self.attention, self.matmul = AttentionStrategy(), Matmul()
+        self.attention, self.matmul, self.experts = AttentionStrategy(), Matmul(), ExpertExchange()
 
     def local_count(self, count: int, what: str) -> int:
         return count

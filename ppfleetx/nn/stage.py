@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import Form, QuantizationConfig
     from ppfleetx.config.sections.lora import LoraConfig
     from ppfleetx.nn.attention_strategy import AttentionStrategy
+    from ppfleetx.nn.expert_exchange import ExpertExchange
     from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
 
@@ -85,6 +86,7 @@ class LayerFactory(Protocol):
         sequence_parallel: whether tensor-parallel ranks see other positions of the hidden states.
         fused: the fused operators that its layers take.
         matmul: multiplies by the weights of its layers.
+        experts: brings rows of hidden states to the ranks of their experts, and back.
         hidden_same_on: of the axes that share a micro batch, those whose ranks hold the same hidden states.
     """
 
@@ -92,6 +94,7 @@ class LayerFactory(Protocol):
     sequence_parallel: bool
     fused: FusedOps
     matmul: Matmul
+    experts: ExpertExchange
     hidden_same_on: tuple[str, ...]
     group: Any
 

@@ -32,6 +32,7 @@ from ppfleetx.config.registries import (
 )
 from ppfleetx.config.registry import Registered
 from ppfleetx.config.sections.lora import LoraConfig
+from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 
 FusedName = Literal[
@@ -78,6 +79,8 @@ class ModelConfig(Section):
     hidden_act: Annotated[str, Registered(ACTIVATIONS)] = "gelu"
     """Activation of the MLP. `gelu` is the tanh form, `quick_gelu` is `x * sigmoid(1.702 x)`, `relu2` squares
     the ReLU, `swiglu` has a gate."""
+    moe: MoEConfig | None = None
+    """Mixtures of experts in place of MLPs; null: none."""
     hidden_dropout_prob: Fraction = 0.1
     """Dropout after the embedding and on each residual branch."""
     embedding_dropout_prob: Fraction | None = None
@@ -236,6 +239,11 @@ class ModelConfig(Section):
         return 4 * self.hidden_size
 
     @property
+    def mixtures(self) -> MoEConfig | None:
+        """`moe` as far as it decides what given weights compute."""
+        return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
+
+    @property
     def has_qkv_bias(self) -> bool:
         """Whether the query/key/value projection has a bias."""
         return self.add_bias_linear if self.add_qkv_bias is None else self.add_qkv_bias
@@ -337,6 +345,12 @@ class ModelConfig(Section):
                 ("attention_kernel", "use_flash_attn"),
                 "the reference kernel and use_flash_attn contradict each other; drop one of them",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_moe(self) -> ModelConfig:
+        if self.moe is not None:
+            self.moe.check_layers(self.num_layers)
         return self
 
     @model_validator(mode="after")
