@@ -54,8 +54,8 @@ Editors complete and check these files with the schema in `ppfleetx/configs/sche
 _EFFECTS_HEAD = """\
 ## What a resumed run may change
 
-A run that resumes compares its configuration with the one in the checkpoint. Whether a key may change depends on
-what it decides. A section stands for all keys in it that are not listed themselves.
+A run that resumes compares its configuration with the one in the checkpoint. Whether a key may change depends
+on what it decides. A section stands for all keys in it that are not listed themselves.
 
 | what the keys decide, and whether they may change | keys |
 |---|---|"""
