@@ -18,7 +18,6 @@ RAMP = (
     "Global.micro_batch_size=2",
     "Global.rampup_batch_size=[2,2,12]",
     "Engine.eval_freq=0",
-    "Engine.max_steps=6",
     "Engine.logging_freq=1",
 )
 
@@ -71,12 +70,13 @@ def test_ramps_that_lead_nowhere_are_refused(ramp: tuple[int, int, int]) -> None
 
 def test_a_run_resumes_within_the_ramp_and_any_plan_trains_the_same(tool: Tool, tmp_path: Path) -> None:
     whole, halves, wide = tmp_path / "whole", tmp_path / "halves", tmp_path / "wide"
-    tool.ok(whole, *RAMP)
+    tool.ok(whole, *RAMP, "Engine.max_steps=6")
     assert [consumed for _, consumed, _ in records(whole)] == [2, 4, 8, 14, 22, 30]
     tool.ok(halves, *RAMP, "Engine.max_steps=2", "Optimizer.lr.decay_steps=6")
-    tool.ok(halves, *RAMP, "Optimizer.lr.decay_steps=6", "Engine.save_load.resume=auto")
+    tool.ok(halves, *RAMP, "Engine.max_steps=6", "Optimizer.lr.decay_steps=6", "Engine.save_load.resume=auto")
     assert records(halves) == records(whole)
-    tool.ok(wide, *RAMP, "Global.micro_batch_size=1")
+    one_each = [word.replace("micro_batch_size=2", "micro_batch_size=1") for word in RAMP]
+    tool.ok(wide, *one_each, "Engine.max_steps=6")
     for one, other in zip(records(whole), records(wide), strict=True):
         assert one[:2] == other[:2]
         assert one[2] == pytest.approx(other[2], rel=1e-5)

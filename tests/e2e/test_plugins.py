@@ -225,7 +225,7 @@ def _check_conversion(folder: Path) -> None:
     refused = run("convert", "none")
     assert refused.returncode == 2 and "position_embedding_type" in refused.stderr
     assert "Traceback" not in refused.stderr and not (folder / "none").exists()
-    refused = run("generate", "", "--prompt", "a")
+    refused = run("generate", "", "a")
     assert refused.returncode == 2 and "needs the plugin parts_plugin" in refused.stderr
     for verb, output, words, variables in (
         ("convert", "argument", ("--plugin", "parts_plugin"), {}),
