@@ -34,11 +34,12 @@ from ppfleetx.nn.layer_spec import (
     Specs,
     TableSpec,
 )
-from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.linear import GroupedLinear, Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
+from ppfleetx.nn.moe_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
@@ -115,6 +116,12 @@ class LocalFactory:
     def _finished(self, layer: nn.Layer, spec: LinearSpec) -> nn.Layer:
         layer.linear, layer.kind = self.matmul.linear, _KINDS.get(spec.cut)
         return self._declared(layer, self._parameters(spec))
+
+    def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
+        specs = self._parameters(spec)
+        shapes = {name: placed(one, self.mesh, self.rank).local_shape for name, one in specs.items()}
+        layer = GroupedLinear(shapes["weight"], shapes.get("bias"), self.matmul)
+        return self._declared(layer, specs)
 
     def _parameters(self, spec: LayerSpec) -> Specs:
         return spec.parameters(sequence_parallel=self.sequence_parallel)
