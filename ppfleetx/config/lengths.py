@@ -32,7 +32,7 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
     Of the lengths it is their greatest common divisor: what divides that divides each of them.
     """
-    model, moe = cfg.Model, getattr(cfg.Model, "moe", None)
+    model, moe = cfg.Model, cfg.Model.moe
     return Workload(
         num_layers=model.num_layers,
         num_heads=model.num_attention_heads,

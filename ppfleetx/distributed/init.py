@@ -32,7 +32,7 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
         ctx = ParallelContext.single(device)
     else:
         ctx = start_fleet(cfg.plan, cfg.batch, device)
-        if getattr(cfg.Model, "moe", None) is not None:
+        if cfg.Model.moe is not None:
             ctx = ctx.with_groups([("ep",), ("emp",)])
     seed_everything(cfg.Global.seed)
     if cfg.plan.mp > 1:
