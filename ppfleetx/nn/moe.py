@@ -77,14 +77,14 @@ class Router(nn.Layer):
         capacity = self.cfg.capacity
         if capacity is None or not self.training:
             return None
-        return choices.within_capacity(
-            routing.choice,
-            routing.weights.detach(),
-            counts,
+        known = (routing.choice, routing.weights.detach(), counts)
+        kept = choices.within_capacity(
+            *(self.factory.all_positions(values) for values in known),
             num_experts=self.cfg.num_experts,
             factor=capacity.factor,
             policy=capacity.policy,
         )
+        return self.factory.own_positions(kept)
 
     def _losses(
         self,
