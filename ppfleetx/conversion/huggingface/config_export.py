@@ -11,7 +11,7 @@ from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.huggingface.config_keys import model_keys
-from ppfleetx.conversion.huggingface.families import FAMILIES
+from ppfleetx.conversion.huggingface.families import candidates
 from ppfleetx.models.gpt.spec import parameter_shapes
 
 
@@ -51,7 +51,7 @@ def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
 def _made(model: ModelConfig) -> dict[str, Any]:
     """The configuration of the first family that can express ``model``."""
     values, reasons = network(model), []
-    for model_type, family in FAMILIES.items():
+    for model_type, family in candidates(model).items():
         config = family.config(model_type, model, values)
         try:
             differences = _differences(config, model)
