@@ -183,7 +183,7 @@ class MoE(nn.Layer):
             exchange.own(tensor.reshape([-1, tensor.shape[-1]]))
             for tensor in (hidden, routing.choice, routing.weights)
         )
-        kept = None if kept is None else exchange.own(kept.reshape(choice.shape))
+        kept = None if kept is None else exchange.own(kept.reshape([-1, kept.shape[-1]]))
         order = Order(choice, self.num_experts, kept)
         there, counts = exchange.dispatch(order.dispatch(rows), order.counts)
         outputs = exchange.combine(self.experts(there, counts))

@@ -28,7 +28,7 @@ FULL = {"Model.use_recompute": True, "Model.recompute_granularity": "full"}
 )
 @pytest.mark.parametrize("model", ["moe", "moe_bias"])
 def test_loss_metrics_and_weights(comparison, model, plan, extra):
-    found = comparison.run(plan, model, "sgd", extra=extra)
+    found = comparison.run(plan, model, "sgd", of_plan=extra)
     assert found.first == 0
     assert found.worst <= TOLERANCE, found
 
