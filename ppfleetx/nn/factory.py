@@ -144,17 +144,10 @@ class LocalFactory:
         dropout: nn.Layer,
         join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
     ) -> LoraBranch:
-        matrix = _matrix_of(linear)
-        branch = LoraBranch(
-            *placed(matrix, self.mesh, self.rank).local_shape,
-            rank=cfg.rank,
-            scale=cfg.scale,
-            dropout=dropout,
-            join=join,
-            matmul=self.matmul,
-        )
-        split = self.sequence_parallel
-        return self._declared(branch, adapter(matrix, cfg.rank, sequence_parallel=split))
+        specs = adapter(_matrix_of(linear), cfg.rank, sequence_parallel=self.sequence_parallel)
+        a, b = (placed(specs[name], self.mesh, self.rank).local_shape for name in "ab")
+        branch = LoraBranch(a, b, scale=cfg.scale, dropout=dropout, join=join, matmul=self.matmul)
+        return self._declared(branch, specs)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         return QuantizedLinear(linear, form, declare=self.declare)
