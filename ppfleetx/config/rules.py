@@ -10,7 +10,7 @@ from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, Violation, Wor
 from ppfleetx.config.registries import modules_that
 from ppfleetx.config.sections.compress import PruneConfig, parts_out
 from ppfleetx.config.sections.data import GLUE_OUTPUTS, DatasetConfig
-from ppfleetx.config.sections.model import FusedName
+from ppfleetx.config.sections.model import FusedName, ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 
 
@@ -109,18 +109,24 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
     Of the lengths it is their greatest common divisor: what divides that divides each of them.
     """
-    model, moe = cfg.Model, cfg.Model.moe
+    model = cfg.Model
     return Workload(
         num_layers=model.num_layers,
         num_heads=model.num_attention_heads,
         num_groups=model.kv_heads,
         ffn_size=model.ffn_size,
-        num_experts=0 if moe is None else moe.num_experts,
-        expert_size=None if moe is None else moe.expert_ffn_size or model.ffn_size,
         padded_vocab=model.padded_vocab_size,
         seq_len=math.gcd(*used_lengths(cfg).values()) or None,
         accumulate_steps=accumulate_steps,
+        **expert_sizes(model),
     )
+
+
+def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
+    """What a plan has to divide of a mixture of experts."""
+    if model.moe is None:
+        return {"num_experts": 0}
+    return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
 
 
 def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:
@@ -156,11 +162,15 @@ def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
     quantization = cfg.Compress.Quantization
     try:
         if quantization is not None:
-            quantization.check_layers(cfg.Model.num_layers)
+            quantization.check_layers(cfg.Model.num_layers, cfg.Model.block_linears())
     except RuleError as broken:
         yield RuleError([f"{_SECTION}.{key}" for key in broken.keys], broken.rule)
     if cfg.Compress.pruning is not None:
         yield from _pruning(cfg, cfg.Compress.pruning)
+    if cfg.Model.moe is not None and cfg.Compress.quantization is not None:
+        yield RuleError((f"{_SECTION}.enable", "Model.moe"), "experts are not trained with quantisation")
+    if cfg.Model.moe is not None and cfg.Compress.Weights is not None:
+        yield RuleError(("Compress.Weights", "Model.moe"), "experts are not stored in few bits")
     if cfg.Compress.Distill is not None:
         yield from _distillation(cfg)
 
@@ -173,6 +183,8 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
             "the weights below adapters are not trained, so they are not pruned while training; prune the "
             "checkpoint first (ppfleetx prune), or merge the adapters (ppfleetx merge)",
         )
+    if model.moe is not None and pruning.part != "heads":
+        yield RuleError((f"{key}.part", "Model.moe"), "units of experts are not pruned; set part to heads")
     totals = {"heads": model.kv_heads, "mlp": model.ffn_size}
     pruned = [part for part in totals if pruning.part in (part, "both")]
     if "heads" in pruned and model.kv_heads == 1:
