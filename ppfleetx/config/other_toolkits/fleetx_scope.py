@@ -32,23 +32,6 @@ _LEFT_OUT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "static program; take the module of this name without Auto, and choose the degrees in Distributed",
     ),
     (
-        "Model.module",
-        lambda value: value == "MoEModule",
-        "this program has no mixture of experts; Model.module: GPTModule without Model.moe_configs trains "
-        "the dense model of the same sizes",
-    ),
-    (
-        "Model.moe_configs",
-        lambda value: value is not None,
-        "this program has no mixture of experts; leave the section out for the dense model of the same sizes",
-    ),
-    (
-        "Model.num_experts",
-        lambda value: value not in (None, 0, 1),
-        "this program has no mixture of experts; leave the keys of experts out for the dense model of the "
-        "same sizes",
-    ),
-    (
         "Model.name",
         lambda value: value == "GPT-cn",
         "this program does not read the tokenizer of FleetX's Chinese GPT (PaddleNLP's GPTChineseTokenizer); "

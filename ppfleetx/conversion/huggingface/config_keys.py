@@ -108,8 +108,8 @@ _WHY = {
 }
 _LAYER_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}
 _GPT_OSS = (
-    "each of its attention heads has a sink, a learned logit that takes part of the softmax; its experts clamp "
-    "what goes into their gate; and every second layer has a window. None of these is built"
+    "each of its attention heads has a sink, a learned logit that takes part of the softmax; its experts "
+    "clamp what goes into their gate; and every second layer has a window. None of these is built"
 )
 
 

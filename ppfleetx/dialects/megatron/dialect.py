@@ -13,6 +13,7 @@ from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_nam
 from ppfleetx.dialects.keys import KeyTable
 from ppfleetx.dialects.launchers import without_launcher, world_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
+from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.tables import read_file, tables_of
@@ -36,6 +37,7 @@ def rules(world_size: int | None) -> list[Rule]:
     return [
         network_rules.required,
         network_rules.network,
+        experts,
         network_rules.vocabulary,
         network_rules.data,
         run_rules.batches,

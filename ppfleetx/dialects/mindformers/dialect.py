@@ -22,6 +22,7 @@ _RULES = (
     run.network,
     plan.device,
     plan.degrees,
+    plan.experts,
     plan.batch,
     plan.recompute,
     run.data,

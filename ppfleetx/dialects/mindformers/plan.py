@@ -12,6 +12,14 @@ from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
 
 _DEVICES = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
 _TYPES = ("float32", "float16", "bfloat16")
+_DECIDING = ("num_experts_chosen", "aux_loss_factor", "capacity_factor", "norm_topk_prob")
+_EXPERTS = frozenset(
+    f"moe_config.{name}"
+    for name in (
+        *_DECIDING, "expert_num", "routing_policy", "expert_group_size", "group_wise_a2a",
+        "comp_comm_parallel", "comp_comm_parallel_degree",
+    )
+)  # fmt: skip
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*GB", re.ASCII)
 
 
@@ -74,6 +82,40 @@ def _precision(reading: Reading, result: Translation, on_cpu: bool) -> None:
     result.put("Engine.mix_precision.dtype", compute, *origins, why=why)
     result.put("Engine.mix_precision.level", "O2", *reading.origins(weights_key), why="float32 masters")
     result.put("Engine.mix_precision.hysteresis", 1, why="DynamicLossScaleUpdateCell halves at each overflow")
+
+
+def experts(reading: Reading, result: Translation) -> None:
+    """``moe_config``: all layers are mixtures of experts, or none."""
+    number = reading.integer("moe_config.expert_num", 1, least=1)
+    parallel = "parallel_config.expert_parallel"
+    degree = reading.integer(parallel, 1, least=1)
+    if number == 1:
+        if degree > 1:
+            raise reading.error(parallel, "must be 1: moe_config.expert_num is 1, and there are no experts")
+        of_experts = (name for name in reading.given if name.startswith("moe_config."))
+        result.unused.extend(reading.given[name] for name in of_experts)
+        return
+    if other := [name for name in reading.given if name.startswith("moe_config.") and name not in _EXPERTS]:
+        raise reading.error(other[0], "is not built")
+    chosen, weight, factor, normalize = (f"moe_config.{name}" for name in _DECIDING)
+    top_k = reading.integer(chosen, 1, least=1)
+    for key, value, name in (
+        ("num_experts", number, "moe_config.expert_num"),
+        ("top_k", top_k, chosen),
+        ("router.normalize", top_k > 1 and reading.flag(normalize, True), normalize),
+        ("aux_loss.kind", "switch", weight),
+        ("aux_loss.weight", reading.number(weight, 0.05, least=0), weight),
+        ("capacity.factor", reading.number(factor, 1.1, least=0), factor),
+        ("capacity.policy", "position", factor),
+    ):
+        why = "" if name in reading else "the default of MoEConfig"
+        result.put(f"Model.moe.{key}", value, *reading.origins(name), why=why)
+    if degree > 1:
+        result.put("Distributed.ep_degree", degree, *reading.origins(parallel))
+    result.notes.append(
+        "the balancing loss takes the experts' shares from the step before, and capacity is counted in each "
+        "sequence, so that neither depends on plan and micro batches, as both do there"
+    )
 
 
 def degrees(reading: Reading, result: Translation) -> None:

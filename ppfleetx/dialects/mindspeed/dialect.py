@@ -14,6 +14,7 @@ from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_nam
 from ppfleetx.dialects.launchers import without_launcher, world_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
 from ppfleetx.dialects.megatron.dialect import FLAGS, MANY
+from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.mindspeed import rules
 from ppfleetx.dialects.mindspeed.keys import ALIASES, TABLE, documented, plain
@@ -69,6 +70,7 @@ def _rules(world_size: int | None) -> list[Rule]:
         network_rules.required,
         rules.network,
         network_rules.network,
+        experts,
         network_rules.vocabulary,
         network_rules.data,
         run_rules.batches,

@@ -17,12 +17,15 @@ _DEGREES = {
     "Distributed.mp_degree": ("tensor_model_parallel_size", "tensor_parallel_degree"),
     "Distributed.pp_degree": ("pipeline_model_parallel_size", "pipeline_parallel_degree"),
     "Distributed.sep_degree": ("sep_parallel_size", "sep_parallel_degree"),
+    "Distributed.ep_degree": ("expert_model_parallel_size", "expert_parallel_degree"),
+    "Distributed.expert_mp_degree": ("expert_tensor_model_parallel_size", "expert_tensor_parallel_degree"),
     "Model.virtual_pp_degree": ("virtual_pp_degree", "virtual_pipeline_model_parallel_size"),
 }
 _SHARDING = ("sharding_parallel_size", "sharding_parallel_degree", "sharding_degree")
 _DATA = ("data_parallel_size", "data_parallel_degree")
 
 CONFIG = "config.json"
+_KINDS = ("gpt2", "llama")
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}
 
 
@@ -31,7 +34,13 @@ def network(reading: Reading, result: Translation) -> None:
     kind_key = f"{CONFIG}.model_type"
     if kind_key not in reading:
         return
-    kind = reading.choice(kind_key, ("gpt2", "llama"))
+    if reading.value(kind_key) not in _KINDS:
+        raise reading.error(
+            kind_key,
+            f"must be one of {', '.join(_KINDS)}; convert the weights of another network (ppfleetx "
+            "convert) and name the result, whose config.yaml is read",
+        )
+    kind = reading.value(kind_key)
     origins = reading.origins(kind_key)
     act = _ACTIVATIONS[reading.choice(f"{CONFIG}.activation_function", _ACTIVATIONS, "gelu_new")]
     shape = {
@@ -64,6 +73,14 @@ def network(reading: Reading, result: Translation) -> None:
     _unless(result, "Model.attention_probs_dropout_prob", attention, reading.origins(*names))
 
 
+def balancing(reading: Reading, result: Translation) -> None:
+    """The update of a router's bias, which only a network with such a bias has."""
+    name, has_bias = "moe_router_bias_update_rate", "config.yaml.Model.moe.router.bias"
+    if name in reading and reading.value(has_bias) is True:
+        rate = reading.number(name, least=0.0)
+        result.replace("Model.moe.bias_update_rate", rate, *reading.origins(name))
+
+
 def _unless(result: Translation, key: str, value: float, origins: tuple) -> None:
     """Set what an argument of the run has not set."""
     if key not in result.native:
@@ -76,11 +93,11 @@ def plan_rule(world_size: int | None) -> Callable[[Reading, Translation], None]:
     def plan(reading: Reading, result: Translation) -> None:
         degrees = {key: _degree(reading, names) for key, names in _DEGREES.items()}
         for key, value in degrees.items():
-            if value is not None:
+            if value is not None and (value > 1 or "expert" not in _DEGREES[key][0]):
                 result.put(key, value, *reading.origins(*_DEGREES[key]))
         if reading.value("sequence_parallel") in (True, 1) and (degrees["Distributed.mp_degree"] or 1) > 1:
             result.put("Model.sequence_parallel", True, *reading.origins("sequence_parallel"))
-        model = math.prod(value or 1 for key, value in degrees.items() if key.startswith("Distributed."))
+        model = math.prod(degrees[f"Distributed.{axis}_degree"] or 1 for axis in ("mp", "pp", "sep"))
         if world_size is not None and world_size % model:
             raise ConfigError(
                 f"the job has {world_size} processes, which {model} (tensor x pipeline x sep) do not divide",
