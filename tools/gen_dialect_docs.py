@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -45,20 +46,44 @@ def filled(page: str, dialect: Dialect) -> str:
     Raises:
         ValueError: a table's marks are missing.
     """
+    written: dict[str, KeyTable] = {}
     for name, table in dialect.tables.items():
         begin, end = BEGIN.format(name=name), END.format(name=name)
         before, found, rest = page.partition(begin)
         _, closed, after = rest.partition(end)
         if not (found and closed):
             raise ValueError(f"the page has no block {begin} ... {end}")
-        page = f"{before}{begin}\n\n{key_table(table)}\n\n{end}{after}"
+        page = f"{before}{begin}\n\n{_block(name, table, written)}\n\n{end}{after}"
+        written[name] = table
     return page
 
 
-def key_table(table: KeyTable) -> str:
-    """One row per key: name, what happens to it, and how or why."""
-    rows = [f"| `{key.name}` | {_fate(key)} | {_cell(key.says)} |" for key in table.keys]
+def _block(name: str, table: KeyTable, earlier: Mapping[str, KeyTable]) -> str:
+    """The rows of ``table``; a sentence stands for most keys of an earlier table, if it has them, too."""
+    rows = {_row(name, key): key for key in table.keys}
+    for other, keys in earlier.items():
+        known = [_row(other, key) for key in keys.keys]
+        missing = [key for key, *answer in known if (key, *answer) not in rows]
+        if len(missing) < len(known) / 2:
+            but = f" except {', '.join(f'`{key}`' for key in missing)}" if missing else ""
+            own = [key for row, key in rows.items() if row not in known]
+            return f"All keys of [{other}](#keys-{other}){but}, and:\n\n{key_table(own, name)}"
+    return key_table(table.keys, name)
+
+
+def key_table(keys: Iterable[Key], section: str = "") -> str:
+    """What happens to each key, and how or why; keys with the same answer share a row."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for key in keys:
+        name, *answer = _row(section, key)
+        names.setdefault(tuple(answer), []).append(f"`{name}`")
+    rows = [f"| {', '.join(keys)} | {fate} | {says} |" for (fate, says), keys in names.items()]
     return "\n".join(["| key | here | how, or why |", "|---|---|---|", *rows])
+
+
+def _row(section: str, key: Key) -> tuple[str, str, str]:
+    """Name (without the section that the heading names), what happens to it, how or why."""
+    return key.name.removeprefix(f"{section}."), _fate(key), _cell(key.says)
 
 
 def _fate(key: Key) -> str:

@@ -13,14 +13,15 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.reading.overrides import Override
-from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
+from ppfleetx.config.registries import SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.without_effect import without_effect
-from ppfleetx.models.gpt.spec import flops_per_step, parameter_count, trained_count
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count, parameter_specs, trained_count
+from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
-from ppfleetx.planner.summary import memory_lines
+from ppfleetx.planner.report import memory_lines
 from ppfleetx.utils.devices import GPU
 from ppfleetx.utils.gpu_operators import on_the_host
 
@@ -92,6 +93,7 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         *_batch_lines(cfg),
         _line("precision", _precision(cfg)),
         *_offload_lines(cfg),
+        *_group_lines(cfg),
         _line("recompute", _recompute(cfg.Model)),
         *_memory_lines(cfg, device),
         _line("learning rate", _schedule(cfg)),
@@ -251,7 +253,7 @@ def _offload_lines(cfg: RunConfig) -> list[str]:
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
-    moments = 4 * OPTIMIZERS.traits(cfg.Optimizer.name).states
+    moments = 4 * cfg.Optimizer.num_states
     masters = 4 if precision.enable and precision.level == "O2" else 0
     size = moments + masters
     if size == 0:
@@ -282,6 +284,22 @@ def _recompute(model: ModelConfig) -> str:
     if count == 0:
         return "none"
     return f"{model.recompute_granularity or 'full'}, {count} of {model.num_layers} layers"
+
+
+def _group_lines(cfg: RunConfig) -> list[str]:
+    """Which parameters train by which optimizer and with which settings, where they are not all alike."""
+    rows = group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
+    if len(rows) == 1:
+        return []
+    return [
+        _line(
+            "optimizer" if number == 0 else "",
+            f"{row.optimizer}{f', {row.settings}' if row.settings else ''}: "
+            f"{counted(len(row.names), 'parameter')} of {human_count(row.num_elements)} ({row.name}), "
+            f"{row.names[0]}{' ...' if len(row.names) > 1 else ''}",
+        )
+        for number, row in enumerate(rows)
+    ]
 
 
 def _schedule(cfg: RunConfig) -> str:

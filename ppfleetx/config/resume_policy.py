@@ -83,7 +83,7 @@ _EFFECTS: dict[str, Effect] = {
         "virtual_pp_degree loss_chunks",
     ),
     **_table(Effect.OPTIMIZER, "Optimizer", "name"),
-    **_table(Effect.TRAINING, "Optimizer", "beta1 beta2 epsilon options grad_clip"),
+    **_table(Effect.TRAINING, "Optimizer", "beta1 beta2 epsilon options grad_clip muon groups layer_decay"),
     **_table(Effect.SCHEDULE, "Optimizer", "weight_decay lr weight_decay_schedule"),
     **_table(
         Effect.DATA,

@@ -116,6 +116,11 @@ SWITCHED_OFF = (
         for key in ("beta1", "beta2", "epsilon", "weight_decay")
     ),
     SwitchedOff(
+        _keys("Optimizer.muon", "momentum nesterov scale steps coefficients split epsilon"),
+        lambda cfg: "Muon" not in cfg.Optimizer.names,
+        "no optimizer is Muon",
+    ),
+    SwitchedOff(
         ("Optimizer.weight_decay",),
         lambda cfg: cfg.Optimizer.name != "SGD" and cfg.Optimizer.weight_decay_schedule is not None,
         "Optimizer.weight_decay_schedule says it",

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from ppfleetx.config.errors import shown_key
+import yaml
+
+from ppfleetx.config.errors import shown, shown_key
 
 Convert = Callable[[Any], Mapping[str, Any] | Any]
 """From the value of a key to native values: a mapping of native keys, or the one value of ``Key.to``."""
@@ -105,3 +110,133 @@ def _matches(pattern: list[str], parts: list[str]) -> bool:
     return len(pattern) == len(parts) and all(
         p in ("*", part) for p, part in zip(pattern, parts, strict=True)
     )
+
+
+_KINDS = {
+    "to": Kind.MAPPED,
+    "joint": Kind.MAPPED,
+    "fixed": Kind.FIXED,
+    "unused": Kind.UNUSED,
+    "refused": Kind.REFUSED,
+}
+_WINDOW = re.compile(r"\s*[(\[]?\s*(-1|\d{1,9})\s*,\s*(-1|\d{1,9})\s*[)\]]?\s*", re.ASCII)
+
+
+def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """A conversion by a table of values; others are refused with the list."""
+
+    def convert(value: Any) -> Any:
+        for word, meaning in words.items():
+            if type(word) is type(value) and word == value:
+                return meaning
+        raise ValueError(f"must be one of {', '.join(map(shown, words))}")
+
+    return convert
+
+
+def integer(value: Any, *, least: int = 1) -> int:
+    """``value``, which must be an integer of at least ``least``: for conversions that compute with it.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"must be an integer of at least {least}")
+    return value
+
+
+def number(value: Any, *, least: float = 0.0) -> float:
+    """``value``, which must be a finite number of at least ``least``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise ValueError(f"must be a number of at least {least:g}")
+    return value
+
+
+def flag(value: Any) -> bool:
+    """``value``, which must be true or false.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _window(value: Any) -> dict[str, Any]:
+    """``(left, right)``: a causal model has no right side, and a left side of -1 is no window."""
+    found = _WINDOW.fullmatch(str(value))
+    if found is None:
+        raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")
+    left = int(found[1])
+    if left == 0:
+        raise ValueError("a window of 0 lets each token see itself alone")
+    return {} if left < 0 else {"Model.attention_window": left}
+
+
+def _betas(value: Any) -> dict[str, Any]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("must be a list of two numbers")
+    return {f"Optimizer.beta{place}": number(beta) for place, beta in enumerate(value, start=1)}
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "flag": flag,
+    "inverted": lambda value: not flag(value),
+    "where_true": lambda value: flag(value) or None,
+    "false_where_true": lambda value: False if flag(value) else None,
+    "truth": bool,
+    "number": number,
+    "count": lambda value: integer(value, least=0),
+    "positive_or_none": lambda value: (
+        None if value in (-1, 0) and not isinstance(value, bool) else integer(value)
+    ),
+    "positive_or_all": lambda value: None if value == -1 else integer(value),
+    "window": _window,
+    "betas": _betas,
+}
+"""Functions from the value of a key to native values; None leaves the native key open."""
+
+
+def read_file(dialect: str) -> dict[str, Any]:
+    """The content of ``keys.yaml`` of a dialect."""
+    text = (Path(__file__).parent / dialect / "keys.yaml").read_text("utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - safe, both of them
+
+
+def tables_of(
+    content: Mapping[str, Any], prefixes: Mapping[str, str] | None = None
+) -> dict[str, tuple[Key, ...]]:
+    """The tables of a file by name.
+
+    Args:
+        content: the file, see :func:`read_file`; what is no list of rows is not a table.
+        prefixes: what stands before all keys of a table.
+    """
+    return {
+        name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))
+        for name, rows in content.items()
+        if isinstance(rows, list)
+    }
+
+
+def _keys(row: Mapping[str, Any], prefix: str) -> Iterator[Key]:
+    (column,) = row.keys() & _KINDS.keys()
+    kind = _KINDS[column]
+    is_mapped = kind is Kind.MAPPED
+    to = tuple(row[column].split()) if is_mapped else ()
+    says = row.get("says", "") if is_mapped else row[column]
+    accepts = tuple(row["only"]) if "only" in row else None
+    convert = _conversion(row) if column == "to" else None
+    for name in row["key"].split():
+        yield Key(prefix + name, kind, to, convert, accepts, says)
+
+
+def _conversion(row: Mapping[str, Any]) -> Callable[[Any], Any]:
+    if "choices" in row:
+        return choice(row["choices"])
+    return CONVERSIONS[row["by"]] if "by" in row else same

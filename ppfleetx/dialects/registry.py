@@ -9,9 +9,8 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.dialects.given import normal_name
+from ppfleetx.dialects.given import normal_name, refuse_other_models
 from ppfleetx.dialects.keys import KeyTable
-from ppfleetx.dialects.launchers import refuse_other_models
 from ppfleetx.dialects.translation import Translation
 
 _MODULES: tuple[str, ...] = (

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.dialects.given import Given
 from ppfleetx.dialects.keys import Key, KeyTable, Kind
-from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.translation import Translation
 
-Rule = Callable[[Reading, Translation], None]
+Rule = Callable[[Translation], None]
 """Reads keys that decide native values together, and puts those into the translation."""
 
 
@@ -48,12 +46,11 @@ def translate(
     if unknown:
         raise _unknown(unknown[0], table, dialect)
     for name, (one, key) in found.items():
-        result.read[name] = one
+        result.given[name] = one
         if one.value is not None:
             _take(one, key, result)
-    reading = Reading(result.read)
     for rule in rules:
-        rule(reading, result)
+        rule(result)
     return result
 
 
@@ -110,48 +107,3 @@ def _converted(one: Given, key: Key) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
     return dict.fromkeys(key.to, value)
-
-
-def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """A conversion by a table of values; others are refused with the list."""
-
-    def convert(value: Any) -> Any:
-        for word, meaning in words.items():
-            if type(word) is type(value) and word == value:
-                return meaning
-        raise ValueError(f"must be one of {', '.join(map(shown, words))}")
-
-    return convert
-
-
-def integer(value: Any, *, least: int = 1) -> int:
-    """``value``, which must be an integer of at least ``least``: for conversions that compute with it.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"must be an integer of at least {least}")
-    return value
-
-
-def number(value: Any, *, least: float = 0.0) -> float:
-    """``value``, which must be a finite number of at least ``least``.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-        raise ValueError(f"must be a number of at least {least:g}")
-    return value
-
-
-def flag(value: Any) -> bool:
-    """``value``, which must be true or false.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value

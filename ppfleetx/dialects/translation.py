@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +42,10 @@ class Native:
 
 @dataclass
 class Translation:
-    """Native values, and notes about the translation.
+    """What a user gave, read with a type by :meth:`integer` and its like, and the native values of it.
+
+    These methods take a default for a key that is not given or has no value, and raise a ConfigError with
+    key, value and place where a value has another type.
 
     Attributes:
         dialect: the toolkit's name, as in "MindFormers".
@@ -50,8 +54,7 @@ class Translation:
         fixed: given keys that change nothing, with the reason.
         unused: given keys without meaning here.
         notes: deliberate differences between a run here and there; tools log them.
-        read: every given value by its name in the key table, for programs that need more than a
-            configuration (the run mode, the prompt).
+        given: every given value by its name in the key table.
     """
 
     dialect: str
@@ -60,10 +63,14 @@ class Translation:
     fixed: list[tuple[Given, str]] = field(default_factory=list)
     unused: list[Given] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    read: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, Given] = field(default_factory=dict)
 
-    def put(self, key: str, value: Any, *origins: Given, why: str = "") -> None:
+    def put(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
         """Set a native value; None leaves the key open.
+
+        Args:
+            sources: the values that it follows from, or their names; names that are not given are left out.
+            why: an explanation for the comment in the YAML.
 
         Raises:
             ConfigError: something else has been set for it, from another place.
@@ -72,22 +79,105 @@ class Translation:
             return
         known = self.native.get(key)
         if known is not None and known.value != value:
-            new = Native(value, origins, why)
+            new = Native(value, self._given(sources), why)
             raise ConfigError(
                 f"says {shown(value)} ({new.place}) and {shown(known.value)} ({known.place}); give one",
                 key=key,
             )
         before = known.origins if known else ()
-        self.native[key] = Native(value, (*before, *(one for one in origins if one not in before)), why)
+        new = tuple(one for one in self._given(sources) if one not in before)
+        self.native[key] = Native(value, (*before, *new), why)
 
-    def replace(self, key: str, value: Any, *origins: Given, why: str = "") -> None:
-        """Set a native value whatever has been set before."""
+    def replace(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
+        """Set a native value, whatever was set before."""
         self.native.pop(key, None)
-        self.put(key, value, *origins, why=why)
+        self.put(key, value, *sources, why=why)
 
-    def put_null(self, key: str, *origins: Given, why: str = "") -> None:
+    def put_null(self, key: str, *sources: str | Given, why: str = "") -> None:
         """Set a native value to null, where that is not the key's default."""
-        self.native[key] = Native(None, origins, why)
+        self.native[key] = Native(None, self._given(sources), why)
+
+    def _given(self, sources: Sequence[str | Given]) -> tuple[Given, ...]:
+        return tuple(
+            one
+            for source in sources
+            for one in (self.origins(source) if isinstance(source, str) else (source,))
+        )
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.given and self.given[key].value is not None
+
+    def origins(self, *keys: str) -> tuple[Given, ...]:
+        """The given ones of ``keys``, to say where a native value came from."""
+        return tuple(self.given[key] for key in keys if key in self)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value, of whatever type it is."""
+        return self.given[key].value if key in self else default
+
+    def integer(self, key: str, default: Any = None, *, least: int | None = None) -> Any:
+        """An integer, at least ``least``."""
+        value = self.value(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, "must be an integer")
+        if least is not None and value < least:
+            raise self.error(key, f"must be at least {least}")
+        return value
+
+    def number(self, key: str, default: Any = None, *, least: float | None = None) -> Any:
+        """A finite number, at least ``least``."""
+        value = self.value(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(key, "must be a number")
+        if least is not None and value < least:
+            raise self.error(key, f"must be at least {least:g}")
+        return float(value)
+
+    def flag(self, key: str, default: Any = None) -> Any:
+        """true or false."""
+        value = self.value(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, "must be true or false")
+        return value
+
+    def text(self, key: str, default: Any = None) -> Any:
+        """A text that is not empty, as it was written."""
+        if key not in self:
+            return default
+        one = self.given[key]
+        value = one.value if isinstance(one.value, str) or one.text is None else one.text
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(key, "must be a text")
+        return value
+
+    def choice(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
+        """One of ``choices``."""
+        value = self.value(key)
+        if value is None:
+            return default
+        choices = list(choices)
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            raise self.error(key, f"must be one of {', '.join(map(shown, choices))}")
+        return value
+
+    def error(self, key: str, rule: str, hint: str | None = None) -> ConfigError:
+        """An error about a key that is given."""
+        one = self.given[key]
+        return ConfigError(rule, key=one.key, value=one.value, place=one.place, hint=hint)
+
+    def conflict(self, keys: Sequence[str], rule: str) -> ConfigError:
+        """An error about several keys; the first given one is named first."""
+        first, *others = self.origins(*keys)
+        also = ", ".join(f"{one.key} = {shown(one.value)} ({one.place})" for one in others)
+        return ConfigError(
+            rule, key=first.key, value=first.value, place=first.place, hint=f"[with {also}]" if also else None
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:

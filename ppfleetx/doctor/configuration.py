@@ -12,7 +12,8 @@ from ppfleetx.distributed.device import is_card, kind_of, total_memory
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.planner.cards import GIB
-from ppfleetx.planner.summary import run_prediction, verdict
+from ppfleetx.planner.prediction import run_prediction
+from ppfleetx.planner.report import verdict
 from ppfleetx.utils.gpu_operators import on_the_host
 from ppfleetx.utils.machine import available_bytes
 

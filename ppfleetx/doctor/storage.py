@@ -16,7 +16,7 @@ from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
 from ppfleetx.planner.long_run import checkpoint_bytes
-from ppfleetx.planner.summary import run_prediction
+from ppfleetx.planner.prediction import run_prediction
 
 _PIECE_BYTES, _PIECES = 4 << 20, 8
 _SLOW_SECONDS = 120.0  # of one checkpoint

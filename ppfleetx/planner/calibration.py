@@ -14,13 +14,13 @@ import yaml
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.planner.cards import Card
-from ppfleetx.planner.case import Case, case_of
+from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 
 _WARM_UP = 2
-# Found one after the other, several times: the speed of computation first, which any run shows.
+# Fitted one after the other, in several sweeps: the speed of computation first, which any run shows.
 _COMPUTE = ("matmul_efficiency", "memory_efficiency")
 _OTHERS = {
     ("kernel_latency_us", "matmul_latency_us"): 0.01,
@@ -40,7 +40,7 @@ class Observed:
     """A run's plan and the median seconds of its steps."""
 
     name: str
-    case: Case
+    job: Job
     seconds: float
 
 
@@ -64,8 +64,8 @@ def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) 
         f"calibrated to {len(runs)} run{'s' if len(runs) > 1 else ''}; predicted step, before and after:"
     ]
     for run in runs:
-        before = step_time(run.case, cluster).seconds
-        after = step_time(run.case, replace(cluster, card=fitted)).seconds
+        before = step_time(run.job, cluster).seconds
+        after = step_time(run.job, replace(cluster, card=fitted)).seconds
         lines.append(
             f"  {run.name}: measured {run.seconds:.4g} s, before {before:.4g} s "
             f"({before / run.seconds - 1:+.0%}), "
@@ -93,8 +93,8 @@ def _observed(directory: Path, card: Card) -> Observed:
             key="--calibrate",
             value=directory,
         )
-    case = case_of(load_config(config), card)
-    return Observed(str(directory), case, statistics.median(seconds[_WARM_UP:]))
+    job = job_of(load_config(config), card)
+    return Observed(str(directory), job, statistics.median(seconds[_WARM_UP:]))
 
 
 def _step_seconds(path: Path) -> list[float]:
@@ -141,7 +141,7 @@ def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequen
 
 def _distance(card: Card, cluster: Cluster, runs: Sequence[Observed]) -> float:
     there = replace(cluster, card=card)
-    wrong = sum(math.log(step_time(run.case, there).seconds / run.seconds) ** 2 for run in runs)
+    wrong = sum(math.log(step_time(run.job, there).seconds / run.seconds) ** 2 for run in runs)
     return wrong + sum(w * _log_factor(card, cluster.card, names[0]) ** 2 for names, w in _OTHERS.items())
 
 

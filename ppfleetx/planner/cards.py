@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +16,11 @@ from ppfleetx.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt,
 from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.validate import section_of
+from ppfleetx.utils.devices import CPU, GPU, XPU
 
 GIB = 1 << 30
+ANY_GPU, ANY_CPU = "A100-80GB", "CPU"
+"""Cards that stand for the devices when no card is named."""
 _MICRO = 1e-6
 
 
@@ -133,6 +137,23 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
 def card_names() -> list[str]:
     """Names of the shipped cards."""
     return list(_shipped())
+
+
+def any_card(device: str) -> Card:
+    """The card that stands for devices of a kind when no card is named."""
+    kind = device.partition(":")[0]
+    if kind in (CPU, GPU, XPU):
+        return load_card(ANY_CPU if kind == CPU else ANY_GPU)
+    return load_card(ANY_GPU).model_copy(update={"name": kind, "kernels": "plugin"})
+
+
+def card_of_device(device_name: str) -> str | None:
+    """The shipped card whose model is a word of a driver's name: ``NVIDIA A100-SXM4-80GB`` is an A100.
+
+    PCIe models of the same name are slower; set `Global.peak_tflops` for them.
+    """
+    words = re.split(r"[\s_-]+", device_name.upper())
+    return next((name for name in card_names() if name.split("-")[0] in words and name != ANY_CPU), None)
 
 
 def _shipped() -> dict[str, Any]:

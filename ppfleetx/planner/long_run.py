@@ -8,7 +8,7 @@ from typing import Any
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.models.gpt.spec import parameter_count
-from ppfleetx.planner.case import Case
+from ppfleetx.planner.job import Job
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.step_time import step_time
@@ -34,9 +34,9 @@ class RunLength:
 
 def run_length(prediction: Prediction, tokens: float) -> RunLength:
     """The run of ``tokens`` with the step of ``prediction``."""
-    steps = tokens / prediction.case.tokens
+    steps = tokens / prediction.job.tokens
     seconds = steps * prediction.time.seconds
-    cards = prediction.case.plan.world_size
+    cards = prediction.job.plan.world_size
     return RunLength(tokens, steps, seconds / _DAY, seconds / _HOUR * cards)
 
 
@@ -68,7 +68,7 @@ def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: 
         save: seconds that the job waits for a checkpoint.
         restart: seconds from a failure to the first step after it.
     """
-    nodes = max(1.0, prediction.case.plan.world_size / prediction.cluster.per_node)
+    nodes = max(1.0, prediction.job.plan.world_size / prediction.cluster.per_node)
     mtbf = node_mtbf / nodes
     interval = _daly(save, mtbf)
     lost = save / (interval + save) + (interval + save) / (2 * mtbf) + restart / mtbf
@@ -83,10 +83,10 @@ def _daly(save: float, mtbf: float) -> float:
     return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(half) / 3 + half / 9) - save
 
 
-def checkpoint_bytes(case: Case) -> float:
+def checkpoint_bytes(job: Job) -> float:
     """Parameters or their masters, and optimizer states."""
-    each = max(case.precision.master_bytes, case.precision.parameter_bytes) + 4 * case.moments
-    return parameter_count(case.model) * each
+    each = max(job.precision.master_bytes, job.precision.parameter_bytes) + 4 * job.moments
+    return parameter_count(job.model) * each
 
 
 @dataclass(frozen=True)
@@ -99,25 +99,25 @@ class Ramp:
     samples: int
 
 
-def ramp_seconds(case: Case, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
+def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
     """(seconds of the ramp's sequences, the same with the whole batch from the start).
 
     Raises:
         ValueError: a batch of the ramp cannot be dealt out.
     """
-    per_pass = case.plan.data_size * case.micro_batch
-    sizes = list(range(ramp.start, case.global_batch, ramp.increment))
+    per_pass = job.plan.data_size * job.micro_batch
+    sizes = list(range(ramp.start, job.global_batch, ramp.increment))
     wrong = next((size for size in (*sizes, ramp.increment) if size % per_pass), None)
     if wrong is not None or not sizes:
         raise ValueError(
-            f"a ramp has batches below {case.global_batch} that are multiples of data ranks x micro batch = "
+            f"a ramp has batches below {job.global_batch} that are multiples of data ranks x micro batch = "
             f"{per_pass}" + ("" if wrong is None else f", not {wrong}")
         )
     each = ramp.samples / len(sizes)
     seconds = 0.0
     for size in sizes:
-        seconds += each / size * step_time(replace(case, accumulate=size // per_pass), cluster).seconds
-    return seconds, ramp.samples / case.global_batch * step_time(case, cluster).seconds
+        seconds += each / size * step_time(replace(job, accumulate=size // per_pass), cluster).seconds
+    return seconds, ramp.samples / job.global_batch * step_time(job, cluster).seconds
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class Questions:
         """What failures cost a run of ``prediction``."""
         save = self.save_seconds
         if save is None:
-            nodes = max(1.0, prediction.case.plan.world_size / prediction.cluster.per_node)
-            save = checkpoint_bytes(prediction.case) / (nodes * _NODE_WRITES)
+            nodes = max(1.0, prediction.job.plan.world_size / prediction.cluster.per_node)
+            save = checkpoint_bytes(prediction.job) / (nodes * _NODE_WRITES)
         node_mtbf = self.node_mtbf_hours * _HOUR
         return failures(prediction, node_mtbf=node_mtbf, save=save, restart=self.restart_seconds)
 
@@ -185,7 +185,7 @@ def _failure_line(found: Failures) -> str:
 
 def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
     try:
-        slow, fast = ramp_seconds(prediction.case, prediction.cluster, ramp)
+        slow, fast = ramp_seconds(prediction.job, prediction.cluster, ramp)
     except ValueError as error:
         raise ConfigError(
             str(error), key="--ramp", value=f"{ramp.start},{ramp.increment},{ramp.samples}"
@@ -198,20 +198,20 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
 
 def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
     """The same model-parallel plan on other numbers of cards, at the same batch."""
-    case, lines = (
-        prediction.case,
+    job, lines = (
+        prediction.job,
         ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],
     )
-    model_parallel = case.plan.world_size // case.plan.dp
+    model_parallel = job.plan.world_size // job.plan.dp
     for cards in asked.scale:
-        per_pass = cards // model_parallel * case.plan.sharding * case.micro_batch
-        if cards % model_parallel or not per_pass or case.global_batch % per_pass:
+        per_pass = cards // model_parallel * job.plan.sharding * job.micro_batch
+        if cards % model_parallel or not per_pass or job.global_batch % per_pass:
             reason = f"not a multiple of {model_parallel} cards, or more replicas than the batch can serve"
             lines.append(f"{cards:8,} {reason}")
             continue
-        plan = replace(case.plan, dp=cards // model_parallel)
+        plan = replace(job.plan, dp=cards // model_parallel)
         other = Prediction(
-            replace(case, plan=plan, accumulate=case.global_batch // per_pass), prediction.cluster
+            replace(job, plan=plan, accumulate=job.global_batch // per_pass), prediction.cluster
         )
         run = run_length(other, tokens)
         lines.append(

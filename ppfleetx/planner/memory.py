@@ -15,7 +15,7 @@ from ppfleetx.models.gpt.spec import BlockSpec, model_spec
 from ppfleetx.nn.cost import Recompute, Work
 from ppfleetx.nn.tape import Tape
 from ppfleetx.planner.cards import GIB
-from ppfleetx.planner.case import Case, SameModel
+from ppfleetx.planner.job import Job, ModelKey
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
@@ -92,29 +92,29 @@ CARD_PARTS = (
 )
 
 
-def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
+def stage_memory(job: Job, cluster: Cluster, stage: int) -> StageMemory:
     """Memory of a rank of pipeline stage ``stage``."""
-    precision, plan = case.precision, case.plan
-    held = held_parameters(case, stage)
+    precision, plan = job.precision, job.plan
+    held = held_parameters(job, stage)
     masters = held.owned * precision.master_bytes
-    moments = held.owned * 4 * case.moments
+    moments = held.owned * 4 * job.moments
     host = masters + moments if plan.sharding_offload else 0.0
-    if case.async_save:
-        host += held.owned * (4 * case.moments + max(precision.master_bytes, precision.parameter_bytes))
+    if job.async_save:
+        host += held.owned * (4 * job.moments + max(precision.master_bytes, precision.parameter_bytes))
     if plan.sharding_offload:
         masters = moments = 0.0
     parts = {
         "parameters": held.resident * precision.parameter_bytes + held.stored,
         "masters": masters,
         "optimizer": moments,
-        **_worst_moment(case, stage, held),
+        **_worst_moment(job, stage, held),
     }
-    gradients = _kept_gradients(case, held) * precision.gradient_bytes
-    fragments = _fragments(case) * sum(parts.values())
+    gradients = _kept_gradients(job, held) * precision.gradient_bytes
+    fragments = _fragments(job) * sum(parts.values())
     context = cluster.card.context_gib * GIB
     kept = parts["parameters"] + masters
-    start = context + (1 + _fragments(case)) * _start(case, held, kept)
-    save = context + (1 + _fragments(case)) * (kept + moments + _states_of_generators(plan))
+    start = context + (1 + _fragments(job)) * _start(job, held, kept)
+    save = context + (1 + _fragments(job)) * (kept + moments + _states_of_generators(plan))
     return StageMemory(
         **parts,
         context=context,
@@ -133,59 +133,59 @@ def _states_of_generators(plan: ParallelPlan) -> float:
     return (plan.world_size + 1.0) * each if plan.world_size > 1 else 0.0
 
 
-def _start(case: Case, held: Held, kept: float) -> float:
+def _start(job: Job, held: Held, kept: float) -> float:
     """The largest stage of layers as Paddle makes it, in float32; or all that is kept, or what is kept so far
     and the float32 values of a 16-bit parameter whose master is not (``parallel/first_values.py``)."""
-    drops = case.precision.parameter_bytes < 4 and (case.plan.sharding_offload or held.owned < held.resident)
+    drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
     return max(4.0 * held.largest_layer, kept, *drawn)
 
 
-def _fragments(case: Case) -> float:
-    if case.fragments is not None:
-        return case.fragments
-    return 0.0 if case.kernels == "cpu" else _FRAGMENTS  # on a CPU what is asked for is what is counted
+def _fragments(job: Job) -> float:
+    if job.fragments is not None:
+        return job.fragments
+    return 0.0 if job.kernels == "cpu" else _FRAGMENTS  # on a CPU what is asked for is what is counted
 
 
-def least_memory(case: Case, cluster: Cluster) -> float:
+def least_memory(job: Job, cluster: Cluster) -> float:
     """Bytes that the fullest rank needs whatever its micro batch and recompute are: what a search looks at
     before it varies those."""
-    precision, states = case.precision, 0.0
-    if not case.plan.sharding_offload:
-        states = precision.master_bytes + 4 * case.moments
+    precision, states = job.precision, 0.0
+    if not job.plan.sharding_offload:
+        states = precision.master_bytes + 4 * job.moments
     most = 0.0
-    for stage in {0, case.plan.pp - 1}:
-        held = held_parameters(case, stage)
+    for stage in {0, job.plan.pp - 1}:
+        held = held_parameters(job, stage)
         most = max(
             most,
             held.resident * precision.parameter_bytes
             + held.stored
-            + _kept_gradients(case, held) * precision.gradient_bytes
+            + _kept_gradients(job, held) * precision.gradient_bytes
             + held.owned * states,
         )
     return most + cluster.card.context_gib * GIB
 
 
-def _kept_gradients(case: Case, held: Held) -> int:
+def _kept_gradients(job: Job, held: Held) -> int:
     """Gradients a rank has when the last backward pass ends: from sharding stage 2 on, the owner's, and of
     each other owner those that wait for a full bucket."""
-    if case.plan.sharding == 1 or case.plan.sharding_stage == 1:
+    if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
-    waiting = (case.plan.sharding - 1) * _BUCKET_BYTES // case.precision.gradient_bytes
+    waiting = (job.plan.sharding - 1) * _BUCKET_BYTES // job.precision.gradient_bytes
     return min(held.trained, held.owned + waiting)
 
 
-def passes_in_flight(case: Case, stage: int) -> float:
+def passes_in_flight(job: Job, stage: int) -> float:
     """Micro batches of one chunk that a stage keeps activations of at the worst time, averaged over chunks
     (Korthikanti et al. 2022, §4.2.3): p - stage with 1F1B, with v virtual stages of the first stage
     p (1 + (p - 1) / (p v))."""
-    p, v = case.plan.pp, case.plan.virtual_pp_degree
+    p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
-        return min(case.accumulate, p - stage)
-    if case.forwards_first:
-        return case.accumulate
+        return min(job.accumulate, p - stage)
+    if job.forwards_first:
+        return job.accumulate
     ahead = (p - stage - 1) * 2 + (v - 1) * p + 1
-    return min(case.accumulate * v, ahead) / v
+    return min(job.accumulate * v, ahead) / v
 
 
 @dataclass(frozen=True)
@@ -197,16 +197,16 @@ class _Run:
     everywhere: bool = False
 
 
-def _chunk(case: Case, stage: int) -> list[_Run]:
+def _chunk(job: Job, stage: int) -> list[_Run]:
     """The layers of a stage (with virtual stages, of the chunk that is largest), in order."""
-    v, work = case.plan.virtual_pp_degree, case.work
+    v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:
-        runs.append(_Run(_embedding_tape(SameModel(case.model), work), 1))
-    kinds = case.layer_kinds(stage).items()
+        runs.append(_Run(_embedding_tape(ModelKey(job.model), work), 1))
+    kinds = job.layer_kinds(stage).items()
     runs += [_Run(block_tape(*layer, work), -(-count // v), True) for layer, count in kinds if count]
-    if stage == case.plan.pp - 1:
-        runs.append(_Run(_end_tape(SameModel(case.model), work), 1))
+    if stage == job.plan.pp - 1:
+        runs.append(_Run(_end_tape(ModelKey(job.model), work), 1))
     return runs
 
 
@@ -217,42 +217,42 @@ def block_tape(block: BlockSpec, recompute: Recompute, work: Work) -> Tape:
 
 
 @lru_cache(maxsize=1024)
-def _embedding_tape(same: SameModel, work: Work) -> Tape:
+def _embedding_tape(same: ModelKey, work: Work) -> Tape:
     return model_spec(same.model).embedding.tape(work)
 
 
 @lru_cache(maxsize=1024)
-def _end_tape(same: SameModel, work: Work) -> Tape:
+def _end_tape(same: ModelKey, work: Work) -> Tape:
     return model_spec(same.model).end_tape(work)
 
 
-def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
+def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
     """Parts of the memory that differ over a step, when they are most together."""
-    gradients = _kept_gradients(case, held) * case.precision.gradient_bytes
+    gradients = _kept_gradients(job, held) * job.precision.gradient_bytes
     moments = [
         {
             "gradients": gradients,
             "activations": 0.0,
             "logits": 0.0,
             "temporary": 0.0,
-            "buffers": _buffers(case, held),
+            "buffers": _buffers(job, held),
         }
     ]
-    runs, in_flight = _chunk(case, stage), passes_in_flight(case, stage)
-    v, last = case.plan.virtual_pp_degree, stage == case.plan.pp - 1
+    runs, in_flight = _chunk(job, stage), passes_in_flight(job, stage)
+    v, last = job.plan.virtual_pp_degree, stage == job.plan.pp - 1
     kept = sum(run.tape.kept * run.count for run in runs)
     whole = kept + (v - 1) * sum(run.tape.kept * run.count for run in runs if run.everywhere)
-    others = whole * in_flight - kept + _waiting_for_weights(case, stage) + _travelling(case, stage)
+    others = whole * in_flight - kept + _waiting_for_weights(job, stage) + _travelling(job, stage)
     chunk = whole / v
     logits = runs[-1].tape.kept if last else 0.0
     passes = [(others, True)]
-    if case.accumulate > 1:
-        rhythm = case.accumulate > in_flight
+    if job.accumulate > 1:
+        rhythm = job.accumulate > in_flight
         passes.append((others if rhythm else others - chunk, False))
     for beside, first in passes:
         there = 0.0 if first else gradients
-        forward = not first or case.accumulate == 1
-        fetched = _fetched(case, held)
+        forward = not first or job.accumulate == 1
+        fetched = _fetched(job, held)
         peak, grown = _pass_peak(runs, first=first, forward=forward, most_gradients=gradients, values=fetched)
         logits_here = logits if last else 0.0
         kept_here = max(0.0, beside) + kept
@@ -269,25 +269,25 @@ def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def _waiting_for_weights(case: Case, stage: int) -> float:
+def _waiting_for_weights(job: Job, stage: int) -> float:
     """ZB-H1: of as many micro batches as stages come before, the inputs and output gradients of products
     whose weights have no gradients yet."""
-    if case.plan.pp_schedule != "zb_h1":
+    if job.plan.pp_schedule != "zb_h1":
         return 0.0
     elements = 0.0
-    for (block, _), count in case.layer_kinds(stage).items():
-        elements += count * sum(operation.operands for operation in block.operations(case.work))
-    if stage == case.plan.pp - 1:
-        elements += sum(operation.operands for operation in case.spec.end_operations(case.work))
-    micro_batches = min(stage, max(0, case.accumulate - (case.plan.pp - stage)))
-    return micro_batches * elements * case.precision.activation_bytes
+    for (block, _), count in job.layer_kinds(stage).items():
+        elements += count * sum(operation.operands for operation in block.operations(job.work))
+    if stage == job.plan.pp - 1:
+        elements += sum(operation.operands for operation in job.spec.end_operations(job.work))
+    micro_batches = min(stage, max(0, job.accumulate - (job.plan.pp - stage)))
+    return micro_batches * elements * job.precision.activation_bytes
 
 
-def _travelling(case: Case, stage: int) -> float:
+def _travelling(job: Job, stage: int) -> float:
     """``overlap_p2p_comm``: an input that came early, and an output on its way."""
-    if not case.computes_on:
+    if not job.overlaps_messages:
         return 0.0
-    return ((stage > 0) + (stage < case.plan.pp - 1)) * case.message_bytes
+    return ((stage > 0) + (stage < job.plan.pp - 1)) * job.message_bytes
 
 
 def _pass_peak(
@@ -314,19 +314,19 @@ def _pass_peak(
     return peak, grown_at_peak
 
 
-def _fetched(case: Case, held: Held) -> float:
+def _fetched(job: Job, held: Held) -> float:
     """Sharding stage 3: the values of a layer that others own, and those on their way for the next one."""
-    n = case.plan.sharding
-    if n == 1 or case.plan.sharding_stage != 3:
+    n = job.plan.sharding
+    if n == 1 or job.plan.sharding_stage != 3:
         return 0.0
-    ahead = largest_layer(case)[0] if case.overlap.values else 0
-    return (held.largest_layer * (n - 1) / n + ahead) * case.precision.parameter_bytes
+    ahead = largest_layer(job)[0] if job.overlap.values else 0
+    return (held.largest_layer * (n - 1) / n + ahead) * job.precision.parameter_bytes
 
 
-def _buffers(case: Case, held: Held) -> float:
+def _buffers(job: Job, held: Held) -> float:
     """Packed gradients on their way: one bucket, from sharding stage 2 on two."""
-    plan = case.plan
+    plan = job.plan
     if plan.dp == plan.sep == plan.sharding == 1:
         return 0.0
-    buckets = 2 if plan.sharding_stage > 1 and case.overlap.bucket_bytes else 1
-    return min(buckets * _BUCKET_BYTES, held.trained * case.precision.gradient_bytes)
+    buckets = 2 if plan.sharding_stage > 1 and job.overlap.bucket_bytes else 1
+    return min(buckets * _BUCKET_BYTES, held.trained * job.precision.gradient_bytes)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ppfleetx.models.gpt.spec import model_spec, parameter_specs
 from ppfleetx.nn.param_spec import REPLICATE
-from ppfleetx.planner.case import Case, SameModel
+from ppfleetx.planner.job import Job, ModelKey
 
 _LAYER = "decoder.layers."
 _BYTES = {"int8": 1, "uint8": 1, "float32": 4}
@@ -75,16 +75,16 @@ class _Groups(NamedTuple):
     words: _Group
 
 
-def held_parameters(case: Case, stage: int) -> Held:
+def held_parameters(job: Job, stage: int) -> Held:
     """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one with most."""
-    plan, groups = case.plan, _groups(case.same_model, case.plan.mp)
+    plan, groups = job.plan, _groups(job.model_key, job.plan.mp)
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
-    parts += [groups.layers[index] for chunk in case.layers_of_stage(stage) for index in chunk]
+    parts += [groups.layers[index] for chunk in job.layers_of_stage(stage) for index in chunk]
     if last:
         parts.append(groups.end if first else groups.end + groups.words)
     runs = tuple((group, sum(1 for _ in same)) for group, same in groupby(parts))
-    if case.flat_states:
+    if job.flat_states:
         whole = _held(runs, 1, False)
         return replace(whole, owned=-(-whole.trained // plan.sharding))
     return _held(runs, plan.sharding, plan.sharding_stage == 3 and plan.sharding > 1)
@@ -110,25 +110,25 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, fetches: bool) ->
     )
 
 
-def embedding_bytes(case: Case, stage: int) -> float:
+def embedding_bytes(job: Job, stage: int) -> float:
     """Of the gradient that is complete last, and of the values that are needed first: the word embedding's,
     if it is on ``stage`` and trains."""
-    words = _groups(case.same_model, case.plan.mp).embedding[0]
-    return words.size * case.precision.gradient_bytes if stage == 0 and words.trains else 0.0
+    words = _groups(job.model_key, job.plan.mp).embedding[0]
+    return words.size * job.precision.gradient_bytes if stage == 0 and words.trains else 0.0
 
 
-def largest_layer(case: Case) -> tuple[int, int]:
+def largest_layer(job: Job) -> tuple[int, int]:
     """(elements, tensors) of the largest block on one tensor-parallel rank."""
-    return _largest_layer(case.same_model, case.plan.mp)
+    return _largest_layer(job.model_key, job.plan.mp)
 
 
 @lru_cache(maxsize=256)
-def _largest_layer(same: SameModel, mp: int) -> tuple[int, int]:
+def _largest_layer(same: ModelKey, mp: int) -> tuple[int, int]:
     return max((sum(one.size for one in group), len(group)) for group in set(_groups(same, mp).layers))
 
 
 @lru_cache(maxsize=256)
-def _groups(same: SameModel, mp: int) -> _Groups:
+def _groups(same: ModelKey, mp: int) -> _Groups:
     groups: dict[str, list[_Local]] = {}
     words: list[_Local] = []
     for name, spec in parameter_specs(same.model, same.compress).items():

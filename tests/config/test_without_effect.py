@@ -19,6 +19,8 @@ RECORDS = f"{{{DATASET}, sampler: {{shuffle: True, drop_last: False}}}}"
 CASES = [
     (["Optimizer.name=SGD", "Optimizer.beta1=0.5", "Optimizer.weight_decay=0.01"], "beta1 weight_decay"),
     (["Optimizer.name=SGD"], ""),
+    (["Optimizer.muon.momentum=0.9"], "muon.momentum"),
+    (["Optimizer.name=Muon", "Optimizer.muon.momentum=0.9"], ""),
     (
         ["Optimizer.weight_decay=0.2", "Optimizer.weight_decay_schedule={start: 0, end: 0.1}"],
         "Optimizer.weight_decay",

@@ -11,9 +11,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.dialects.given import given_arguments, given_in, normal_name
-from ppfleetx.dialects.keys import KeyTable
-from ppfleetx.dialects.reading import Reading
-from ppfleetx.dialects.tables import tables_of
+from ppfleetx.dialects.keys import KeyTable, tables_of
 from ppfleetx.dialects.translate import translate
 from ppfleetx.dialects.translation import Translation
 from tools.gen_dialect_docs import key_table
@@ -42,11 +40,9 @@ all:
 )
 
 
-def batch(reading: Reading, result: Translation) -> None:
-    size = reading.integer("run.batch", 1, least=1) * reading.integer("run.parts", 1, least=1)
-    result.put(
-        "Global.local_batch_size", size, *reading.origins("run.batch", "run.parts"), why="batch x parts"
-    )
+def batch(run: Translation) -> None:
+    size = run.integer("run.batch", 1, least=1) * run.integer("run.parts", 1, least=1)
+    run.put("Global.local_batch_size", size, "run.batch", "run.parts", why="batch x parts")
 
 
 def translated(text: str) -> Translation:
@@ -146,8 +142,8 @@ def test_arguments_that_cannot_be_read(argv: list[str], words: str) -> None:
 
 
 def test_the_table_for_the_documentation() -> None:
-    rows = key_table(TABLE).splitlines()
-    assert "| `model.width` | `Model.hidden_size` |  |" in rows
+    rows = key_table(TABLE.keys).splitlines()
+    assert "| `model.width`, `twin.width` | `Model.hidden_size` |  |" in rows
     assert "| `run.graph` | fixed: False | there is one mode |" in rows
     assert "| `run.any` | fixed | it changes \\| nothing |" in rows
     assert "| `moe.**` | refused | mixtures of experts are not built |" in rows

@@ -12,7 +12,7 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.mindformers import launch
-from ppfleetx.dialects.mindformers.rank_table import (
+from ppfleetx.dialects.mindformers.launch import (
     merged,
     read_rank_table,
     table_of_host,

@@ -28,7 +28,7 @@ from ppfleetx.commands.translate import translation_of
 from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.sections.data import GLUE_OUTPUTS
-from ppfleetx.dialects.launchers import refuse_other_models, without_launcher
+from ppfleetx.dialects.given import refuse_other_models, without_launcher
 from ppfleetx.dialects.megatron.dialect import of_file
 
 MOST_RANKS = 64

@@ -13,29 +13,29 @@ from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.planner.cards import card_names, load_card
-from ppfleetx.planner.case import Case, Precision, case_of, uses_flash
-from ppfleetx.planner.flops import step_flops
+from ppfleetx.planner.job import Job, Precision, job_of, uses_flash
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.timeline import Messages, play
-from ppfleetx.planner.traffic import sent_bytes
+from ppfleetx.planner.utilization import step_flops
+from tests.planner.traffic import sent_bytes
 
 H, LAYERS, VOCAB, LENGTH = 64, 4, 512, 32
 CONFIG = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
 
 
-def case(plan=ParallelPlan(), recompute="none", **model):  # noqa: B008
+def small_job(plan=ParallelPlan(), recompute="none", **model):  # noqa: B008
     sizes = {"vocab_size": VOCAB, "hidden_size": H, "num_layers": LAYERS, "num_attention_heads": 4, **model}
     shape = ModelConfig(max_position_embeddings=LENGTH, softmax_in_fp32=False, **sizes)
     precision = Precision("bfloat16", lowers_parameters=True)
-    return Case(shape, plan, 2, 4, LENGTH, precision, (recompute,) * LAYERS)
+    return Job(shape, plan, 2, 4, LENGTH, precision, (recompute,) * LAYERS)
 
 
 def test_a_layer_keeps_what_the_formula_says():
     """34 s b h + 5 a s^2 b bytes (Korthikanti et al. 2022, equation 1)."""
-    published = replace(case(), kernels="fused")
+    published = replace(small_job(), kernels="fused")
     block, work = published.spec.blocks[0], published.work
     assert block.tape(work, "none").kept == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
     assert block.tape(work, "core_attn").kept == 34 * LENGTH * 2 * H
@@ -45,24 +45,26 @@ def test_a_layer_keeps_what_the_formula_says():
 def test_operations_follow_the_papers():
     batch = 8
     full = 72 * batch * LAYERS * LENGTH * H**2 * (1 + LENGTH / (6 * H) + VOCAB / (12 * H * LAYERS))
-    assert step_flops(case()).full == full
-    assert step_flops(case()).causal == flops_per_step(case().model, batch, LENGTH)
+    assert step_flops(small_job()).full == full
+    assert step_flops(small_job()).causal == flops_per_step(small_job().model, batch, LENGTH)
     again = 96 * batch * LAYERS * LENGTH * H**2 * (1 + LENGTH / (6 * H) + VOCAB / (16 * H * LAYERS))
-    assert step_flops(case(recompute="full")).hardware == again
+    assert step_flops(small_job(recompute="full")).hardware == again
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_hold_the_whole_model(tied):
-    one = held_parameters(case(tie_word_embeddings=tied), 0)
-    assert one.values == one.owned == parameter_count(case(tie_word_embeddings=tied).model)
-    two = [held_parameters(case(ParallelPlan(pp=2), tie_word_embeddings=tied), stage) for stage in (0, 1)]
+    one = held_parameters(small_job(tie_word_embeddings=tied), 0)
+    assert one.values == one.owned == parameter_count(small_job(tie_word_embeddings=tied).model)
+    two = [
+        held_parameters(small_job(ParallelPlan(pp=2), tie_word_embeddings=tied), stage) for stage in (0, 1)
+    ]
     copies = VOCAB * H if tied else 0
     assert sum(held.values for held in two) == one.values + copies
 
 
 def test_frozen_small_weights_take_their_own_bytes():
     """Adapters on weights of 4 bits: codes and scales as they are stored, the rest in the model's type."""
-    plain = case(lora={"rank": 4})
+    plain = small_job(lora={"rank": 4})
     small = replace(plain, compress=CompressConfig(Weights={"bits": 4, "group_size": 16}))
     before, after = (held_parameters(one, 0) for one in (plain, small))
     matrices = LAYERS * 12 * H**2
@@ -75,8 +77,8 @@ def test_frozen_small_weights_take_their_own_bytes():
 
 
 def test_sharding_divides_states():
-    held = held_parameters(case(ParallelPlan(sharding=2)), 0)
-    assert held.values == parameter_count(case().model)
+    held = held_parameters(small_job(ParallelPlan(sharding=2)), 0)
+    assert held.values == parameter_count(small_job().model)
     assert held.values / 2 <= held.owned < held.values * 0.6
 
 
@@ -101,7 +103,7 @@ def test_gradients_of_weights_fill_the_bubble():
 
 
 def test_zero_bubble_is_predicted_faster_and_larger_in_its_last_stages():
-    plain = case(ParallelPlan(pp=2))
+    plain = small_job(ParallelPlan(pp=2))
     divided = replace(plain, plan=replace(plain.plan, pp_schedule="zb_h1"))
     cluster = Cluster(load_card("A100-80GB"))
     times = [Prediction(one, cluster).time for one in (plain, divided)]
@@ -114,11 +116,11 @@ def test_zero_bubble_is_predicted_faster_and_larger_in_its_last_stages():
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_zero_bubble_sends_whole_activations_where_each_tensor_rank_holds_them(sequence_parallel):
-    plain = case(ParallelPlan(mp=4, pp=2, sequence_parallel=sequence_parallel))
+    plain = small_job(ParallelPlan(mp=4, pp=2, sequence_parallel=sequence_parallel))
     divided = replace(plain, plan=replace(plain.plan, pp_schedule="zb_h1"))
     plain_bytes, bytes_ = sent_bytes(plain, 0), sent_bytes(divided, 0)
     assert bytes_["pp"] == pytest.approx(plain_bytes["pp"] * (1 if sequence_parallel else 4))
-    gathered = plain.accumulate * plain.trunk_bytes * 3 / 4  # gradients that come back in four parts
+    gathered = plain.accumulate * plain.hidden_bytes * 3 / 4  # gradients that come back in four parts
     assert plain_bytes["mp"] - bytes_["mp"] == pytest.approx(0 if sequence_parallel else gathered)
 
 
@@ -189,7 +191,7 @@ def test_one_plan_as_json(capsys):
 def test_no_start_takes_more_than_a_step(stage, offload):
     """Of 1.3 billion parameters; before, a start took 6 bytes of each on every rank."""
     card = load_card("A100-80GB")
-    given = case_of(load_config(CONFIG, world_size=8), card)
+    given = job_of(load_config(CONFIG, world_size=8), card)
     least = replace(given, micro_batch=1, recomputed=("full",) * len(given.recomputed))
     for sharding, pp in ((2, 1), (8, 1), (64, 1), (4, 4), (16, 8)):
         plan = ParallelPlan(sharding=sharding, sharding_stage=stage, pp=pp, sharding_offload=offload)
@@ -199,7 +201,7 @@ def test_no_start_takes_more_than_a_step(stage, offload):
 
 def test_a_plan_has_to_fit_at_its_start_too(monkeypatch):
     """Of a step and of the start, whichever needs more."""
-    small = case(ParallelPlan(sharding=4, sharding_stage=3))
+    small = small_job(ParallelPlan(sharding=4, sharding_stage=3))
     before = Prediction(small, Cluster(load_card("V100-16GB")))
     held = held_parameters(small, 0)
     assert before.fits and before.memory[0].peak == before.memory[0].total > before.memory[0].start
@@ -247,7 +249,7 @@ def test_ascend_cards_say_what_is_a_guess_and_have_no_fused_attention():
     for name in ("910B-64GB", "910C-64GB"):
         card = load_card(name)
         assert any("Guess" in source for source in card.sources)
-        assert not uses_flash(case().model, Precision("bfloat16", lowers_parameters=True), card)
+        assert not uses_flash(small_job().model, Precision("bfloat16", lowers_parameters=True), card)
     pair, eight = load_card("910B-64GB").link_bandwidth(2), load_card("910B-64GB").link_bandwidth(8)
     assert eight == 7 * pair
     assert load_card("910C-64GB").link_bandwidth(2) == load_card("910C-64GB").link_bandwidth(16) == eight
@@ -256,7 +258,7 @@ def test_ascend_cards_say_what_is_a_guess_and_have_no_fused_attention():
 def test_the_tensor_parallel_loss_of_a_plugins_device_takes_three_more_copies_of_the_logits():
     """Paddle composes it there."""
     plan = ParallelPlan(mp=2)
-    wide = case(plan, vocab_size=65_536)
+    wide = small_job(plan, vocab_size=65_536)
     logits = wide.micro_batch * wide.seq_len * 65_536 / plan.mp * 4
     cluster = Cluster(load_card("A100-80GB"))
     taken = [stage_memory(replace(wide, kernels=kind), cluster, 0).tensors for kind in ("gpu", "plugin")]

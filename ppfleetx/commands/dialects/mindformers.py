@@ -121,7 +121,7 @@ def _with_room(cfg: RunConfig, translation: Translation) -> RunConfig:
     """``max_dec_len`` as MindFormers means it: the longest prompt is part of it."""
     key, positions = "model.model_config.max_decode_length", cfg.Model.max_position_embeddings
     longest = max(len(ids) for ids in _prompt_ids(cfg))
-    given = translation.read.get(key)
+    given = translation.given.get(key)
     most = positions if given is None or given.value is None else min(given.value, positions)
     if longest >= most:
         raise ConfigError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import complete_checkpoints, resolve_checkpoint, step_directories
 from ppfleetx.checkpoint.housekeeping import (
@@ -17,10 +17,12 @@ from ppfleetx.checkpoint.housekeeping import (
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
 from ppfleetx.checkpoint.ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.record import run_record
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.weight_sources import sources
+from ppfleetx.core.engine.progress import TrainingLength
+from ppfleetx.core.engine.restore import Start
 from ppfleetx.core.engine.run_directory import (
     CKPT_DIR,
     CONFIG_FILE,
@@ -31,12 +33,57 @@ from ppfleetx.core.engine.run_directory import (
     lies_in,
     output_dir_of,
 )
-from ppfleetx.core.loggers.csv_file import CSV_FILE
+from ppfleetx.core.loggers.files import CSV_FILE
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather, joint_errors
 from ppfleetx.utils.files import atomic_write, put_aside, remove_unfinished
 from ppfleetx.utils.log import get_logger
 
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.start import Start
+
+def begin(
+    cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
+) -> Ownership:
+    """Make the output directory this run's, when nothing else can be wrong; every rank knows whose it is.
+
+    Raises:
+        ConfigError: something in it is neither this run's nor the earlier one's; on all ranks.
+    """
+    ownership = None
+    with joint_errors(ctx, name_ranks=False):
+        if ctx.is_main:
+            batch_size = cfg.batch.global_batch_size
+            _refuse_other_tokenizer(cfg, tokenizer)
+            ownership = claim(cfg, start, partial(length.comes_to, start.state, batch_size))
+            if tokenizer is not None:
+                _save_tokenizer(cfg, tokenizer)
+    run = gather(ctx, None if ownership is None else ownership.run)[0]
+    return ownership or Ownership(run, cfg.Engine.save_load.keep_max)
+
+
+def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
+    """Beside the checkpoints, where generation looks: they stay usable without the corpus' files."""
+    try:
+        tokenizer.save(output_dir_of(cfg) / "tokenizer")
+    except OSError as error:
+        raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
+
+
+def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """Where no run has been, a tokenizer is the user's; only an equal one is written over."""
+    place = output_dir_of(cfg) / "tokenizer"
+    if tokenizer is None or not place.exists() or read_run(output_dir_of(cfg)) is not None:
+        return
+    try:
+        is_equal = Tokenizer.load(place, eod_token=tokenizer.eod_token).fingerprint == tokenizer.fingerprint
+    except DataError:
+        is_equal = False
+    if not is_equal:
+        raise directory_error(
+            cfg,
+            f"{place} is there and is not the tokenizer of Data.tokenizer, which a run writes there; "
+            "remove it or give the run another directory",
+        )
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:

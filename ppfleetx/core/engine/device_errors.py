@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.callbacks.utilization import device_name
+from ppfleetx.core.engine.callbacks.device_usage import device_name
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import kind_of
-from ppfleetx.planner.alternatives import reliefs
+from ppfleetx.planner.alternatives import memory_savings
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
-from ppfleetx.planner.summary import run_prediction
+from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.resilience.activity import PROGRESS
 from ppfleetx.resilience.hang_report import raised_at
 
@@ -125,7 +125,7 @@ def _holders_and_savings(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
         if size > _WORTH_SHOWING * memory.total
     ]
     yield f"What should hold it at the worst moment: {', '.join(shown)}; together {_size(memory.total)}."
-    savings = reliefs(prediction)[:_MOST_SAVINGS]
+    savings = memory_savings(prediction)[:_MOST_SAVINGS]
     if not savings:
         yield "No setting alone saves much: this run needs more devices (ppfleetx plan ranks what fits)."
         return

@@ -6,27 +6,27 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.build import CallbackList
+from ppfleetx.core.engine.progress import TrainingLength, TrainState
 from ppfleetx.core.engine.rank_consistency import Watch
 from ppfleetx.core.engine.run import EvalRecord, StepRecord
 from ppfleetx.core.engine.saving import Saver
-from ppfleetx.core.engine.signals import StopRequest
-from ppfleetx.core.engine.spikes import Spike, SpikeGuard
-from ppfleetx.core.engine.state import TrainState
-from ppfleetx.core.engine.training_length import TrainingLength
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import raise_on_all_ranks
+from ppfleetx.distributed.together import any_rank, raise_on_all_ranks
 from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import NonFiniteError, Runner
 from ppfleetx.resilience.activity import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
 from ppfleetx.resilience.flight_recorder import RECORD
+from ppfleetx.resilience.spikes import Spike, SpikeGuard
+from ppfleetx.resilience.stop_request import StopRequest
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ class Engine:
         self.length, self._new_evaluator = length, new_evaluator
         self._saver, self._go_back, self._pruning = saver, go_back, pruning
         options = cfg.Engine.spike
-        self._guard = None if options.action == "off" or schedule is None else SpikeGuard(options, ctx)
+        self._guard: SpikeGuard | None = None
+        if options.action != "off" and schedule is not None:
+            self._guard = SpikeGuard(options, partial(any_rank, ctx))
         self._callbacks = callbacks or CallbackList()
         self._callback_error: UserError | None = None
         self._is_fitting = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.record import flat_values
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.stragglers import StragglerTable
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.distributed.checks import (
     batch_digest,
@@ -23,9 +23,10 @@ from ppfleetx.distributed.checks import (
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import any_rank, gather, gather_numbers, raise_on_all_ranks
 from ppfleetx.parallel.runner import NonFiniteError, Runner
+from ppfleetx.resilience.stragglers import StragglerTable
 
 if TYPE_CHECKING:
-    from ppfleetx.core.engine.signals import StopRequest
+    from ppfleetx.resilience.stop_request import StopRequest
 
 
 class Watch:
@@ -51,7 +52,11 @@ class Watch:
     ) -> None:
         self._count = count
         self._ctx, self._level = ctx, cfg.Engine.checks if ctx.world_size > 1 else "off"
-        self.pace_of_ranks = StragglerTable(ctx, cfg.Engine.straggler_freq)
+        self.pace_of_ranks = StragglerTable(
+            cfg.Engine.straggler_freq,
+            [ctx.plan.coordinates(rank)["pp"] for rank in range(ctx.world_size)],
+            partial(gather, ctx),
+        )
         self.counts: Sequence[float] | None = None
         train = cfg.Data.Train
         self._distinct = samples_per_epoch >= cfg.batch.global_batch_size and not (

@@ -19,7 +19,7 @@ from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.tensors import model_slices, optimizer_slices
 from ppfleetx.config.errors import CheckpointError, UserError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.engine.agreement import Fingerprints
+from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run import Run
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import joint_errors

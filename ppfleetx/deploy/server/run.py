@@ -172,7 +172,7 @@ def cache_bytes(cfg: RunConfig, item_size: int) -> int:
 
 def serve(service: Service, listener: socket.socket) -> None:
     """Answer requests until SIGINT or SIGTERM."""
-    from ppfleetx.core.engine.signals import StopRequest
+    from ppfleetx.resilience.stop_request import StopRequest
 
     _warn_if_open(service.cfg, has_key=service.api_key is not None)
     # uvicorn takes the signals while it runs, and afterwards sends them again to who had them before.

@@ -9,14 +9,12 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.files import read_text, shown_path
 from ppfleetx.config.reading.parse import parse_yaml, read_yaml
-from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name
-from ppfleetx.dialects.keys import KeyTable
-from ppfleetx.dialects.launchers import without_launcher, world_of
+from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name, without_launcher, world_of
+from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
 from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.tables import read_file, tables_of
 from ppfleetx.dialects.translate import Rule, translate
 from ppfleetx.dialects.translation import Translation
 

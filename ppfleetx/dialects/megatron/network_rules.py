@@ -1,11 +1,12 @@
 """Rules of Megatron's arguments that are read together: the network and its data.
 
-Each takes what was given (:class:`Reading`) and puts native values into the translation. Those of the run are
-in :mod:`ppfleetx.dialects.megatron.run_rules`.
+Each rule reads what was given and puts native values into the translation. The rules of the run are in
+:mod:`ppfleetx.dialects.megatron.run_rules`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,7 @@ from typing import Any
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.given import Given
-from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.dialects.vocabularies import highest_id
 
 COMMAND_LINE = "the command line"
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -34,230 +33,218 @@ _ACTS = {
 }
 
 
-def required(reading: Reading, result: Translation) -> None:
+def required(run: Translation) -> None:
     """Refuse a command line that Megatron itself would refuse for what it lacks."""
-    absent = [name for name in REQUIRED if name not in reading]
-    if "train_iters" not in reading and "train_samples" not in reading:
+    absent = [name for name in REQUIRED if name not in run]
+    if "train_iters" not in run and "train_samples" not in run:
         absent.append("train_iters")
     if absent:
-        first, *others = (option(name, result) for name in absent)
+        first, *others = (option(name, run) for name in absent)
         raise ConfigError(
             f"is missing, and so are {', '.join(others)}" if others else "is missing",
             key=first,
-            place=result.place,
+            place=run.place,
         )
 
 
-def option(name: str, result: Translation) -> str:
+def option(name: str, run: Translation) -> str:
     """A key that is not given, as its user would write it: as an option of a command line, or in a file."""
-    return f"--{name.replace('_', '-')}" if result.place == COMMAND_LINE else name
+    return f"--{name.replace('_', '-')}" if run.place == COMMAND_LINE else name
 
 
-def network(reading: Reading, result: Translation) -> None:
+def network(run: Translation) -> None:
     """Heads, positions, activation and window."""
-    _heads(reading, result)
-    _positions(reading, result)
-    _activation(reading, result)
-    _window(reading, result)
-    if "attention_softmax_in_fp32" in reading:
-        names = ("attention_softmax_in_fp32",)
-        result.put("Model.softmax_in_fp32", reading.flag(names[0]), *reading.origins(*names))
+    _heads(run)
+    _positions(run)
+    _activation(run)
+    _window(run)
+    name = "attention_softmax_in_fp32"
+    run.put("Model.softmax_in_fp32", run.flag(name), name)
 
 
-def _heads(reading: Reading, result: Translation) -> None:
+def _heads(run: Translation) -> None:
     names = ("group_query_attention", "num_query_groups")
-    groups = reading.integer("num_query_groups", 1, least=1)
-    if reading.flag("group_query_attention", False):
-        result.put("Model.num_query_groups", groups, *reading.origins(*names))
-    elif "num_query_groups" in reading and groups != 1:
-        result.notes.append(
+    groups = run.integer("num_query_groups", 1, least=1)
+    if run.flag("group_query_attention", False):
+        run.put("Model.num_query_groups", groups, *names)
+    elif "num_query_groups" in run and groups != 1:
+        run.notes.append(
             f"num_query_groups {groups} has no effect without group_query_attention, as in Megatron"
         )
 
 
-def _positions(reading: Reading, result: Translation) -> None:
+def _positions(run: Translation) -> None:
     names = ("position_embedding_type", "use_rotary_position_embeddings", "no_position_embedding")
-    if reading.value("position_embedding_type") in ("yarn", "mrope", "relative", "alibi"):
-        raise reading.error(
+    if run.value("position_embedding_type") in ("yarn", "mrope", "relative", "alibi"):
+        raise run.error(
             "position_embedding_type",
             "must be learned_absolute, rope or none; stretched rotary positions are "
             "rotary_seq_len_interpolation_factor or use_rope_scaling",
         )
-    kind = reading.choice("position_embedding_type", ("learned_absolute", "rope", "none"))
-    if reading.flag("use_rotary_position_embeddings", False):
+    kind = run.choice("position_embedding_type", ("learned_absolute", "rope", "none"))
+    if run.flag("use_rotary_position_embeddings", False):
         if kind not in (None, "rope"):
-            raise reading.conflict(names, "rotary positions and another kind contradict each other")
+            raise run.conflict(names, "rotary positions and another kind contradict each other")
         kind = "rope"
-    if kind != "rope" and reading.flag("no_position_embedding", False):
+    if kind != "rope" and run.flag("no_position_embedding", False):
         kind = "none"
     if kind is not None:
-        result.put("Model.position_embedding_type", kind, *reading.origins(*names))
-    if "max_position_embeddings" not in reading:
-        result.put(
+        run.put("Model.position_embedding_type", kind, *names)
+    if "max_position_embeddings" not in run:
+        run.put(
             "Model.max_position_embeddings",
-            reading.integer("seq_length", least=1),
-            *reading.origins("seq_length"),
+            run.integer("seq_length", least=1),
+            "seq_length",
             why="max_position_embeddings is not given",
         )
-    _rope_scaling(reading, result)
+    _rope_scaling(run)
 
 
-def _rope_scaling(reading: Reading, result: Translation) -> None:
-    interpolation = reading.number("rotary_seq_len_interpolation_factor", 1.0, least=1.0)
+def _rope_scaling(run: Translation) -> None:
+    interpolation = run.number("rotary_seq_len_interpolation_factor", 1.0, least=1.0)
     names = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
-    if reading.flag("use_rope_scaling", False):
+    if run.flag("use_rope_scaling", False):
         if interpolation != 1:
-            raise reading.conflict(names, "positions are stretched in one way at a time; give one of these")
+            raise run.conflict(names, "positions are stretched in one way at a time; give one of these")
         scaling: dict[str, Any] = {
             "type": "llama3",
-            "factor": reading.number("rope_scaling_factor", 8.0),
+            "factor": run.number("rope_scaling_factor", 8.0),
             **_LLAMA3,
         }
     elif interpolation != 1:
         scaling = {"type": "linear", "factor": interpolation}
     else:
         return
-    result.put("Model.rope_scaling", scaling, *reading.origins(*names))
+    run.put("Model.rope_scaling", scaling, *names)
 
 
-def _activation(reading: Reading, result: Translation) -> None:
+def _activation(run: Translation) -> None:
     names = ("swiglu", "squared_relu", "openai_gelu", "hidden_act")
     chosen = {
-        name: act for name, act in zip(names, ("swiglu", "relu2", "gelu"), strict=False) if reading.flag(name)
+        name: act for name, act in zip(names, ("swiglu", "relu2", "gelu"), strict=False) if run.flag(name)
     }
-    if "hidden_act" in reading:
-        chosen["hidden_act"] = _ACTS[reading.choice("hidden_act", _ACTS)]
+    if "hidden_act" in run:
+        chosen["hidden_act"] = _ACTS[run.choice("hidden_act", _ACTS)]
     if len(set(chosen.values())) > 1:
-        raise reading.conflict(tuple(chosen), "there is one activation; give one of these")
+        raise run.conflict(tuple(chosen), "there is one activation; give one of these")
     for name, act in chosen.items():
-        result.put("Model.hidden_act", act, *reading.origins(name))
+        run.put("Model.hidden_act", act, name)
     unfused = ("no_bias_gelu_fusion", "disable_bias_linear")
-    if not chosen and any(reading.flag(name, False) for name in unfused):
-        result.put(
+    if not chosen and any(run.flag(name, False) for name in unfused):
+        run.put(
             "Model.hidden_act",
             "gelu_exact",
-            *reading.origins(*unfused),
+            *unfused,
             why="where bias and GeLU are not fused, Megatron's GeLU is the exact one",
         )
 
 
-def _window(reading: Reading, result: Translation) -> None:
+def _window(run: Translation) -> None:
     names = ("pre_tockens", "next_tockens")
-    reading.integer("next_tockens", 0, least=0)
-    left = reading.integer("pre_tockens", least=1)
-    if left is None or left >= reading.integer("seq_length", least=1) - 1:
+    run.integer("next_tockens", 0, least=0)
+    left = run.integer("pre_tockens", least=1)
+    if left is None or left >= run.integer("seq_length", least=1) - 1:
         return  # the window holds the whole sequence
-    result.put("Model.attention_window", left, *reading.origins(*names))
+    run.put("Model.attention_window", left, *names)
 
 
-def vocabulary(reading: Reading, result: Translation) -> None:
+def vocabulary(run: Translation) -> None:
     """Tokenizer files, and the size of the vocabulary."""
-    kind = reading.value("tokenizer_type", "GPT2BPETokenizer")
+    kind = run.value("tokenizer_type", "GPT2BPETokenizer")
     if kind not in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"):
-        raise reading.error(
+        raise run.error(
             "tokenizer_type",
             "must be GPT2BPETokenizer, HuggingFaceTokenizer or NullTokenizer; convert others with "
             "ppfleetx tokenizer or give a directory with tokenizer.json",
         )
-    if kind == "HuggingFaceTokenizer" and "tokenizer_model" in reading:
-        result.put("Data.tokenizer.dir", reading.text("tokenizer_model"), *reading.origins("tokenizer_model"))
-    elif kind == "GPT2BPETokenizer" and ("vocab_file" in reading or "merge_file" in reading):
+    if kind == "HuggingFaceTokenizer" and "tokenizer_model" in run:
+        run.put("Data.tokenizer.dir", run.text("tokenizer_model"), "tokenizer_model")
+    elif kind == "GPT2BPETokenizer" and ("vocab_file" in run or "merge_file" in run):
         for name, key in (("vocab_file", "vocab_file"), ("merge_file", "merges_file")):
-            result.put(f"Data.tokenizer.{key}", reading.text(name), *reading.origins(name))
-    size, origins, why = _vocab_size(reading, result, kind)
-    result.put("Model.vocab_size", size, *origins, why=why)
+            run.put(f"Data.tokenizer.{key}", run.text(name), name)
+    size, origins, why = _vocab_size(run, kind)
+    run.put("Model.vocab_size", size, *origins, why=why)
     names = ("padded_vocab_size", "make_vocab_size_divisible_by", TENSOR)
-    padded = reading.integer("padded_vocab_size", least=1)
+    padded = run.integer("padded_vocab_size", least=1)
     if padded is not None:
-        unit = padded if "vocab_size" in reading else 1
+        unit = padded if "vocab_size" in run else 1
     else:
-        unit = reading.integer(names[1], 128, least=1) * reading.integer(TENSOR, 1, least=1)
-    result.put("Model.vocab_size_divisible_unit", unit, *reading.origins(*names), why="so it is padded there")
+        unit = run.integer(names[1], 128, least=1) * run.integer(TENSOR, 1, least=1)
+    run.put("Model.vocab_size_divisible_unit", unit, *names, why="so it is padded there")
 
 
-def _vocab_size(reading: Reading, result: Translation, kind: str) -> tuple[int, Sequence[Given], str]:
-    if "vocab_size" in reading:
+def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[Given], str]:
+    if "vocab_size" in run:
         extra, why = (1, "NullTokenizer adds an end of document") if kind == "NullTokenizer" else (0, "")
-        return reading.integer("vocab_size", least=1) + extra, reading.origins("vocab_size"), why
-    if "padded_vocab_size" in reading:
-        return reading.integer("padded_vocab_size", least=1), reading.origins("padded_vocab_size"), ""
+        return run.integer("vocab_size", least=1) + extra, run.origins("vocab_size"), why
+    if "padded_vocab_size" in run:
+        return run.integer("padded_vocab_size", least=1), run.origins("padded_vocab_size"), ""
     name = "tokenizer_model" if kind == "HuggingFaceTokenizer" else "vocab_file"
-    if name not in reading:
+    if name not in run:
         raise ConfigError(
             "is missing; it says how many tokens there are",
-            key=option("vocab_size", result),
-            place=result.place,
+            key=option("vocab_size", run),
+            place=run.place,
         )
-    path, one = Path(reading.text(name)), reading.given[name]
+    path, one = Path(run.text(name)), run.given[name]
     file = path / "tokenizer.json" if _is_directory(path) else path
     if not os.path.lexists(file) and file.name in _GPT2_WORDS:
-        result.notes.append(
-            f"{file} is not there: {_GPT2_WORDS[file.name]} tokens, those of GPT-2, are assumed"
-        )
+        run.notes.append(f"{file} is not there: {_GPT2_WORDS[file.name]} tokens, those of GPT-2, are assumed")
         return _GPT2_WORDS[file.name], [one], "GPT-2's"
     return highest_id(file, one) + 1, [one], "tokens in that file"
 
 
-def data(reading: Reading, result: Translation) -> None:
+def data(run: Translation) -> None:
     """Corpora, their shares, the length of samples and their masks."""
-    evaluates = reading.integer("eval_iters", 100, least=0) > 0
-    single = "data_path" in reading
-    per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if name in reading]
+    evaluates = run.integer("eval_iters", 100, least=0) > 0
+    single = "data_path" in run
+    per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if name in run]
     if single and per_split:
-        raise reading.conflict(
+        raise run.conflict(
             ("data_path", *per_split), "corpora are given for all splits or for each, not both"
         )
-    if not single and "train_data_path" not in reading:
-        raise ConfigError("is missing", key=option("data_path", result), place=result.place)
-    split = reading.text("split", "969, 30, 1") if single else None
-    if single and not _shares(split, reading)[1]:
+    if not single and "train_data_path" not in run:
+        raise ConfigError("is missing", key=option("data_path", run), place=run.place)
+    split = run.text("split", "969, 30, 1") if single else None
+    if single and not _shares(split, run)[1]:
         evaluates = False
     sources = {
         "Train": "data_path" if single else "train_data_path",
         "Eval": "data_path" if single else "valid_data_path",
     }
     for order, (section, name) in enumerate(sources.items()):
-        if name not in reading or (section == "Eval" and not evaluates):
+        if name not in run or (section == "Eval" and not evaluates):
             continue
         own = [1.0 if place == order else 0.0 for place in range(3)]
-        _split_data(reading, result, section, name, split or own)
-    if evaluates and "Data.Eval.dataset.input_dir" in result.native:
-        result.put(
+        _split_data(run, section, name, split or own)
+    if evaluates and "Data.Eval.dataset.input_dir" in run.native:
+        run.put(
             "Engine.eval_iters",
-            reading.integer("eval_iters", 100),
-            *reading.origins("eval_iters"),
-            why="" if "eval_iters" in reading else "its default",
+            run.integer("eval_iters", 100),
+            "eval_iters",
+            why="" if "eval_iters" in run else "its default",
         )
 
 
-def _split_data(reading: Reading, result: Translation, section: str, name: str, split: Any) -> None:
+def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
     prefix = f"Data.{section}.dataset"
-    prefixes, weights = _corpora(reading, name)
-    origins = reading.origins(name)
-    result.put(f"{prefix}.input_dir", prefixes if len(prefixes) > 1 else prefixes[0], *origins)
+    prefixes, weights = _corpora(run, name)
+    origins = run.origins(name)
+    run.put(f"{prefix}.input_dir", prefixes if len(prefixes) > 1 else prefixes[0], *origins)
     if weights is not None and len(prefixes) > 1:
-        result.put(f"{prefix}.weights", weights, *origins)
+        run.put(f"{prefix}.weights", weights, *origins)
     elif len(prefixes) > 1:
-        result.put(f"{prefix}.blend", "exhaustive", *origins, why="without weights every sample is read once")
-    why = "" if "split" in reading else "its default" if isinstance(split, str) else "all of it"
-    result.put(f"{prefix}.split", split, *reading.origins("split"), why=why)
-    result.put(
-        f"{prefix}.max_seq_len", reading.integer("seq_length", least=1), *reading.origins("seq_length")
-    )
-    if "data_cache_path" in reading:
-        result.put(
-            f"{prefix}.cache_dir", reading.text("data_cache_path"), *reading.origins("data_cache_path")
-        )
+        run.put(f"{prefix}.blend", "exhaustive", *origins, why="without weights every sample is read once")
+    why = "" if "split" in run else "its default" if isinstance(split, str) else "all of it"
+    run.put(f"{prefix}.split", split, "split", why=why)
+    run.put(f"{prefix}.max_seq_len", run.integer("seq_length", least=1), "seq_length")
+    run.put(f"{prefix}.cache_dir", run.text("data_cache_path"), "data_cache_path")
     for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-        if key in reading:
-            result.put(f"{prefix}.{key}", reading.flag(key), *reading.origins(key))
-    if "eos_token_id" in reading:
-        result.put(
-            f"{prefix}.eod_id", reading.integer("eos_token_id", least=0), *reading.origins("eos_token_id")
-        )
+        run.put(f"{prefix}.{key}", run.flag(key), key)
+    run.put(f"{prefix}.eod_id", run.integer("eos_token_id", least=0), "eos_token_id")
 
 
-def _shares(split: str, reading: Reading) -> tuple[float, float]:
+def _shares(split: str, run: Translation) -> tuple[float, float]:
     """The first two shares; what is no share at all is for the loader to refuse, with the same place."""
     try:
         numbers = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
@@ -266,12 +253,12 @@ def _shares(split: str, reading: Reading) -> tuple[float, float]:
     return (*numbers, 0.0, 0.0)[0], (*numbers, 0.0, 0.0)[1]
 
 
-def _corpora(reading: Reading, name: str) -> tuple[list[str], list[float] | None]:
+def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None]:
     """Prefixes, and the weights before them where they are there: an even number of words, numbers first."""
-    value = reading.value(name)
+    value = run.value(name)
     words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
     if not words:
-        raise reading.error(name, "names no corpus")
+        raise run.error(name, "names no corpus")
     numbers = [_number(word) for word in words[::2]]
     if len(words) % 2 == 0 and all(number is not None for number in numbers):
         prefixes, weights = words[1::2], [number for number in numbers if number is not None]
@@ -279,7 +266,7 @@ def _corpora(reading: Reading, name: str) -> tuple[list[str], list[float] | None
         prefixes, weights = words, None
     for prefix in prefixes:
         if _is_directory(Path(prefix)):
-            raise reading.error(
+            raise run.error(
                 name, f"{prefix} is a directory; name the pair of files in it without .bin or .idx"
             )
     return prefixes, weights
@@ -295,3 +282,50 @@ def _number(word: str) -> float | None:
 def _is_directory(path: Path) -> bool:
     """Whether it is one; not, where its name is none that a file can have."""
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
+
+
+_MAX_BYTES = 64 << 20  # the largest vocabularies, with merges, have about 35 MB
+
+
+def highest_id(file: Path, one: Given) -> int:
+    """The highest id in a ``vocab.json`` or ``tokenizer.json``.
+
+    Raises:
+        ConfigError: with the place of ``one``, which names the file: it cannot be read or is no vocabulary.
+    """
+
+    def error(rule: str) -> ConfigError:
+        return ConfigError(f"{file} {rule}", key=one.key, place=one.place)
+
+    try:
+        if file.is_dir():
+            raise error("is a directory, and no vocabulary")
+        if not file.is_file():
+            raise error("is not there; the size of the vocabulary is read from it (or give --vocab-size)")
+        if file.stat().st_size > _MAX_BYTES:
+            raise error(f"is larger than {_MAX_BYTES:,} bytes, which no vocabulary needs")
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except ConfigError:
+        raise
+    except OSError as problem:
+        raise error(f"cannot be read: {problem.strerror}") from None
+    except (ValueError, RecursionError):
+        raise error("is not a vocabulary in JSON") from None
+    ids = _ids(read)
+    if not ids or not all(type(number) is int and 0 <= number < 2**31 for number in ids):
+        raise error("is not a vocabulary: a mapping of tokens to their ids")
+    return max(ids)
+
+
+def _ids(read: Any) -> list[Any]:
+    if not isinstance(read, dict):
+        return []
+    model = read.get("model")
+    if not isinstance(model, dict):
+        return list(read.values())
+    words = model.get("vocab")
+    added = read.get("added_tokens")
+    more = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    if isinstance(words, list):  # of a unigram model: the place is the id
+        return [*range(len(words)), *more]
+    return [*(words.values() if isinstance(words, dict) else ()), *more]

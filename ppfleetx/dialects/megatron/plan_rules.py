@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 from ppfleetx.config.sections.distributed import DistributedConfig
 from ppfleetx.dialects.megatron.network_rules import PIPELINE, TENSOR
-from ppfleetx.dialects.reading import Reading
+from ppfleetx.dialects.translate import Rule
 from ppfleetx.dialects.translation import Translation
 
 _ZERO = "deepspeed_config.zero_optimization"
@@ -17,38 +16,38 @@ _COUNTS = re.compile(r"[\[\]\d,\s]*", re.ASCII)
 _MAX_COUNTS = 10_000
 
 
-def plan_rule(world_size: int | None) -> Callable[[Reading, Translation], None]:
+def plan_rule(world_size: int | None) -> Rule:
     """The rule for degrees and stages in a job of ``world_size`` processes; None: not known."""
 
-    def plan(reading: Reading, result: Translation) -> None:
-        if reading.flag("no_pipeline_parallel", False) and reading.integer(PIPELINE, 1) != 1:
-            raise reading.conflict(("no_pipeline_parallel", PIPELINE), "no pipeline has one stage")
-        if reading.flag("sequence_parallel", False) and reading.integer(TENSOR, 1, least=1) > 1:
-            result.put("Model.sequence_parallel", True, *reading.origins("sequence_parallel"))
-        _context(reading, result)
-        _chunks(reading, result)
-        _sharding(reading, result, world_size)
+    def plan(run: Translation) -> None:
+        if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:
+            raise run.conflict(("no_pipeline_parallel", PIPELINE), "no pipeline has one stage")
+        if run.flag("sequence_parallel", False) and run.integer(TENSOR, 1, least=1) > 1:
+            run.put("Model.sequence_parallel", True, "sequence_parallel")
+        _context(run)
+        _chunks(run)
+        _sharding(run, world_size)
 
     return plan
 
 
-def _context(reading: Reading, result: Translation) -> None:
-    size = reading.integer("context_parallel_size", 1, least=1)
-    reading.choice("context_parallel_algo", ("ulysses_cp_algo", *_RINGS))
+def _context(run: Translation) -> None:
+    size = run.integer("context_parallel_size", 1, least=1)
+    run.choice("context_parallel_algo", ("ulysses_cp_algo", *_RINGS))
     for name, works in (("context_parallel_algo", "ulysses_cp_algo"), ("cp_comm_type", "a2a")):
-        if size > 1 and name in reading and reading.value(name) != works:
-            raise reading.error(
+        if size > 1 and name in run and run.value(name) != works:
+            raise run.error(
                 name,
                 f"must be {works}: sequence parts are exchanged for heads; rings and hybrids are not built",
             )
-    degree = reading.integer("ulysses_degree_in_cp", least=1)
+    degree = run.integer("ulysses_degree_in_cp", least=1)
     if degree is not None and degree != size:
-        raise reading.conflict(
+        raise run.conflict(
             ("ulysses_degree_in_cp", "context_parallel_size"),
             "all of context parallelism exchanges heads: give both alike",
         )
-    if size > 1 and "context_parallel_algo" not in reading and "cp_comm_type" not in reading:
-        result.notes.append(
+    if size > 1 and "context_parallel_algo" not in run and "cp_comm_type" not in run:
+        run.notes.append(
             "context parallelism exchanges sequence parts for heads (a2a); there the default is a ring"
         )
 
@@ -63,17 +62,15 @@ _RINGS = (
 )
 
 
-def _chunks(reading: Reading, result: Translation) -> None:
+def _chunks(run: Translation) -> None:
     """Virtual stages, layers of each chunk, empty places."""
-    stages = reading.integer(PIPELINE, 1, least=1)
-    layers = reading.integer("num_layers", least=1)
-    rows = _counts(reading, "num_layer_list")
-    empty = _ids(reading, "noop_layers")
+    stages = run.integer(PIPELINE, 1, least=1)
+    layers = run.integer("num_layers", least=1)
+    rows = _counts(run, "num_layer_list")
+    empty = _ids(run, "noop_layers")
     if rows is not None and empty:
-        raise reading.conflict(
-            ("num_layer_list", "noop_layers"), "two ways to say the same; give one of them"
-        )
-    virtual = _virtual(reading, stages, layers, rows)
+        raise run.conflict(("num_layer_list", "noop_layers"), "two ways to say the same; give one of them")
+    virtual = _virtual(run, stages, layers, rows)
     if virtual > 1:
         names = (
             "virtual_pipeline_model_parallel_size",
@@ -81,217 +78,205 @@ def _chunks(reading: Reading, result: Translation) -> None:
             "num_layers_per_virtual_pipeline_stage",
             "num_layer_list",
         )
-        result.put("Model.virtual_pp_degree", virtual, *reading.origins(*names))
+        run.put("Model.virtual_pp_degree", virtual, *names)
     if rows is not None and stages > 1:
-        result.put(
-            "Distributed.pp_layers", rows if len(rows) > 1 else rows[0], *reading.origins("num_layer_list")
-        )
+        run.put("Distributed.pp_layers", rows if len(rows) > 1 else rows[0], "num_layer_list")
     if empty:
         if outside := [place for place in empty if place >= layers]:
-            raise reading.error(
-                "noop_layers", f"place {outside[0]} does not exist: places are 0 to {layers - 1}"
-            )
+            raise run.error("noop_layers", f"place {outside[0]} does not exist: places are 0 to {layers - 1}")
         why = f"num_layers counts {len(empty)} empty places there"
-        result.replace(
-            "Model.num_layers", layers - len(empty), *reading.origins("num_layers", "noop_layers"), why=why
-        )
+        run.replace("Model.num_layers", layers - len(empty), "num_layers", "noop_layers", why=why)
         if stages > 1:
-            result.put("Distributed.noop_layers", empty, *reading.origins("noop_layers"))
-    _uneven(reading, result, stages, layers)
-    _counted_ends(reading, result, stages, layers, virtual)
+            run.put("Distributed.noop_layers", empty, "noop_layers")
+    _uneven(run, stages, layers)
+    _counted_ends(run, stages, layers, virtual)
 
 
-def _counted_ends(reading: Reading, result: Translation, stages: int, layers: int, virtual: int) -> None:
+def _counted_ends(run: Translation, stages: int, layers: int, virtual: int) -> None:
     """The embedding before the first layer and the loss behind the last one count as a layer each."""
     names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    first, last = (int(reading.flag(name, False)) for name in names)
+    first, last = (int(run.flag(name, False)) for name in names)
     if stages < 2 or not first + last:
         return
     chunks, places = stages * virtual, layers + first + last
     if places % chunks:
-        raise reading.conflict(names, f"{places} layers and ends do not divide by {chunks} chunks")
+        raise run.conflict(names, f"{places} layers and ends do not divide by {chunks} chunks")
     counts = [places // chunks] * chunks
     counts[0] -= first
     counts[-1] -= last
     rows = [counts[at : at + stages] for at in range(0, chunks, stages)]
-    result.put("Distributed.pp_layers", rows if virtual > 1 else rows[0], *reading.origins(*names))
+    run.put("Distributed.pp_layers", rows if virtual > 1 else rows[0], *names)
 
 
-def _uneven(reading: Reading, result: Translation, stages: int, layers: int) -> None:
+def _uneven(run: Translation, stages: int, layers: int) -> None:
     names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    if not any(name in reading for name in names):
+    if not any(name in run for name in names):
         return
-    first, last = (reading.integer(name, least=0) for name in names)
+    first, last = (run.integer(name, least=0) for name in names)
     between = stages - sum(number is not None for number in (first, last))
     left = layers - (first or 0) - (last or 0)
     if stages < 2 or left < 0 or (left % between if between > 0 else left):
-        raise reading.conflict(
+        raise run.conflict(
             names, f"the other {left} layers cannot be shared evenly by the other {between} stages"
         )
     middle = [left // between] * between if between else []
     given = [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
-    result.put("Distributed.pp_layers", given, *reading.origins(*names))
+    run.put("Distributed.pp_layers", given, *names)
 
 
-def _virtual(reading: Reading, stages: int, layers: int, rows: list[list[int]] | None) -> int:
+def _virtual(run: Translation, stages: int, layers: int, rows: list[list[int]] | None) -> int:
     said: dict[str, int] = {}
     for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
-        if name in reading:
-            said[name] = reading.integer(name, least=1)
+        if name in run:
+            said[name] = run.integer(name, least=1)
     if rows is not None:
         said["num_layer_list"] = len(rows)
-    each = reading.integer("num_layers_per_virtual_pipeline_stage", least=1)
+    each = run.integer("num_layers_per_virtual_pipeline_stage", least=1)
     if each is not None:
         name = "num_layers_per_virtual_pipeline_stage"
         if rows is not None:
             if max(max(row, default=0) for row in rows) != each:
-                raise reading.conflict(
+                raise run.conflict(
                     (name, "num_layer_list"), f"no chunk of the list has {each} layers as its most"
                 )
         elif layers % (stages * each):
-            raise reading.conflict(
+            raise run.conflict(
                 (name, "num_layers", PIPELINE), f"{layers} layers do not divide by {stages} x {each}"
             )
         else:
             said[name] = layers // (stages * each)
     if len(set(said.values())) > 1:
         found = ", ".join(f"{name} {number}" for name, number in said.items())
-        raise reading.conflict(tuple(said), f"virtual stages differ: {found}")
+        raise run.conflict(tuple(said), f"virtual stages differ: {found}")
     return next(iter(said.values()), 1)
 
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-def _sharding(reading: Reading, result: Translation, world_size: int | None) -> None:
-    stages = {
-        name: reading.integer(name, least=0) for name in ("zero_stage", f"{_ZERO}.stage") if name in reading
-    }
-    if reading.flag("use_torch_fsdp2", False):
+def _sharding(run: Translation, world_size: int | None) -> None:
+    stages = {name: run.integer(name, least=0) for name in ("zero_stage", f"{_ZERO}.stage") if name in run}
+    if run.flag("use_torch_fsdp2", False):
         stages["use_torch_fsdp2"] = 3
-    if reading.flag("use_megatron_fsdp", False):
-        strategy = reading.choice("data_parallel_sharding_strategy", _STRATEGIES, _STRATEGIES[0])
+    if run.flag("use_megatron_fsdp", False):
+        strategy = run.choice("data_parallel_sharding_strategy", _STRATEGIES, _STRATEGIES[0])
         stages["use_megatron_fsdp"] = _STRATEGIES.index(strategy)
     if len(set(stages.values())) > 1:
-        raise reading.conflict(tuple(stages), "the stage of ZeRO differs; give it alike")
+        raise run.conflict(tuple(stages), "the stage of ZeRO differs; give it alike")
     stage = next(iter(stages.values()), 0)
     names = [*stages]
     if stage > 3:
-        raise reading.error(names[0], "must be 0, 1, 2 or 3")
-    if stage == 0 and reading.flag("use_distributed_optimizer", False):
+        raise run.error(names[0], "must be 0, 1, 2 or 3")
+    if stage == 0 and run.flag("use_distributed_optimizer", False):
         stage, names = 1, ["use_distributed_optimizer"]
-    offload = _offload(reading)
+    offload = _offload(run)
     if offload and stage < 2:
-        raise reading.error(offload, "goes with ZeRO stage 2 or 3")
+        raise run.error(offload, "goes with ZeRO stage 2 or 3")
     if stage == 0:
         return
-    origins = reading.origins(*names)
-    replicas = _replicas(reading, world_size)
-    result.put("Distributed.sharding.sharding_stage", stage, *origins)
+    origins = run.origins(*names)
+    replicas = _replicas(run, world_size)
+    run.put("Distributed.sharding.sharding_stage", stage, *origins)
     if replicas is None:
-        result.notes.append(
+        run.notes.append(
             "the states are shared out over all data-parallel ranks there; how many is not known here: give "
             "Distributed.sharding.sharding_degree (and dp_degree 1), or the number of processes"
         )
         return
-    result.put("Distributed.sharding.sharding_degree", replicas, *origins, why=f"of {world_size} processes")
-    result.put("Distributed.dp_degree", 1, *origins, why="every replica holds a share")
+    run.put("Distributed.sharding.sharding_degree", replicas, *origins, why=f"of {world_size} processes")
+    run.put("Distributed.dp_degree", 1, *origins, why="every replica holds a share")
     if offload and replicas > 1:
-        result.put("Distributed.sharding.sharding_offload", True, *reading.origins(offload))
+        run.put("Distributed.sharding.sharding_offload", True, offload)
 
 
-def _offload(reading: Reading) -> str | None:
-    if reading.flag("cpu_optimizer", False):
+def _offload(run: Translation) -> str | None:
+    if run.flag("cpu_optimizer", False):
         return "cpu_optimizer"
     device = f"{_ZERO}.offload_optimizer.device"
-    if device in reading and reading.choice(device, ("cpu", "none")) == "cpu":
+    if device in run and run.choice(device, ("cpu", "none")) == "cpu":
         return device
-    return f"{_ZERO}.cpu_offload" if reading.flag(f"{_ZERO}.cpu_offload", False) else None
+    return f"{_ZERO}.cpu_offload" if run.flag(f"{_ZERO}.cpu_offload", False) else None
 
 
-def _replicas(reading: Reading, world_size: int | None) -> int | None:
+def _replicas(run: Translation, world_size: int | None) -> int | None:
     names = (TENSOR, "model_parallel_size", PIPELINE, "context_parallel_size")
-    model = math.prod(reading.integer(name, 1, least=1) for name in names)
+    model = math.prod(run.integer(name, 1, least=1) for name in names)
     if world_size is None:
         return None
     if world_size % model:
-        raise reading.conflict(
-            [name for name in names if reading.integer(name, 1) > 1],
+        raise run.conflict(
+            [name for name in names if run.integer(name, 1) > 1],
             f"tensor x pipeline x context = {model} processes do not divide the {world_size} of the job",
         )
     return world_size // model
 
 
-def recomputation(reading: Reading, result: Translation) -> None:
+def recomputation(run: Translation) -> None:
     """What is forgotten in the forward pass and computed again in the backward pass."""
-    granularity, names = _granularity(reading)
+    granularity, names = _granularity(run)
     if granularity is None:
-        _listed(reading, result)
+        _listed(run)
         return
-    if modules := reading.value("recompute_modules"):
+    if modules := run.value("recompute_modules"):
         words = modules if isinstance(modules, list) else str(modules).replace(",", " ").split()
         if granularity == "selective" and set(words) != {"core_attn"}:
-            raise reading.error("recompute_modules", "can only be core_attn")
-    result.put("Model.use_recompute", True, *reading.origins(*names))
+            raise run.error("recompute_modules", "can only be core_attn")
+    run.put("Model.use_recompute", True, *names)
     ours = "core_attn" if granularity == "selective" else "full"
-    result.put("Model.recompute_granularity", ours, *reading.origins(*names))
-    method = reading.choice("recompute_method", ("uniform", "block"))
-    count = reading.integer("recompute_num_layers", least=0)
+    run.put("Model.recompute_granularity", ours, *names)
+    method = run.choice("recompute_method", ("uniform", "block"))
+    count = run.integer("recompute_num_layers", least=0)
     if method is not None and granularity == "selective":
-        raise reading.conflict(("recompute_method", *names), "selective recomputation has no method")
+        raise run.conflict(("recompute_method", *names), "selective recomputation has no method")
     if method == "block" and count is not None:
-        layers = _first_of_chunks(result, [count] * len(_chunk_sizes(result)))
+        layers = _first_of_chunks(run, [count] * len(_chunk_sizes(run)))
         if layers:
-            result.put(
-                "Model.recompute_layers", layers, *reading.origins("recompute_method", "recompute_num_layers")
-            )
+            run.put("Model.recompute_layers", layers, "recompute_method", "recompute_num_layers")
         else:
-            result.replace(
-                "Model.use_recompute", False, *reading.origins("recompute_method", "recompute_num_layers")
-            )
+            run.replace("Model.use_recompute", False, "recompute_method", "recompute_num_layers")
 
 
-def _granularity(reading: Reading) -> tuple[str | None, tuple[str, ...]]:
+def _granularity(run: Translation) -> tuple[str | None, tuple[str, ...]]:
     said = {
-        "recompute_granularity": reading.choice("recompute_granularity", ("full", "selective")),
-        "recompute_activations": "selective" if reading.flag("recompute_activations", False) else None,
-        "checkpoint_activations": "full" if reading.flag("checkpoint_activations", False) else None,
-        "recompute": "full" if reading.value("recompute") is True else None,
-        "select_recompute": "selective" if reading.value("select_recompute") is True else None,
+        "recompute_granularity": run.choice("recompute_granularity", ("full", "selective")),
+        "recompute_activations": "selective" if run.flag("recompute_activations", False) else None,
+        "checkpoint_activations": "full" if run.flag("checkpoint_activations", False) else None,
+        "recompute": "full" if run.value("recompute") is True else None,
+        "select_recompute": "selective" if run.value("select_recompute") is True else None,
     }
     given = {name: value for name, value in said.items() if value is not None}
     if len(set(given.values())) > 1:
-        raise reading.conflict(tuple(given), "recomputation is full or selective")
+        raise run.conflict(tuple(given), "recomputation is full or selective")
     return next(iter(given.values()), None), tuple(given)
 
 
-def _listed(reading: Reading, result: Translation) -> None:
+def _listed(run: Translation) -> None:
     """Counts of layers per chunk: ``recompute`` in full, ``select_recompute`` of the attention core."""
     found = {}
     for name in ("recompute", "select_recompute"):
-        if reading.value(name) in (None, False):
+        if run.value(name) in (None, False):
             continue
-        counts = [number for row in _counts(reading, name) or [] for number in row]
-        if len(counts) != len(_chunk_sizes(result)):
-            raise reading.error(name, f"needs a number for each of {len(_chunk_sizes(result))} chunks")
+        counts = [number for row in _counts(run, name) or [] for number in row]
+        if len(counts) != len(_chunk_sizes(run)):
+            raise run.error(name, f"needs a number for each of {len(_chunk_sizes(run))} chunks")
         if any(counts):
-            found[name] = _first_of_chunks(result, counts)
+            found[name] = _first_of_chunks(run, counts)
     if len(found) > 1:
-        raise reading.conflict(
+        raise run.conflict(
             tuple(found), "layers are recomputed either all in full or all in part; give one of these"
         )
     for name, layers in found.items():
-        result.put("Model.use_recompute", True, *reading.origins(name))
+        run.put("Model.use_recompute", True, name)
         ours = "full" if name == "recompute" else "core_attn"
-        result.put("Model.recompute_granularity", ours, *reading.origins(name))
-        result.put("Model.recompute_layers", layers, *reading.origins(name))
+        run.put("Model.recompute_granularity", ours, name)
+        run.put("Model.recompute_layers", layers, name)
 
 
-def _chunk_sizes(result: Translation) -> list[int]:
+def _chunk_sizes(run: Translation) -> list[int]:
     """Layers of each chunk in model order, of what has been translated so far."""
 
     def of(key: str, default: Any) -> Any:
-        return result.native[key].value if key in result.native else default
+        return run.native[key].value if key in run.native else default
 
     layers, stages, virtual = (
         of("Model.num_layers", 1),
@@ -311,31 +296,31 @@ def _chunk_sizes(result: Translation) -> list[int]:
     return list(given) if given else [layers // (stages * virtual)] * min(stages * virtual, _MAX_COUNTS)
 
 
-def _first_of_chunks(result: Translation, counts: list[int]) -> list[int]:
+def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
     """The first ``count`` layers of each chunk, numbered over the model."""
     layers, start = [], 0
-    for size, count in zip(_chunk_sizes(result), counts, strict=False):
+    for size, count in zip(_chunk_sizes(run), counts, strict=False):
         layers += range(start, start + min(size, count))
         start += size
     return layers
 
 
-def _ids(reading: Reading, name: str) -> list[int]:
-    rows = _counts(reading, name)
+def _ids(run: Translation, name: str) -> list[int]:
+    rows = _counts(run, name)
     if rows is not None and len(rows) > 1:
-        raise reading.error(name, "must be a list of numbers, e.g. 62,63")
+        raise run.error(name, "must be a list of numbers, e.g. 62,63")
     return rows[0] if rows else []
 
 
-def _counts(reading: Reading, name: str) -> list[list[int]] | None:
+def _counts(run: Translation, name: str) -> list[list[int]] | None:
     """A list of numbers, or of lists of them, as a list of rows; from a text in either form too."""
-    if name not in reading:
+    if name not in run:
         return None
-    value = reading.value(name)
+    value = run.value(name)
     rule = "must be a list of numbers, or a list of such lists, e.g. [[4,4],[4,2]]"
     if isinstance(value, str):
         if not _COUNTS.fullmatch(value):
-            raise reading.error(name, rule)
+            raise run.error(name, rule)
         value = _parsed(value)
     elif isinstance(value, int) and not isinstance(value, bool):
         value = [value]
@@ -344,7 +329,7 @@ def _counts(reading: Reading, name: str) -> list[list[int]] | None:
         isinstance(row, list) and all(type(number) is int and 0 <= number <= _MAX_COUNTS for number in row)
         for row in rows
     ) or not any(rows):
-        raise reading.error(name, rule)
+        raise run.error(name, rule)
     return rows
 
 

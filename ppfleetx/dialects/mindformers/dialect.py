@@ -6,30 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppfleetx.dialects.given import given_in
-from ppfleetx.dialects.keys import KeyTable
-from ppfleetx.dialects.launchers import without_launcher
-from ppfleetx.dialects.mindformers import plan, run
+from ppfleetx.dialects.given import given_in, without_launcher
+from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
+from ppfleetx.dialects.mindformers import rules
 from ppfleetx.dialects.mindformers.arguments import FLAGS, CommandLine, read_command_line
-from ppfleetx.dialects.reading import Reading
 from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.tables import read_file, tables_of
 from ppfleetx.dialects.translate import translate
 from ppfleetx.dialects.translation import Translation
 
 TABLE = KeyTable([key for keys in tables_of(read_file("mindformers")).values() for key in keys])
 _RULES = (
-    run.network,
-    plan.device,
-    plan.degrees,
-    plan.experts,
-    plan.batch,
-    plan.recompute,
-    run.data,
-    run.checkpoint,
-    run.length,
-    run.writing,
-    run.generation,
+    rules.network,
+    rules.device,
+    rules.degrees,
+    rules.experts,
+    rules.batch,
+    rules.recompute,
+    rules.data,
+    rules.checkpoint,
+    rules.length,
+    rules.writing,
+    rules.generation,
 )
 
 _BLOCKS = frozenset(
@@ -62,7 +59,7 @@ def run_of(argv: Sequence[str]) -> MindFormersRun:
     """
     line = read_command_line(argv)
     result = _translation(line)
-    return MindFormersRun(result, plan.run_mode(Reading(result.read)), line.checks)
+    return MindFormersRun(result, rules.run_mode(result), line.checks)
 
 
 def _translation(line: CommandLine) -> Translation:

@@ -2,19 +2,279 @@
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import os
 import re
+import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.fields import MAX_RANKS
+from ppfleetx.config.reading.files import read_text
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.dialects.mindformers.arguments import RUN_MODES
-from ppfleetx.dialects.mindformers.rank_table import RankTable, Server, read_rank_table
 from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.files import atomic_write
+
+_ELSEWHERE = ("192.0.2.1", 9)  # an address that no host has (RFC 5737); nothing is sent to it
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: its number on its host, its address, its rank in the job."""
+
+    device_id: int
+    device_ip: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Server:
+    """One host: its address and its devices, in the order of their ranks."""
+
+    address: str
+    devices: tuple[Device, ...]
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this host, which follow each other."""
+        return range(self.devices[0].rank, self.devices[-1].rank + 1)
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """All hosts of a job, in the order of their ranks."""
+
+    servers: tuple[Server, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job."""
+        return sum(len(server.devices) for server in self.servers)
+
+    def as_json(self) -> dict[str, Any]:
+        """The table as its file holds it."""
+        servers = [
+            {
+                "server_id": server.address,
+                "device": [
+                    {"device_id": str(d.device_id), "device_ip": d.device_ip, "rank_id": str(d.rank)}
+                    for d in server.devices
+                ],
+                "host_nic_ip": "reserve",
+            }
+            for server in self.servers
+        ]
+        return {
+            "version": "1.0",
+            "server_count": str(len(servers)),
+            "server_list": servers,
+            "status": "completed",
+        }
+
+
+def read_rank_table(path: Path) -> RankTable:
+    """Read a rank table and check it.
+
+    Raises:
+        ConfigError: there is no such file, it is not JSON, or counts, ranks or hosts are wrong.
+    """
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"is no rank table, which is JSON: {error}", place=str(path)) from None
+    place = str(path)
+    table = RankTable(
+        tuple(_server(one, place, number) for number, one in enumerate(_list(content, "server_list", place)))
+    )
+    _check_count(content, table, place)
+    _check_devices(table, place)
+    _check_ranks(table, place)
+    return table
+
+
+def _list(content: Any, key: str, place: str) -> list[Any]:
+    found = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(found, list) or not found:
+        raise ConfigError("is needed: a list with one entry at least", key=key, place=place)
+    if len(found) > MAX_RANKS:
+        raise ConfigError(
+            f"has {len(found):,} entries; a job has at most {MAX_RANKS:,} ranks", key=key, place=place
+        )
+    return found
+
+
+def _server(content: Any, place: str, number: int) -> Server:
+    key = f"server_list.{number}"
+    address = content.get("server_id") if isinstance(content, dict) else None
+    if not isinstance(address, str) or not address.strip() or not address.isprintable():
+        raise ConfigError("is needed: the host's address", key=f"{key}.server_id", place=place)
+    devices = [
+        _device(one, place, f"{key}.device.{index}")
+        for index, one in enumerate(_list(content, "device", f"{place}, {key}"))
+    ]
+    return Server(address.strip(), tuple(sorted(devices, key=lambda device: device.rank)))
+
+
+def _device(content: Any, place: str, key: str) -> Device:
+    if not isinstance(content, dict):
+        raise ConfigError("must hold device_id, device_ip and rank_id", key=key, place=place)
+    numbers = {}
+    for name in ("device_id", "rank_id"):
+        text = str(content.get(name, "")) if not isinstance(content.get(name), bool) else ""
+        if not is_index(text):
+            raise ConfigError("must be a number", key=f"{key}.{name}", value=content.get(name), place=place)
+        numbers[name] = int(text)
+    return Device(numbers["device_id"], str(content.get("device_ip", "")), numbers["rank_id"])
+
+
+def _check_count(content: dict[str, Any], table: RankTable, place: str) -> None:
+    count = content.get("server_count")
+    if str(count) != str(len(table.servers)):
+        raise ConfigError(
+            f"server_list has {counted(len(table.servers), 'host')}",
+            key="server_count",
+            value=count,
+            place=place,
+        )
+    status = content.get("status", "completed")
+    if status != "completed":
+        raise ConfigError("must be 'completed'", key="status", value=status, place=place)
+    twice = [name for name, n in Counter(server.address for server in table.servers).items() if n > 1]
+    if twice:
+        raise ConfigError("a host is there twice", key="server_id", value=twice[0], place=place)
+
+
+def _check_devices(table: RankTable, place: str) -> None:
+    """Each device once: by its number on its host, and by its address, which may be left at the host's."""
+    for server in table.servers:
+        _refuse_twice(
+            "device_id", [device.device_id for device in server.devices], f"{place}, {server.address}"
+        )
+    own = [(server.address, device.device_ip) for server in table.servers for device in server.devices]
+    _refuse_twice("device_ip", [address for host, address in own if address not in ("", host)], place)
+
+
+def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
+    twice = [value for value, count in Counter(values).items() if count > 1]
+    if twice:
+        raise ConfigError("a device is there twice", key=key, value=twice[0], place=place)
+
+
+def _check_ranks(table: RankTable, place: str) -> None:
+    ranks = [device.rank for server in table.servers for device in server.devices]
+    twice = sorted(rank for rank, n in Counter(ranks).items() if n > 1)
+    if twice:
+        raise ConfigError(
+            "is there twice; number the ranks through all hosts (merge_hccl.py does)",
+            key="rank_id",
+            value=twice[0],
+            place=place,
+        )
+    ordered = sorted(ranks)
+    missing = next((wanted for wanted, rank in enumerate(ordered) if rank != wanted), None)
+    if missing is not None:
+        raise ConfigError(
+            f"rank {missing} is missing: {len(ranks)} ranks are numbered from 0", key="rank_id", place=place
+        )
+    if ranks != ordered:
+        raise ConfigError(
+            "the ranks of a host follow those of the host before it", key="rank_id", place=place
+        )
+
+
+def this_host() -> str:
+    """The address under which other hosts reach this one, as far as can be determined.
+
+    Raises:
+        ConfigError: it has only a loopback address.
+    """
+    for find in (_by_name, _by_route):
+        address = find()
+        if address is not None and _is_own(address):
+            return address
+    raise ConfigError("the address of this host was not found; give --server_ip", key="--server_ip")
+
+
+def _by_name() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def _by_route() -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)
+            return probe.getsockname()[0]
+        except OSError:
+            return None
+
+
+def _is_own(address: str) -> bool:
+    """Whether an interface has the address, and others may reach it there."""
+    if ipaddress.ip_address(address).is_loopback:
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def table_of_host(devices: Sequence[int], address: str) -> RankTable:
+    """The table of one host with these devices, ranked in this order."""
+    ranked = tuple(Device(number, address, rank) for rank, number in enumerate(devices))
+    return RankTable((Server(address, ranked),))
+
+
+def merged(tables: Sequence[RankTable]) -> RankTable:
+    """One table of several, hosts in the given order and ranks numbered again.
+
+    Raises:
+        ConfigError: a host is in two of them.
+    """
+    servers: list[Server] = []
+    rank = 0
+    for server in (server for table in tables for server in table.servers):
+        devices = tuple(Device(d.device_id, d.device_ip, rank + i) for i, d in enumerate(server.devices))
+        rank += len(devices)
+        servers.append(Server(server.address, devices))
+    twice = [name for name, n in Counter(server.address for server in servers).items() if n > 1]
+    if twice:
+        raise ConfigError("is in two of the tables", key="server_id", value=twice[0])
+    return RankTable(tuple(servers))
+
+
+def write_rank_table(path: Path, table: RankTable) -> None:
+    """Write a table where there is none, or the same.
+
+    Raises:
+        ConfigError: there is something else, or it cannot be written.
+    """
+    text = json.dumps(table.as_json(), indent=4)
+    try:
+        if path.exists():
+            if path.read_text("utf-8", "replace") == text:
+                return
+            raise ConfigError(
+                "is there already and holds something else; nothing is overwritten", place=str(path)
+            )
+        with atomic_write(path, "w") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", place=str(path)) from error
+
 
 USAGE = "usage: bash run_distribute.sh RANK_TABLE_FILE CONFIG_PATH [a,b] RUN_MODE [RANK_SIZE]"
 PORT_VARIABLE, _PORT = "MASTER_PORT", 6379

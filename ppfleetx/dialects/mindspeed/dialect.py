@@ -10,14 +10,13 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.files import shown_path
 from ppfleetx.config.reading.parse import read_yaml
-from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name
-from ppfleetx.dialects.launchers import without_launcher, world_of
+from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name, without_launcher, world_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
 from ppfleetx.dialects.megatron.dialect import FLAGS, MANY
 from ppfleetx.dialects.megatron.expert_rules import experts
+from ppfleetx.dialects.megatron.network_rules import TENSOR
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
-from ppfleetx.dialects.mindspeed import rules
-from ppfleetx.dialects.mindspeed.keys import ALIASES, TABLE, documented, plain
+from ppfleetx.dialects.mindspeed.keys import ALIASES, LLM, PRECISION, TABLE, documented, plain
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translate import Rule, translate
 from ppfleetx.dialects.translation import Translation
@@ -68,7 +67,7 @@ def file_of(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
 def _rules(world_size: int | None) -> list[Rule]:
     return [
         network_rules.required,
-        rules.network,
+        _network,
         network_rules.network,
         experts,
         network_rules.vocabulary,
@@ -76,10 +75,10 @@ def _rules(world_size: int | None) -> list[Rule]:
         run_rules.batches,
         run_rules.device,
         run_rules.precision,
-        rules.precision,
+        _precision,
         run_rules.optimizer,
         run_rules.schedule,
-        rules.checkpoints,
+        _checkpoints,
         run_rules.profiler,
         run_rules.defaults_rule("mindspeed_log", log_interval=1),
         plan_rule(world_size),
@@ -138,3 +137,79 @@ DIALECT = Dialect(
     ),
     options=frozenset(FILE_OPTIONS),
 )
+
+
+_FUSED = (
+    "flash_attention",
+    "rope",
+    "rmsnorm",
+    "swiglu",
+    "masked_softmax",
+    "gradient_accumulation",
+    "layernorm",
+)
+_FLOAT32 = ("float32", "fp32")
+_WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _network(run: Translation) -> None:
+    """The blocks of ``model_config.llm``, and initial weights."""
+    _attention(run)
+    unit, padded = f"{LLM}.tokenizer.divided_by", "padded_vocab_size"
+    if unit in run and padded in run:
+        size, divisor = run.integer(padded, least=1), run.integer(unit, least=1)
+        tensor = run.integer(TENSOR, 1, least=1)
+        if size % divisor or size % tensor:
+            raise run.conflict((padded, unit, TENSOR), f"must divide by {divisor} and by {tensor} ranks")
+    run.put("Model.scale_output_init", False, why="initial weights there do not depend on the depth")
+
+
+def _attention(run: Translation) -> None:
+    kind, groups = f"{LLM}.blocks.attention.attention_type", f"{LLM}.blocks.attention.kv_group_size"
+    which = run.choice(kind, ("MHA", "GQA", "MQA"))
+    number = run.integer(groups, least=1)
+    if which == "MQA" and number not in (None, 1):
+        raise run.conflict((groups, kind), "multi-query attention has one key/value head")
+    if which == "GQA" and number is None:
+        raise run.error(kind, "needs kv_group_size, the number of key/value heads")
+    if which == "MQA" or (which == "GQA" and number is not None):
+        run.put("Model.num_query_groups", number or 1, kind, groups)
+
+
+def _precision(run: Translation) -> None:
+    """What ``accelerate_config.precision`` says beside the two types."""
+    softmax, residual, fused = (
+        f"{PRECISION}.{name}" for name in ("softmax_compute_dtype", "residual-connection", "fused_operators")
+    )
+    if softmax in run:
+        run.put("Model.softmax_in_fp32", run.text(softmax) in _FLOAT32, softmax)
+    dtype = run.native.get("Engine.mix_precision.dtype")
+    if residual in run and dtype is not None:
+        written = run.text(residual)
+        if _WORDS.get(written, written) != dtype.value:
+            raise run.error(
+                residual, f"must be {dtype.value}, the type of compute_dtype: branches are added in it"
+            )
+    if fused in run:
+        words = [word.strip() for word in run.text(fused).split(",")]
+        if strange := [word for word in words if word not in _FUSED]:
+            raise run.error(fused, f"{strange[0]!r} is not one of {', '.join(_FUSED)}")
+        if "flash_attention" in words:
+            run.put("Model.use_flash_attn", True, fused)
+
+
+def _checkpoints(run: Translation) -> None:
+    """``load_checkpoint`` gives weights to a new run; with ``resume_training`` the run goes on."""
+    prefix, save, load = "Engine.save_load", run.text("save", "./output"), run.text("load")
+    run.put(f"{prefix}.output_dir", save, "save", why="" if "save" in run else "its default")
+    interval = run.integer("save_interval", 0, least=0)
+    why = "" if "save_interval" in run else "save_interval is not given: only at the end"
+    run.put(f"{prefix}.save_steps", interval, "save_interval", why=why)
+    origins = run.origins("resume_training", "load", "save")
+    if not run.flag("resume_training", False):
+        if load is not None:
+            run.put(f"{prefix}.init_from", load, *origins, why="without resume_training: its weights alone")
+    elif load is None or os.path.normpath(load) == os.path.normpath(save):
+        run.put(f"{prefix}.resume", True, *origins)
+    else:
+        run.put(f"{prefix}.ckpt_dir", load, *origins)

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from ppfleetx.config.errors import shown_key
 from ppfleetx.dialects.given import normal_name
-from ppfleetx.dialects.keys import Key, KeyTable
+from ppfleetx.dialects.keys import Key, KeyTable, read_file, tables_of
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS, TABLES
-from ppfleetx.dialects.tables import read_file, tables_of
 
 LLM, PRECISION = "model_config.llm", "accelerate_config.precision"
 _FILE = read_file("mindspeed")

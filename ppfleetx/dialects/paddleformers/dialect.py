@@ -9,13 +9,11 @@ from pathlib import Path
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.files import read_text, shown_path
 from ppfleetx.config.reading.parse import parse_yaml
-from ppfleetx.dialects.given import Given, given_arguments, given_in
-from ppfleetx.dialects.keys import KeyTable
-from ppfleetx.dialects.launchers import without_launcher, world_of
+from ppfleetx.dialects.given import Given, given_arguments, given_in, without_launcher, world_of
+from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
 from ppfleetx.dialects.paddleformers import rules
 from ppfleetx.dialects.paddleformers.rules import CONFIG
 from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.tables import read_file, tables_of
 from ppfleetx.dialects.translate import Rule, translate
 from ppfleetx.dialects.translation import Translation
 
@@ -61,9 +59,9 @@ def _translated(given: list[Given], place: str, world_size: int | None) -> Trans
     ours = {one.key: one for one in network if one.key.startswith(f"{_OURS}.")}
     world_size = world_size or world_of(os.environ)
 
-    def native(_: object, result: Translation) -> None:
+    def native(run: Translation) -> None:
         for key, one in ours.items():
-            result.put(key.removeprefix(f"{_OURS}."), one.value, one)
+            run.put(key.removeprefix(f"{_OURS}."), one.value, one)
 
     plain = [one if not one.key.startswith("--") else _without_dashes(one) for one in given]
     return translate(TITLE, place, [*network, *plain], TABLE, [native, *_rules(world_size)])

@@ -17,8 +17,8 @@ from ppfleetx.config.record import run_record
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine import claim as claiming
 from ppfleetx.core.engine.claim import claim
+from ppfleetx.core.engine.restore import Start, find_start
 from ppfleetx.core.engine.run_directory import base_of, check_beginning, hold, output_dir_of
-from ppfleetx.core.engine.start import Start, find_start
 from ppfleetx.distributed.context import ParallelContext
 from tests.checkpoint.checkpoints import save
 

@@ -12,8 +12,8 @@ from ppfleetx.distributed.context import ParallelContext
 
 if TYPE_CHECKING:  # `--check` reads this file, and would wait for all that a run needs
     from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
-from ppfleetx.core.engine.spikes import Spike
-from ppfleetx.core.engine.stragglers import Stragglers
+from ppfleetx.resilience.spikes import Spike
+from ppfleetx.resilience.stragglers import Stragglers
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,31 @@
-"""What a run records of its steps and evaluations, for every file and service that keeps it."""
+"""Records of steps and evaluations: to ``metrics.jsonl`` and to the writers of ``Engine.loggers``."""
 
 from __future__ import annotations
 
+import errno
+import inspect
+import json
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ppfleetx.core.engine.callbacks.base import Callback
-from ppfleetx.core.engine.callbacks.utilization import device_utilization
-from ppfleetx.core.engine.callbacks.window import Window
-from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
-from ppfleetx.core.engine.spikes import Spike
+from ppfleetx.config.config_notes import refuse_absent
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registries import LOGGERS
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
+from ppfleetx.core.engine.callbacks.device_usage import device_utilization
+from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
+from ppfleetx.core.engine.run_directory import METRICS_FILE
+from ppfleetx.core.loggers.base import LogStart, LogWriter
+from ppfleetx.core.loggers.files import VisualDL, visual_dl_is_installed
+from ppfleetx.resilience.spikes import Spike
+from ppfleetx.resilience.stragglers import Stragglers
+from ppfleetx.utils.files import atomic_write, put_aside
+from ppfleetx.utils.log import get_logger
 
 
 class Recorder(Callback):
@@ -125,3 +139,182 @@ def _sources(record: StepRecord) -> dict[str, Any]:
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
     return {"metrics": {name: _number(value) for name, value in metrics.items()}} if metrics else {}
+
+
+class MetricsFile(Recorder):
+    """Appends one JSON object a line.
+
+    On resume, lines later than the step resumed from are dropped first, so that the file always reads
+    like that of a run that was never interrupted. A run that starts anew puts a file that is there aside.
+    """
+
+    def __init__(self, path: Path, logging_freq: int) -> None:
+        super().__init__(logging_freq)
+        self._path = path
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> MetricsFile | None:
+        """For a run that trains; beside its checkpoints."""
+        if not setup.trains:
+            return None
+        return cls(setup.output_dir / METRICS_FILE, setup.cfg.Engine.logging_freq)
+
+    def on_fit_start(self, run: Run) -> None:
+        if run.state.step:
+            self._forget(run.state.step, consumed=run.state.consumed_samples)
+        elif self._path.exists():
+            get_logger().info(f"the metrics of an earlier run are now {put_aside(self._path)}")
+
+    def on_spike(self, run: Run, spike: Spike) -> None:
+        super().on_spike(run, spike)
+        if spike.to_step is not None:  # what came after that checkpoint has not happened
+            self._forget(spike.to_step)
+        told = spike.to_json()
+        at_step = told.pop("step")
+        step = at_step if spike.to_step is None else spike.to_step
+        self.keep({"kind": "spike", "step": step, "at_step": at_step, **told})
+
+    def on_stragglers(self, run: Run, found: Stragglers) -> None:
+        self.keep({"kind": "stragglers", **found.to_json()})
+
+    def _forget(self, step: int, *, consumed: float = math.inf) -> None:
+        """:func:`keep_until`; a full disk ends no training here either."""
+        try:
+            keep_until(self._path, step, consumed=consumed)
+        except OSError as error:
+            get_logger().error(
+                f"{self._path} still has what came after global step {step}, which counts no more: "
+                f"{error.strerror}"
+            )
+
+    def keep(self, record: dict[str, Any]) -> None:
+        """Add a whole line or nothing: a full disk ends no training, unless by its checkpoints."""
+        line = (json.dumps(record) + "\n").encode()
+        try:
+            # Opened for each line: a killed run leaves whole lines, and nothing to close.
+            with self._path.open("ab", buffering=0) as file:
+                start = file.seek(0, os.SEEK_END)
+                if file.write(line) != len(line):
+                    file.truncate(start)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            get_logger().error(f"global step {record['step']} is not in {self._path}: {error.strerror}")
+
+
+def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
+    """Drop records later than ``step`` and a line torn by a kill.
+
+    Args:
+        consumed: samples that have been used at that step. A spike in later ones, which has sent the run back
+            to that step, is dropped as well: a run that resumes there meets it again.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if _has_happened(line, step, consumed)]
+    if kept != lines:
+        with atomic_write(path, "w") as file:
+            file.write("".join(f"{line}\n" for line in kept))
+
+
+def _has_happened(line: str, step: int, consumed: float) -> bool:
+    """Whether it is a whole record of what came before ``step`` ended, and no spike in samples after it."""
+    try:
+        record = json.loads(line)
+        at_step = record["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return False
+    samples = record.get("samples") if record.get("kind") == "spike" else None
+    return at_step <= step and (not samples or samples[0] < consumed)
+
+
+_KEY = "Engine.loggers"
+
+
+def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
+    """{name: writer} of ``Engine.loggers``, without those that are callbacks themselves. Nothing is opened.
+
+    Raises:
+        ConfigError: a library is missing, a writer is named twice, or its options are not those it takes.
+    """
+    refuse_absent(cfg)
+    found: dict[str, LogWriter] = {}
+    for item in cfg.Engine.loggers:
+        if LOGGERS.traits(item.name).callback is not None:
+            continue
+        make = LOGGERS.load(item.name)
+        try:
+            inspect.signature(make).bind(output_dir, **item.options)
+        except TypeError as error:
+            raise ConfigError(f"options of {item.name}: {error}", key=_KEY, value=item.name) from None
+        writer = make(output_dir, **item.options)
+        if not isinstance(writer, LogWriter):
+            raise ConfigError("must be made as a LogWriter", key=_KEY, value=item.name)
+        found[item.name] = writer
+    return found
+
+
+class LogWriters(Recorder):
+    """Gives the numbers of each record to all writers.
+
+    Args:
+        writers: by name.
+        logging_freq: steps between records.
+    """
+
+    def __init__(self, writers: Mapping[str, LogWriter], logging_freq: int) -> None:
+        super().__init__(logging_freq)
+        self._writers = dict(writers)
+        self._started: dict[str, LogWriter] = {}
+        self._failed: set[str] = set()
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> LogWriters | None:
+        """For a run that trains and names writers."""
+        writers = build_writers(setup.cfg, setup.output_dir) if setup.trains else {}
+        return cls(writers, setup.cfg.Engine.logging_freq) if writers else None
+
+    @classmethod
+    def visual_dl(cls, setup: CallbackSetup) -> LogWriters | None:
+        """VisualDL alone: for training where it is installed and ``Engine.loggers`` does not name it."""
+        named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
+        if named or not setup.trains or not visual_dl_is_installed():
+            return None
+        return cls({"visualdl": VisualDL(setup.output_dir)}, setup.cfg.Engine.logging_freq)
+
+    def on_fit_start(self, run: Run) -> None:
+        self._start(run, run.state.step)
+
+    def _start(self, run: Run, step: int) -> None:
+        start = LogStart(step, run.cfg.model_dump(mode="json"))
+        for name, writer in self._writers.items():
+            writer.start(start)
+            self._started[name] = writer
+
+    def on_spike(self, run: Run, spike: Spike) -> None:
+        super().on_spike(run, spike)
+        if spike.to_step is not None:  # what came after that checkpoint has not happened
+            self.on_fit_end(run)
+            self._start(run, spike.to_step)
+
+    def keep(self, record: dict[str, Any]) -> None:
+        numbers = numbers_of(record)
+        for name, writer in self._started.items():
+            try:
+                writer.write(record["step"], numbers)
+            except OSError as error:
+                if name not in self._failed:
+                    get_logger().error(f"global step {record['step']} cannot be written to {name}: {error}")
+                self._failed.add(name)
+
+    def on_fit_end(self, run: Run) -> None:
+        while self._started:
+            self._started.popitem()[1].finish()
+
+    def state(self) -> Mapping[str, Any]:
+        return {name: state for name, writer in self._writers.items() if (state := dict(writer.state()))}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, writer in self._writers.items():
+            if name in state:
+                writer.load_state(state[name])

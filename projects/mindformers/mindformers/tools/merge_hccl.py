@@ -14,7 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file_list", nargs="+", help="tables in the order of the hosts' ranks")
     args = parser.parse_args()
-    from ppfleetx.dialects.mindformers.rank_table import merged, read_rank_table, write_rank_table
+    from ppfleetx.dialects.mindformers.launch import merged, read_rank_table, write_rank_table
 
     table = merged([read_rank_table(Path(name)) for name in args.file_list])
     path = Path(f"hccl_{len(table.servers)}s_{table.num_ranks}p.json")

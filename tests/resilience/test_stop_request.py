@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ppfleetx.core.engine.signals import StopRequest
+from ppfleetx.resilience.stop_request import StopRequest
 
 
 @pytest.fixture

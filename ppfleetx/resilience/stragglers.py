@@ -9,14 +9,11 @@ One that is alone in its stage is compared with the other stages, and is slow if
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-
-from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import gather
 
 LEAST_COST = 0.05
 """The share of a step from which a slow rank is reported."""
@@ -81,12 +78,18 @@ class Stragglers:
 
 
 class StragglerTable:
-    """Sums the times of all ranks, and compares them every ``every`` steps (0: never)."""
+    """Sums the times of all ranks and compares them now and then.
 
-    def __init__(self, ctx: ParallelContext, every: int) -> None:
-        self._ctx, self._every = ctx, every if ctx.world_size > 1 else 0
+    Args:
+        every: steps between comparisons; 0: never.
+        stages: the pipeline stage of each rank.
+        gather: each rank's value, in the order of ranks; all ranks call it.
+    """
+
+    def __init__(self, every: int, stages: Sequence[int], gather: Callable[[str], list[str]]) -> None:
+        self._every, self._stages, self._gather = every if len(stages) > 1 else 0, stages, gather
         self._own = [0, 0, 0]
-        self._sums = np.zeros([ctx.world_size, 3], np.int64)
+        self._sums = np.zeros([len(stages), 3], np.int64)
         self._steps = 0
         self._hosts: list[str] = []
         self.found: Stragglers | None = None
@@ -109,12 +112,13 @@ class StragglerTable:
         if not self._every or not times.any():
             return
         if not self._hosts:
-            self._hosts = gather(self._ctx, socket.gethostname())
+            self._hosts = self._gather(socket.gethostname())
         self._sums += times
         self._steps += 1
         if self._steps == self._every:
-            stages = [self._ctx.plan.coordinates(rank)["pp"] for rank in range(self._ctx.world_size)]
-            self.found = judged(self._sums / (1e6 * self._steps), stages, self._hosts, step, self._steps)
+            self.found = judged(
+                self._sums / (1e6 * self._steps), self._stages, self._hosts, step, self._steps
+            )
             self._sums[:] = 0
             self._steps = 0
 

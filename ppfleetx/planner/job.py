@@ -10,7 +10,6 @@ from operator import itemgetter
 
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.plan import ParallelPlan, Workload
-from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -74,7 +73,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Case:
+class Job:
     """A model under a plan, with its batches.
 
     Attributes:
@@ -135,13 +134,13 @@ class Case:
         return self.global_batch * self.seq_len
 
     @property
-    def trunk_bytes(self) -> float:
+    def hidden_bytes(self) -> float:
         """Bytes of one micro batch's hidden states on a context rank, before sequence parallelism cuts it."""
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
     @property
-    def computes_on(self) -> bool:
+    def overlaps_messages(self) -> bool:
         """Whether stages compute while their messages travel, which only whole stages do."""
         return self.overlap.messages and self.plan.pp > 1 and self.plan.virtual_pp_degree == 1
 
@@ -151,13 +150,13 @@ class Case:
         many. 1 where each has its own with sequence parallelism, and where each sends all: with ZB-H1, and
         when messages travel while stages compute."""
         plan = self.plan
-        sends_all = plan.pp_schedule == "zb_h1" or self.computes_on
+        sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
         return 1 if plan.sequence_parallel or sends_all else plan.mp
 
     @property
     def message_bytes(self) -> float:
         """Bytes of an activation that a tensor rank sends to the next stage."""
-        return self.trunk_bytes / (self.plan.mp if self.plan.sequence_parallel else self.message_parts)
+        return self.hidden_bytes / (self.plan.mp if self.plan.sequence_parallel else self.message_parts)
 
     @property
     def forwards_first(self) -> bool:
@@ -193,14 +192,14 @@ class Case:
         return list(itertools.accumulate(self.plan.layers_of_chunks(self.model.num_layers)))
 
     @property
-    def same_model(self) -> SameModel:
+    def model_key(self) -> ModelKey:
         """What the parameters depend on, by its identity."""
-        return SameModel(self.model, self.compress)
+        return ModelKey(self.model, self.compress)
 
     @property
     def spec(self) -> ModelSpec:
         """The model's declaration."""
-        return _spec_of(self.same_model)
+        return _spec_of(self.model_key)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -235,7 +234,7 @@ class Case:
             return {self.kinds[0]: self.model.num_layers // self.plan.pp}
         return dict(Counter(self.layers[n] for chunk in self.layers_of_stage(stage) for n in chunk))
 
-    def with_plan(self, plan: ParallelPlan, micro_batch: int) -> Case:
+    def with_plan(self, plan: ParallelPlan, micro_batch: int) -> Job:
         """The same step of the same job under another plan.
 
         Raises:
@@ -250,7 +249,7 @@ class Case:
         return replace(self, plan=plan, micro_batch=micro_batch, accumulate=self.global_batch // per_step)
 
 
-class SameModel:
+class ModelKey:
     """A model by its identity: to hash all its fields takes longer than what is looked up with them."""
 
     __slots__ = ("compress", "model")
@@ -262,43 +261,43 @@ class SameModel:
         return id(self.model)
 
     def __eq__(self, other: object) -> bool:
-        is_same = isinstance(other, SameModel) and self.model is other.model
+        is_same = isinstance(other, ModelKey) and self.model is other.model
         return is_same and self.compress is other.compress
 
 
 @lru_cache(maxsize=256)
-def _spec_of(same: SameModel) -> ModelSpec:
+def _spec_of(same: ModelKey) -> ModelSpec:
     return model_spec(same.model)
 
 
-class Alike:
-    """A case, compared by what the passes of a layer depend on, so that they are worked out once."""
+class PassKey:
+    """A job, compared by what the passes of a layer depend on, so that they are worked out once."""
 
-    __slots__ = ("_key", "case")
+    __slots__ = ("_key", "job")
 
-    def __init__(self, case: Case) -> None:
-        plan = case.plan
+    def __init__(self, job: Job) -> None:
+        plan = job.plan
         fetched = (
-            (plan.sharding, plan.pp, case.overlap.values)
+            (plan.sharding, plan.pp, job.overlap.values)
             if plan.sharding_stage == 3 and plan.sharding > 1
             else None
         )
-        self.case, self._key = case, (case.same_model, case.work, case.precision.compute, fetched)
+        self.job, self._key = job, (job.model_key, job.work, job.precision.compute, fetched)
 
     def __hash__(self) -> int:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alike) and self._key == other._key
+        return isinstance(other, PassKey) and self._key == other._key
 
 
-def case_of(cfg: RunConfig, card: Card) -> Case:
-    """The case that ``cfg`` describes, run on ``card``."""
+def job_of(cfg: RunConfig, card: Card) -> Job:
+    """The job that ``cfg`` describes, run on ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
     precision = Precision()
     if mixed.enable:
         precision = Precision(mixed.dtype, mixed.level == "O2", mixed.main_grad_fp32)
-    return Case(
+    return Job(
         model=model,
         plan=cfg.plan,
         micro_batch=batch.micro_batch_size,
@@ -306,7 +305,7 @@ def case_of(cfg: RunConfig, card: Card) -> Case:
         seq_len=sequence_length(cfg),
         precision=precision,
         recomputed=recompute_of(model),
-        moments=OPTIMIZERS.traits(cfg.Optimizer.name).states,
+        moments=cfg.Optimizer.num_states,
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
         kernels=card.kernels,
@@ -338,7 +337,7 @@ def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
     return card.flash_efficiency > 0 and card.kernels != "plugin"
 
 
-def batch_of(case: Case) -> BatchPlan:
+def batch_of(job: Job) -> BatchPlan:
     """Its batch sizes by the configuration's names."""
-    local = case.micro_batch * case.accumulate
-    return BatchPlan(case.global_batch, local, case.micro_batch, case.accumulate)
+    local = job.micro_batch * job.accumulate
+    return BatchPlan(job.global_batch, local, job.micro_batch, job.accumulate)

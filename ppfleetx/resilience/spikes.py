@@ -17,8 +17,6 @@ from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.engine import SpikeConfig
-from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.distributed.together import any_rank
 
 _MAD_TO_DEVIATION = 1.4826
 _LEAST_SHARE = 0.01
@@ -113,11 +111,11 @@ class SpikeGuard:
 
     Args:
         options: ``Engine.spike``, with an action other than ``off``.
-        ctx: the place of this process.
+        any_rank: whether what is True here is True on any rank; all ranks call it.
     """
 
-    def __init__(self, options: SpikeConfig, ctx: ParallelContext) -> None:
-        self._options, self._ctx = options, ctx
+    def __init__(self, options: SpikeConfig, any_rank: Callable[[bool], bool]) -> None:
+        self._options, self._any_rank = options, any_rank
         self._losses: deque[float] = deque(maxlen=options.window)
         self._norms: deque[float] = deque(maxlen=options.window)
         self._in_a_row = 0
@@ -199,7 +197,7 @@ class SpikeGuard:
             what = "grad_norm"
         if self._jumps(loss, self._losses, self._options.loss_deviations):
             what = "loss"
-        return (what or "loss") if any_rank(self._ctx, what is not None) else None
+        return (what or "loss") if self._any_rank(what is not None) else None
 
     def _jumps(self, value: float, window: deque[float], deviations: float) -> bool:
         if not math.isfinite(value):

@@ -1,10 +1,12 @@
-"""The numbers of a run as a table."""
+"""Writers of local files: a CSV table, TensorBoard's and VisualDL's event files."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ppfleetx.core.loggers.base import LogStart, LogWriter
 from ppfleetx.utils.files import atomic_write, put_aside
@@ -62,3 +64,63 @@ def _step_of(row: Mapping[str, str | None]) -> float:
     """The row's step; infinity for a row torn by a kill, which is thus dropped."""
     text = row.get("step") or ""
     return int(text) if text.isascii() and text.isdigit() and None not in row.values() else float("inf")
+
+
+class TensorBoard(LogWriter):
+    """Writes ``tensorboard/`` in the directory of the run: ``tensorboard --logdir output/tensorboard``.
+
+    A run that goes on adds a file, which tells TensorBoard to leave out what is written of later steps.
+
+    Args:
+        output_dir: the directory of the run.
+        dir: another directory.
+    """
+
+    def __init__(self, output_dir: Path, dir: str | None = None) -> None:
+        super().__init__(output_dir)
+        self._directory = output_dir / "tensorboard" if dir is None else Path(dir)
+        self._writer: Any = None
+
+    def start(self, start: LogStart) -> None:
+        from tensorboardX import SummaryWriter
+
+        purge_step = start.step + 1 if start.step else 0
+        self._writer = SummaryWriter(str(self._directory), purge_step=purge_step, flush_secs=10)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+def visual_dl_is_installed() -> bool:
+    """Whether ``pip install ppfleetx[vdl]`` was done."""
+    return importlib.util.find_spec("visualdl") is not None
+
+
+class VisualDL(LogWriter):
+    """Writes ``vdl/`` in the directory of the run; a run that goes on adds a file there.
+
+    Args:
+        output_dir: the directory of the run.
+        dir: another directory.
+    """
+
+    def __init__(self, output_dir: Path, dir: str | None = None) -> None:
+        super().__init__(output_dir)
+        self._directory = output_dir / "vdl" if dir is None else Path(dir)
+        self._writer: Any = None
+
+    def start(self, start: LogStart) -> None:
+        from visualdl import LogWriter as Writer
+
+        self._writer = Writer(logdir=str(self._directory))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(tag=name, step=step, value=value)
+
+    def finish(self) -> None:
+        self._writer.close()

@@ -1,4 +1,4 @@
-"""What a run starts from: nothing, the weights of a checkpoint, or all of it."""
+"""What a run starts from (nothing, the weights of a checkpoint, or all of it), and loading it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.compress import is_of_quantizer
 from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
-from ppfleetx.core.engine.agreement import Fingerprints, check_resumed, check_same_function, tell_changes
-from ppfleetx.core.engine.run_directory import CKPT_DIR, INIT_FROM, RESUME
-from ppfleetx.core.engine.state import TrainState
+from ppfleetx.core.engine.progress import TrainState
+from ppfleetx.core.engine.resume_checks import Fingerprints, check_resumed, check_same_function, tell_changes
+from ppfleetx.core.engine.run_directory import (
+    CKPT_DIR,
+    INIT_FROM,
+    RESUME,
+    base_of,
+    output_dir_of,
+    with_value,
+)
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather, joint_errors
 from ppfleetx.optims.schedules import Schedule, resume_schedule
@@ -273,3 +280,22 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
     if options.reset_data:
         state.consumed_samples = state.epoch = 0
     return Start(options, checkpoint, resumes=True, state=state)
+
+
+def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
+    """What the run starts from, and a configuration that names these very checkpoints.
+
+    Raises:
+        CheckpointError: there is no such checkpoint; on all ranks.
+    """
+    base = None
+    with joint_errors(ctx, name_ranks=False):
+        if ctx.is_main:
+            base = base_of(cfg)
+    base = gather(ctx, None if base is None else str(base))[0]
+    if base is not None:
+        cfg = with_value(cfg, "Model.lora.base", base)
+    start = find_start(cfg.Engine.save_load, output_dir_of(cfg), ctx)
+    if start.found_by in (CKPT_DIR, INIT_FROM):
+        cfg = with_value(cfg, start.found_by, str(start.checkpoint.path))
+    return cfg, start

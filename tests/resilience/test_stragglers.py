@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ppfleetx.core.engine.stragglers import judged
+from ppfleetx.resilience.stragglers import judged
 
 HOSTS = ["a", "a", "b", "b"]
 
