@@ -1,7 +1,7 @@
-"""Makes the parts of transformers that compute in float32 whatever the weights' type compute in float64.
+"""Let the parts of transformers that compute in float32 whatever the weights' type compute in float64.
 
-Model code writes ``torch.float32``, ``torch.float`` and ``.float()``; inside ``with double(modules)`` these mean
-float64, so that the goldens carry no rounding of single precision.
+Model code writes ``torch.float32``, ``torch.float`` and ``.float()``; inside ``with double(modules)`` these
+mean float64, so that the goldens carry no rounding of single precision.
 """
 
 import contextlib

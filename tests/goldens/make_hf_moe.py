@@ -12,7 +12,7 @@ Keys in the file, for each model NAME:
   NAME/aux_nomask          the same where no attention_mask is given (other inputs equal)
   NAME/loss                ce + router_aux_loss_coef * aux: what is differentiated
   NAME/router_logits/<i>   of the i-th mixture layer, [tokens, experts]
-  NAME/g/<tensor>          gradients of all routers, of one expert, of the shared expert's gate (names on disk)
+  NAME/g/<tensor>          gradients of routers, one expert, the shared expert's gate (names on disk)
   NAME/gnorm               JSON: L2 norm of every gradient (names in memory)
   NAME/difference_f32      largest change of a logit when transformers itself runs in float32
 """
