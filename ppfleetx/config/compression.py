@@ -16,11 +16,15 @@ def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
     quantization = cfg.Compress.Quantization
     try:
         if quantization is not None:
-            quantization.check_layers(cfg.Model.num_layers)
+            quantization.check_layers(cfg.Model.num_layers, cfg.Model.block_linears())
     except RuleError as broken:
         yield RuleError([f"{_SECTION}.{key}" for key in broken.keys], broken.rule)
     if cfg.Compress.pruning is not None:
         yield from _pruning(cfg, cfg.Compress.pruning)
+    if cfg.Model.moe is not None and cfg.Compress.quantization is not None:
+        yield RuleError((f"{_SECTION}.enable", "Model.moe"), "experts are not trained with quantisation")
+    if cfg.Model.moe is not None and cfg.Compress.Weights is not None:
+        yield RuleError(("Compress.Weights", "Model.moe"), "experts are not stored in few bits")
     if cfg.Compress.Distill is not None:
         yield from _distillation(cfg)
 
@@ -33,6 +37,8 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
             "the weights below adapters are not trained, so they are not pruned while training; prune the "
             "checkpoint first (ppfleetx prune), or merge the adapters (ppfleetx merge)",
         )
+    if model.moe is not None and pruning.part != "heads":
+        yield RuleError((f"{key}.part", "Model.moe"), "units of experts are not pruned; set part to heads")
     totals = {"heads": model.kv_heads, "mlp": model.ffn_size}
     pruned = [part for part in totals if pruning.part in (part, "both")]
     if "heads" in pruned and model.kv_heads == 1:

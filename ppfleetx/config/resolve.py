@@ -65,7 +65,7 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
     if plan.world_size == world_size:
         return cfg
     near = nearest_plan(plan, world_size, workload_of(cfg))
-    given = [axis for axis in AXES if axis != "dp" or cfg.Distributed.dp_degree is not None]
+    given = [axis for axis in (*AXES, "ep") if axis != "dp" or cfg.Distributed.dp_degree is not None]
     needed = f"{'a multiple of ' if cfg.Distributed.dp_degree is None else ''}{plan.world_size}"
     dp = "open" if cfg.Distributed.dp_degree is None else plan.dp
     size = plan.world_size

@@ -140,7 +140,7 @@ def _is_plain_block(layer: nn.Layer) -> bool:
         type(layer) is Block
         and type(layer.attention) is Attention
         and type(layer.mlp) is MLP
-        and layer.mlp.activation in fused_blocks.ACTIVATIONS
+        and layer.mlp.activation.function in fused_blocks.ACTIVATIONS
         and type(layer.attention.rotary) in (type(None), RotaryEmbedding)
         # Ranks that share a layer, or a sequence, have something to say to each other within it.
         and layer.attention.factory.group is None
@@ -173,7 +173,7 @@ def linears_of(block: Block) -> tuple[nn.Layer, ...]:
 def _sizes(block: Block) -> fused_blocks.BlockSizes:
     attention, mlp = block.attention, block.mlp
     wide = mlp.fc1.weight.shape[1]
-    activation = fused_blocks.ACTIVATIONS.index(mlp.activation)
+    activation = fused_blocks.ACTIVATIONS.index(mlp.activation.function)
     return fused_blocks.BlockSizes(
         groups=attention.num_groups,
         per_group=attention.queries_per_group,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ppfleetx.nn.expert_exchange import ExpertExchange
     from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
+    from ppfleetx.nn.moe_spec import GroupedLinearSpec
 
 NameOf = Callable[[str], str]
 """Canonical name of what lies at a path within a layer."""
@@ -106,6 +107,9 @@ class LayerFactory(Protocol):
 
     def linear(self, spec: LinearSpec) -> nn.Layer:
         """The declared linear; see :class:`LinearSpec` for what is sliced."""
+
+    def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
+        """The declared linears of experts, as far as they live here."""
 
     def whole_linear(
         self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
