@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ppfleetx.config.fields import RuleError
 from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan, Violation, Workload, violations
+from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 
 
@@ -32,18 +33,24 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
     Of the lengths it is their greatest common divisor: what divides that divides each of them.
     """
-    model, moe = cfg.Model, cfg.Model.moe
+    model = cfg.Model
     return Workload(
         num_layers=model.num_layers,
         num_heads=model.num_attention_heads,
         num_groups=model.kv_heads,
         ffn_size=model.ffn_size,
-        num_experts=0 if moe is None else moe.num_experts,
-        expert_size=None if moe is None else moe.expert_ffn_size or model.ffn_size,
         padded_vocab=model.padded_vocab_size,
         seq_len=math.gcd(*used_lengths(cfg).values()) or None,
         accumulate_steps=accumulate_steps,
+        **expert_sizes(model),
     )
+
+
+def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
+    """What a plan has to divide of a mixture of experts."""
+    if model.moe is None:
+        return {"num_experts": 0}
+    return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
 
 
 def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:

@@ -159,6 +159,12 @@ class LayerFactory(Protocol):
 
         A loss made of them is the same on the axes ``mp`` and ``sep``."""
 
+    def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        """``[s, ...]`` of this rank's positions to those of whole sequences; carries no gradient."""
+
+    def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        """The opposite of :meth:`all_positions`."""
+
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> LossOutput:
