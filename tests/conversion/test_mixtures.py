@@ -117,6 +117,7 @@ def test_experts_that_do_not_fit_are_named(tmp_path, change, words):
         ("mixtral", {"norm_topk_prob": True}, "norm_topk_prob: True of this mixtral"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act"),
         ("mixtral", {"model_type": "gpt_oss"}, "each of its attention heads has a sink"),
+        ("mixtral", {"model_type": "olmoe"}, "normalises all queries of a layer together"),
     ],
 )
 def test_what_is_another_network_is_refused(tmp_path, name, keys, words):
