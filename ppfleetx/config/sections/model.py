@@ -274,6 +274,21 @@ class ModelConfig(Section):
         """Whether the output head has a bias."""
         return bool(self.add_head_bias)
 
+    def block_linears(self) -> list[str]:
+        """Canonical names of the linears of all blocks."""
+        mixtures = () if self.moe is None else self.moe.mixture_layers(self.num_layers)
+        mixture = ("mlp.experts", *(("mlp.shared",) if self.moe and self.moe.shared_experts else ()))
+        names = []
+        for layer in range(self.num_layers):
+            mlps = mixture if layer in mixtures else ("mlp",)
+            linears = (
+                "attention.qkv",
+                "attention.out_proj",
+                *(f"{m}.{fc}" for m in mlps for fc in ("fc1", "fc2")),
+            )
+            names += [f"decoder.layers.{layer}.{linear}" for linear in linears]
+        return names
+
     def is_recomputed(self, layer: int) -> bool:
         """Whether layer ``layer`` (0-based, over the whole model) is recomputed in the backward pass."""
         return layer in self.recomputed_layers()
@@ -400,7 +415,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check_lora(self) -> ModelConfig:
         if self.lora is not None:
-            self.lora.check_targets(self.num_layers)
+            self.lora.check_targets(self.block_linears())
         return self
 
     @model_validator(mode="after")
