@@ -26,6 +26,7 @@ from ppfleetx.compress.rounding import (
     Stored,
     check_form,
     compensated,
+    each_nearest,
     nearest,
     on_trained_grid,
     output_error,
@@ -42,7 +43,7 @@ from ppfleetx.config.sections.compress import (
     is_of_quantizer,
 )
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.spec import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes, parameter_specs
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
@@ -87,10 +88,26 @@ def check_options(model: ModelConfig, options: Options) -> None:
     for pattern in options.weights.skip:
         if not fnmatch.filter(layers, pattern):
             raise ConfigError("no layer of the model has such a name", key="--skip", value=pattern)
+    _check_calibration(model, options)
     for layer, in_features in _matrices(model).items():
         form = options.weights.form_of(layer)
         if form is not None:
             check_form(layer, in_features, form)
+
+
+def _check_calibration(model: ModelConfig, options: Options) -> None:
+    """Whether what is measured on samples is known of these layers."""
+    others = {
+        "Model.moe": model.moe is not None and (options.smooth or options.method == "gptq"),
+        "Model.latent_attention": model.latent_attention is not None and options.smooth,
+    }
+    for key, is_refused in others.items():
+        if is_refused:
+            raise ConfigError(
+                f"is for ordinary layers, and the checkpoint has {key}; round to nearest (--method rtn)",
+                key="--smooth" if options.smooth else "--method",
+                value=None if options.smooth else options.method,
+            )
 
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
@@ -127,9 +144,9 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
 def _matrices(model: ModelConfig) -> dict[str, int]:
     """The input features of each matrix of the blocks."""
     return {
-        name.removesuffix(".weight"): shape[0]
-        for name, shape in parameter_shapes(model).items()
-        if len(shape) == 2 and name.startswith("decoder.") and name.endswith(".weight")
+        name.removesuffix(".weight"): spec.shape[-2]
+        for name, spec in parameter_specs(model).items()
+        if spec.kind == "matrix" and name.startswith("decoder.") and name.endswith(".weight")
     }
 
 
@@ -209,7 +226,8 @@ class Quantizer:
                 form = self._options.weights.form_of(linear)
                 if form is not None:
                     forms[linear] = form
-        seen = _Inputs(layer, [linear for linear in forms if linear.startswith("decoder.")])
+        of_one = [linear for linear in forms if parameters[f"{linear}.weight"].ndim == 2]  # not of experts
+        seen = _Inputs(layer, [linear for linear in of_one if linear.startswith("decoder.")])
         if self._walk is not None and seen.linears:
             with seen:
                 self._walk.pass_calibration(layer)
@@ -227,7 +245,9 @@ class Quantizer:
         is_table = parameter.info.kind == "word_embedding"
         weight = values.T if is_table else values  # the scale of a table is that of its row
         try:
-            if hessian is not None and self._options.method == "gptq":
+            if weight.ndim == 3:
+                stored = each_nearest(weight, form)
+            elif hessian is not None and self._options.method == "gptq":
                 stored = compensated(weight, hessian, form)
             else:
                 stored = self._on_trained_grid(linear, weight, form) or nearest(weight, form)

@@ -159,7 +159,8 @@ _DAMPING = 0.01  # of the mean diagonal of the Hessian, added to it
 
 @dataclass(frozen=True)
 class Stored:
-    """A matrix ``[k, n]`` on its grid: ``levels [k, n]`` int8 and ``scale [g, n]`` float32."""
+    """A matrix ``[k, n]`` on its grid: ``levels [k, n]`` int8 and ``scale [g, n]`` float32. Those of experts
+    have a dimension of experts before these."""
 
     levels: np.ndarray
     scale: np.ndarray
@@ -170,11 +171,13 @@ class Stored:
         if self.form.bits == 8:
             return self.levels
         nibbles = (self.levels & 15).astype(np.uint8)
-        return nibbles[0::2] | (nibbles[1::2] << 4)
+        return nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)
 
     def values(self) -> np.ndarray:
         """What is stored, ``[k, n]`` float32."""
-        return dequantize(self.levels, self.scale)
+        if self.levels.ndim == 2:
+            return dequantize(self.levels, self.scale)
+        return np.stack([dequantize(*one) for one in zip(self.levels, self.scale, strict=True)])
 
     @property
     def num_bytes(self) -> int:
@@ -213,6 +216,13 @@ def nearest(weight: np.ndarray, form: Form) -> Stored:
     """Each element of ``[k, n]`` on the nearest point of its grid."""
     scale = scales_of(weight, form.bits, group_size=form.group_size, method=method_of_scales(form))
     return Stored(quantize(weight, scale, form.bits), scale, form)
+
+
+def each_nearest(weights: np.ndarray, form: Form) -> Stored:
+    """:func:`nearest` of each of the matrices ``[experts, k, n]``."""
+    stored = [nearest(weight, form) for weight in weights]
+    levels, scales = np.stack([one.levels for one in stored]), np.stack([one.scale for one in stored])
+    return Stored(levels, scales, form)
 
 
 def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:

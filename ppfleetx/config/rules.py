@@ -169,8 +169,6 @@ def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
         yield from _pruning(cfg, cfg.Compress.pruning)
     if cfg.Model.moe is not None and cfg.Compress.quantization is not None:
         yield RuleError((f"{_SECTION}.enable", "Model.moe"), "experts are not trained with quantisation")
-    if cfg.Model.moe is not None and cfg.Compress.Weights is not None:
-        yield RuleError(("Compress.Weights", "Model.moe"), "experts are not stored in few bits")
     if cfg.Compress.Distill is not None:
         yield from _distillation(cfg)
 

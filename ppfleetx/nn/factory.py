@@ -43,7 +43,7 @@ from ppfleetx.nn.moe_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
-from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
+from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.transforms import adapter, quantizer, quantizer_numbers
@@ -56,7 +56,8 @@ _KINDS = {"columns": "ColumnParallelLinear", "rows": "RowParallelLinear"}
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
     """The matrix ``[in, out]`` of a linear, however it is stored."""
-    return linear.spec if isinstance(linear, QuantizedLinear) else linear.weight.spec
+    is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
+    return linear.spec if is_quantized else linear.weight.spec
 
 
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
@@ -150,7 +151,8 @@ class LocalFactory:
         return self._declared(branch, specs)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        return QuantizedLinear(linear, form, declare=self.declare)
+        made = QuantizedGroupedLinear if isinstance(linear, GroupedLinear) else QuantizedLinear
+        return made(linear, form, declare=self.declare)
 
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
         return QuantizedEmbedding(embedding, declare=self.declare)
@@ -337,6 +339,8 @@ class TensorParallelFactory(LocalFactory):
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         """Input features sliced: products are parts of a sum. Output features: its input must be whole, and
         the input's gradient is a sum."""
+        if isinstance(linear, GroupedLinear):
+            return super().quantized_linear(linear, form)
         made, cut = (
             partial(QuantizedLinear, linear, form, declare=self.declare),
             linear.weight.spec.lies("mp"),

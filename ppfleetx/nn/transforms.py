@@ -133,9 +133,11 @@ def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: boo
 
 
 def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
-    """The stored integers of a frozen ``matrix``, of which ``per_row`` input features share a row."""
+    """The stored integers of a frozen ``matrix [..., in, out]``, of which ``per_row`` input features share a
+    row."""
+    *experts, rows, columns = matrix.shape
     dtype = "int8" if per_row == 1 else "uint8"
-    return replace(matrix, shape=(matrix.shape[0] // per_row, matrix.shape[1]), dtype=dtype, trains=False)
+    return replace(matrix, shape=(*experts, rows // per_row, columns), dtype=dtype, trains=False)
 
 
 def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
@@ -143,9 +145,10 @@ def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
     output feature (None), which is then the same on all ranks that share its input features."""
     if group_size is not None:
         return replace(codes(matrix, group_size), dtype="float32")
-    cut = matrix.lies("mp")
-    value = {"mp": cut if cut == Shard(1) else REPLICATE}
-    shape = (1, matrix.shape[1])
+    *experts, _, columns = matrix.shape
+    of_rows = Shard(len(experts))
+    value = {axis: REPLICATE if place == of_rows else place for axis, place in matrix.value.items()}
+    shape = (*experts, 1, columns)
     return replace(matrix, shape=shape, value=value, parts=(), dtype="float32", trains=False)
 
 

@@ -28,7 +28,7 @@ LLAMA_STYLE = {
     "tie_word_embeddings": False,
     "add_bias_linear": False,
 }
-LATENT_STYLE = {
+DEEPSEEK_STYLE = {
     **{key: value for key, value in LLAMA_STYLE.items() if key != "num_query_groups"},
     "rotary_interleaved": True,
     "latent_attention": {
@@ -38,8 +38,16 @@ LATENT_STYLE = {
         "nope_head_dim": 5,
         "value_head_dim": 7,
     },
+    "moe": {
+        "num_experts": 6,
+        "top_k": 2,
+        "expert_ffn_size": 20,
+        "first_dense_layers": 1,
+        "router": {"score": "sigmoid", "bias": True, "num_groups": 3, "top_groups": 2, "scale": 1.5},
+        "shared_experts": {"ffn_size": 24},
+    },
 }
-STYLES = {"gpt2_style": GPT2_STYLE, "llama_style": LLAMA_STYLE, "latent_style": LATENT_STYLE}
+STYLES = {"gpt2_style": GPT2_STYLE, "llama_style": LLAMA_STYLE, "deepseek_style": DEEPSEEK_STYLE}
 MakeModel = Callable[..., tuple[StagedModel, ModelConfig]]
 
 
