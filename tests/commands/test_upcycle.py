@@ -49,7 +49,7 @@ def test_noise_tells_experts_apart(tmp_path):
         ({"top_k": 4}, "a position cannot choose 4 of 3 experts"),
         ({"noise": 2.0}, "--noise = 2.0: must be between 0 and 1"),
         ({"override": ("Model.moe.expert_ffn_size=8",)}, "whose inner width is 96"),
-        ({"override": ("Model.moe.shared_experts={ffn_size: 8}",)}, "nothing is left for shared ones"),
+        ({"override": ("Model.moe.shared_experts={ffn_size: 8}",)}, "nothing to make shared ones of"),
         ({"override": ("Model.moe.router.normalize=False",)}, "would change what the model computes"),
         ({"override": ("Model.rotary_base=5",)}, "upcycling changes Model.moe alone"),
     ],
@@ -63,5 +63,5 @@ def test_what_would_not_compute_the_same_is_refused(tmp_path, keys, words):
 
 def test_experts_are_not_merged(tmp_path):
     place = write_run(tmp_path / "mixture", {**MODELS["llama"], "moe": {"num_experts": 4}})
-    with pytest.raises(UserError, match=r"mixture of 4 experts\. Experts are neither merged nor multiplied"):
+    with pytest.raises(UserError, match=r"mixture of 4 experts\. Experts cannot be merged or multiplied"):
         made(place, tmp_path / "moe")
