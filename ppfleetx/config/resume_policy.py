@@ -109,7 +109,7 @@ _EFFECTS: dict[str, Effect] = {
     **_table(Effect.NOTHING, "Data", "Train.loader Eval.loader Test"),
     **_table(Effect.DATA, "Data.tokenizer", "name dir tokenizer_file vocab_file merges_file"),
     **_table(Effect.TRAINING, "Data.tokenizer", "eos_token"),
-    **_table(Effect.TRAINING, "Global", "seed global_batch_size allow_tf32 flags"),
+    **_table(Effect.TRAINING, "Global", "seed global_batch_size rampup_batch_size allow_tf32 flags"),
     **_table(Effect.NOTHING, "Global", "device local_batch_size micro_batch_size plugins card peak_tflops"),
     **_table(
         Effect.TRAINING,
