@@ -20,7 +20,7 @@ from ppfleetx.conversion.logits import our_logits
 from ppfleetx.models.gpt.spec import parameter_count
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
 ALL = pytest.mark.parametrize("name", NAMES)
 CLOSE = 1e-5
 
@@ -114,6 +114,8 @@ def test_experts_that_do_not_fit_are_named(tmp_path, change, words):
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
         ("glm4_moe", {"n_group": 3}, "8 experts do not divide into 3 groups"),
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "must be the number of attention heads, 4"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
         ("mixtral", {"norm_topk_prob": True}, "norm_topk_prob: True of this mixtral"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act"),
         ("mixtral", {"model_type": "gpt_oss"}, "each of its attention heads has a sink"),
@@ -210,6 +212,37 @@ PUBLISHED = {
         "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "DeepSeek-V3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+        "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 4096, "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+    },
+    "DeepSeek-V2-Lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6,
+        "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+                         "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 102400,
+    },
     "GLM-4.5-Air": {
         "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
         "pad_token_id": 151329, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
@@ -224,7 +257,10 @@ PUBLISHED = {
         "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
     },
 }  # fmt: skip
-BILLIONS = {"Mixtral-8x7B": 46.7, "Qwen1.5-MoE-A2.7B": 14.3, "Qwen3-30B-A3B": 30.5, "GLM-4.5-Air": 106.9}
+BILLIONS = {
+    "Mixtral-8x7B": 46.7, "Qwen1.5-MoE-A2.7B": 14.3, "Qwen3-30B-A3B": 30.5, "GLM-4.5-Air": 106.9,
+    "DeepSeek-V3": 671.0, "DeepSeek-V2-Lite": 15.7,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
