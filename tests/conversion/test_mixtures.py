@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -16,8 +17,13 @@ from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
+from ppfleetx.conversion.huggingface.tensors import rules
 from ppfleetx.conversion.logits import our_logits
 from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.stage import canonical_parameters
+from tests.helpers.hf_weights import hf_to_canonical
+from tests.models.gpt_builders import assign, build
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
@@ -270,3 +276,28 @@ def test_published_files_have_no_key_that_is_not_known(name):
     assert unknown_keys(config) == []
     assert parameter_count(model) / 1e9 == pytest.approx(BILLIONS[name], abs=0.06)
     assert hf_config(model, "BF16")["model_type"] == config["model_type"]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_loss_and_gradients_equal_transformers(name):
+    """Of routers and an expert, in the models without a balancing loss in transformers."""
+    config, weights, mine = golden(name)
+    model = build(ModelConfig(**model_keys(config)))
+    for key, value in hf_to_canonical(config, weights.__getitem__):
+        assign(model, key, value)
+    labels = np.concatenate([mine["labels"][:, 1:], np.full((2, 1), -100)], axis=1)
+    mask = paddle.to_tensor((labels != -100).astype(np.float32))
+    logits = model(paddle.to_tensor(mine["input_ids"]))
+    loss = token_loss(logits, paddle.to_tensor(np.maximum(labels, 0)), mask, 61).loss / mask.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(float(mine["ce"]), rel=1e-6)
+    gradients = {key: p.grad for key, p in canonical_parameters(model).items()}
+    expected = {key.removeprefix("g/"): value for key, value in mine.items() if key.startswith("g/")}
+    compared = 0
+    for rule in rules(config):
+        for index, theirs in enumerate(rule.theirs):
+            if theirs in expected:
+                found = rule.split(gradients[rule.ours].numpy(), index)
+                np.testing.assert_allclose(found, expected[theirs], rtol=1e-3, atol=1e-6, err_msg=theirs)
+                compared += 1
+    assert compared == len(expected) > 3
