@@ -92,8 +92,8 @@ def _check_dense(cfg: RunConfig, options: Upcycle) -> None:
     refuse_adapters(cfg, options.checkpoint)
     if cfg.Model.moe is not None:
         raise CheckpointError(
-            f"{options.checkpoint} is a mixture of {cfg.Model.moe.num_experts} experts. Experts are neither "
-            "merged nor multiplied: no other number of them computes what these do"
+            f"{options.checkpoint} is a mixture of {cfg.Model.moe.num_experts} experts. Experts cannot be "
+            "merged or multiplied: another number of them computes something else"
         )
 
 
@@ -107,7 +107,7 @@ def _check_mixture(mixture: ModelConfig, dense: ModelConfig) -> None:
             value=moe.expert_ffn_size,
         )
     if moe.shared_experts is not None:
-        rule = "the MLP becomes the experts, and nothing is left for shared ones"
+        rule = "upcycling copies the MLP into the experts and has nothing to make shared ones of"
         raise ConfigError(rule, key="Model.moe.shared_experts")
     if not moe.router.normalize or moe.router.scale != 1:
         raise ConfigError(

@@ -259,6 +259,12 @@ _NAMES = {
     "Model.lora.rank": "lora_rank lora_r",
     "Model.lora.alpha": "lora_alpha",
     "Model.lora.targets": "lora_target_modules target_modules",
+    "Model.moe.num_experts": "num_local_experts n_routed_experts moe_num_experts expert_num",
+    "Model.moe.top_k": "num_experts_per_tok moe_router_topk moe_top_k num_experts_chosen",
+    "Model.moe.expert_ffn_size": "moe_intermediate_size moe_ffn_hidden_size",
+    "Model.moe.shared_experts": "n_shared_experts shared_expert_intermediate_size",
+    "Model.moe.aux_loss.weight": "router_aux_loss_coef moe_aux_loss_coeff aux_loss_factor",
+    "Model.moe.router.scale": "routed_scaling_factor moe_router_topk_scaling_factor",
     "Data.Train.dataset.input_dir": "data_path data_dir train_data_path dataset_dir data_prefix train_file",
     "Data.Train.dataset.max_seq_len": "seq_length seq_len max_seq_length sequence_length max_sequence_length "
     "encoder_seq_length model_max_length",
@@ -274,6 +280,9 @@ _NAMES = {
     "pipeline_parallel pipeline_stage num_stages pp_size pp",
     "Distributed.sep_degree": "context_parallel context_parallel_size context_parallel_degree "
     "sep_parallel_degree sequence_parallel_size ulysses_degree cp_size cp",
+    "Distributed.ep_degree": "expert_model_parallel_size expert_parallel_degree expert_parallel_size "
+    "expert_parallel ep_size ep",
+    "Distributed.expert_mp_degree": "expert_tensor_parallel_size expert_tensor_parallel_degree etp_size",
     "Distributed.sharding.sharding_degree": "sharding_parallel_degree sharding_parallel_size "
     "optimizer_weight_shard_size",
     "Distributed.sharding.sharding_stage": "zero_stage zero_optimization sharding_level",
