@@ -88,7 +88,8 @@ class LatentAttention(HeadAttention):
         turning = self.factory.enter_head(turning)
         turned = self.rotary.rotate(turning.unsqueeze([1, 2]), position_ids.transpose([1, 0]))
         turned = turned.squeeze([1, 2]).transpose([1, 0, 2]).unsqueeze(1)
-        return self.kv_norm(compressed), turned
+        normed = self.kv_norm(compressed)  # in float32, where weights are and activations are not
+        return normed if normed.dtype == turned.dtype else normed.astype(turned.dtype), turned
 
     def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Keys ``[b, n, s, p + t]`` and values ``[b, n, s, v]``."""

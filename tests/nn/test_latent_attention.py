@@ -118,6 +118,21 @@ def test_a_cache_of_compressed_values_gives_what_a_whole_pass_gives(keys, chunks
     assert (compressed.shape, turned.shape) == ([2, 1, 12, 9], [2, 1, 12, 4])
 
 
+def test_16_bits_under_mixed_precision():
+    tokens, model, cache = random_tokens(length=12), build(tiny_config(**LATENT)), GrowingCache()
+    positions = paddle.arange(12).expand([2, 12])
+    with paddle.no_grad():
+        expected = model(tokens).numpy()
+        with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
+            whole = model(tokens)
+            first = model(tokens[:, :7], positions[:, :7], cache=cache)
+            rest = model(tokens[:, 7:], positions[:, 7:], cache=cache)
+    assert {tensor.dtype for tensor in cache.pairs[0]} == {paddle.bfloat16}
+    for logits in (whole, paddle.concat([first, rest])):
+        got = logits.astype("float32").numpy()
+        np.testing.assert_allclose(got, expected, rtol=0, atol=0.03 * np.abs(expected).max())
+
+
 def test_neighbours_are_halves_in_another_order():
     """Equal scores, with the features of queries and keys that are turned in the order of the pairs."""
     x = paddle.randn([2, 1, 3, 5, 6])
