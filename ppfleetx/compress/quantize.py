@@ -106,7 +106,7 @@ def _check_calibration(model: ModelConfig, options: Options) -> None:
             raise ConfigError(
                 f"is for ordinary layers, and the checkpoint has {key}; round to nearest (--method rtn)",
                 key="--smooth" if options.smooth else "--method",
-                value=None if options.smooth else options.method,
+                value=options.smooth or options.method,
             )
 
 
