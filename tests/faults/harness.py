@@ -1,4 +1,4 @@
-"""What the campaigns share: a command line, programs run to their end, damaged bytes, jobs that halt."""
+"""What the campaigns share: a command line, damaged bytes, and jobs of which one rank halts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +21,6 @@ from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
 from tests.multinode.nodes import Node
 
-MAX_SECONDS, MAX_BYTES = 20.0, 10**9
-_PATIENCE = 120.0  # seconds until a program is killed
 _START_SECONDS = 120.0
 
 
@@ -43,69 +40,6 @@ def conclude(counts: Mapping[str, int], failures: Sequence[str], summary: str) -
         print(failure)
     print(summary)
     return 1 if failures else 0
-
-
-# ---- programs that are given something bad
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a program ended.
-
-    Attributes:
-        code: exit code, negative for a signal.
-        said: what it wrote.
-        seconds: the smaller of wall-clock and CPU time, so that other work on the machine does not count.
-        num_bytes: most memory it, or a child of it, held.
-    """
-
-    code: int
-    said: str
-    seconds: float
-    num_bytes: int
-
-    def complaint(self, codes: Sequence[int], *, in_words: bool = True) -> str | None:
-        """What is wrong with how it ended; None: nothing. ``in_words``: code 2 comes with one sentence."""
-        if "Traceback" in self.said or "Fatal Python error" in self.said:
-            return "a traceback"
-        if self.seconds > MAX_SECONDS:
-            return f"{self.seconds:.0f} seconds"
-        if self.num_bytes > MAX_BYTES:
-            return f"{self.num_bytes >> 20} MiB"
-        if self.code not in codes:
-            return f"exit code {self.code}"
-        if (
-            in_words
-            and self.code == 2
-            and sum(line.startswith("error: ") for line in self.said.splitlines()) != 1
-        ):
-            return "not one sentence"
-        return None
-
-    def __str__(self) -> str:
-        return f"exit code {self.code}, {self.seconds:.1f} s, {self.num_bytes >> 20} MiB\n{self.said[-3000:]}"
-
-
-def run_to_end(command: Sequence[str], log: Path, cwd: Path = ROOT) -> Ended:
-    """Run a Python program in a process of its own; ``log`` gets what it writes."""
-    began = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        timer = threading.Timer(_PATIENCE, process.kill)
-        timer.start()
-        _, status, usage = os.wait4(process.pid, 0)
-        timer.cancel()
-    process.returncode = os.waitstatus_to_exitcode(status)
-    seconds = min(time.monotonic() - began, usage.ru_utime + usage.ru_stime)
-    said = log.read_text(errors="replace")
-    return Ended(process.returncode, said, seconds, usage.ru_maxrss * 1024)
 
 
 # ---- damaged bytes

@@ -9,11 +9,8 @@ from tests.faults.program import Program
 
 PLANS = [
     Plan(dp=2),
-    Plan(mp=2),
     Plan(mp=2, sequence_parallel=True),
     Plan(pp=2),
-    Plan(sep=2),
-    Plan(sharding=2, sharding_stage=2),
     Plan(sharding=2, sharding_stage=3),
 ]
 
