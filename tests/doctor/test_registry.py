@@ -1,4 +1,4 @@
-"""Rows, the table of checks, and what becomes of a check that fails or does not end."""
+"""Rows, the table of checks, and a check that fails or never ends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from ppfleetx.doctor import operators, registry
 from ppfleetx.doctor.case import Case
 from ppfleetx.doctor.operators import kernels_row, registered, used_by, used_on_cpu
-from ppfleetx.doctor.registry import CHECKS, Check, Each, Need, examine
-from ppfleetx.doctor.report import as_json, as_table, exit_code, joined, rank_words
+from ppfleetx.doctor.registry import CHECKS, Check, Need, examine
+from ppfleetx.doctor.report import as_json, as_table, exit_code, joined
 from ppfleetx.doctor.rows import Row, Status, fail, ok, skipped, warn
 from ppfleetx.utils.gpu_operators import Kernel
 
@@ -59,23 +59,6 @@ def test_a_check_that_does_not_end_is_given_up(monkeypatch):
     never.set()
 
 
-def test_patience_is_short_of_no_busy_machine(monkeypatch):
-    limits: list[float] = []
-    monkeypatch.setattr(registry, "within", lambda seconds, act: limits.append(seconds) or act())
-    for patience in (4.0, 100.0, 900.0):
-        examine(planted(monkeypatch, lambda case: [], seconds=300.0), Case(patience=patience))
-    assert limits == [30.0, 100.0, 300.0]
-
-
-def test_who_runs_a_check():
-    first, second = Case(local_rank=0), Case(local_rank=1, device="gpu")
-    node, rank = (Check("g", "m", "f", "t", each=each) for each in (Each.NODE, Each.RANK))
-    card = Check("g", "m", "f", "t", each=Each.CARD)
-    assert [check.is_for(second) for check in (node, rank, card)] == [False, True, True]
-    assert all(check.is_for(first) for check in (node, rank, card))
-    assert not card.is_for(Case(local_rank=1))
-
-
 def test_rows_of_ranks_that_are_alike_are_one():
     same, well = ok("python", "3.11"), ok("data", "read")
     other = fail("data", "not readable", "mount it")
@@ -89,13 +72,6 @@ def test_rows_of_ranks_that_are_alike_are_one():
     assert content["ok"] is False and content["counts"]["fail"] == 1
     assert [Row.from_json(row) for row in content["rows"]] == rows
     assert exit_code([warn("a", "b", "c"), skipped("d", "e")]) == 0
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"), [((3,), "rank 3"), ((0, 1, 2, 5), "ranks 0-2, 5"), ((1, 3), "ranks 1, 3")]
-)
-def test_ranks_in_words(ranks, words):
-    assert rank_words(ranks) == words
 
 
 def test_a_kernel_that_the_build_lacks_is_named():
