@@ -1,8 +1,7 @@
-"""A toy corpus on disk and the means to run the project's own tools on it."""
+"""A toy corpus, and fixtures that run the project's tools on it."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.program import NANO, ROOT, losses, records
 from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
 from tests.helpers.ranks import Pools
 
-ROOT = Path(__file__).resolve().parents[2]
-NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
+__all__ = ["NANO", "ROOT", "losses", "records"]  # for the tests of this room and others
+
 LLAMA_NANO = ROOT / "ppfleetx/configs/debug/llama_nano.yaml"
 
 
@@ -101,20 +101,6 @@ class Tool:
 def environment() -> dict[str, str]:
     """One thread, so that tests neither wait for nor disturb each other; two would give the same numbers."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def records(output_dir: Path, kind: str) -> list[dict]:
-    """Whole records of a kind in metrics.jsonl; a line being written is left out."""
-    path = output_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")[:-1]
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
-def losses(output_dir: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of every recorded step."""
-    return [(r["step"], r["loss"], r["grad_norm"]) for r in records(output_dir, "train")]
 
 
 @pytest.fixture(scope="session")

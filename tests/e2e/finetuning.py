@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.registries import CALLBACKS, CallbackTraits
-from tests.e2e.program import plan_overrides
+from tests.e2e.program import plan_overrides, records
 from tests.helpers.ranks import Pools
 from tests.helpers.texts import small_tokenizer
 
@@ -84,11 +84,6 @@ def run(pools: Pools, plan: Any, values: Mapping[str, Any], config: str = GLUE) 
         "tests.e2e.finetuning:train", timeout=120.0, values=values, world=plan.world_size, config=config
     )
     return records(Path(values["Engine.save_load.output_dir"]))
-
-
-def records(output_dir: Path) -> list[dict[str, Any]]:
-    """All records of a run."""
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(found: list[dict[str, Any]]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Losses by source of a blend, and by evaluation set."""
+"""Losses per source of a blend, and per evaluation set."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
 from ppfleetx.data.indexed import IndexedDatasetWriter
 from tests.e2e.conftest import NANO, Tool, losses, records
 from tests.helpers.ranks import Pools
@@ -79,26 +77,19 @@ def test_named_evaluation_sets(both: Path, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("sets", "expected"),
-    [
-        ("{a b: x}", r"Data\.Eval\.sets = .*'a b' is not a name"),
-        ("{a: {input_dir: x, weights: [1, 2]}}", r"Data\.Eval\.sets\.a\.weights .*2 weights for 1 corpus"),
-        ("{a: {inputs: x}}", r"Data\.Eval\.sets\.a\.inputs .*no such key in Data\.Eval\.sets\.a"),
-        ("{a: {split: [0, 0]}}", r"Data\.Eval\.sets\.a\.split .*needs up to three shares"),
-    ],
-)
-def test_sets_that_are_none(sets: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        load_config(NANO, [f"Data.Eval.sets={sets}"])
-
-
-def test_a_missing_corpus_is_told_by_its_set(tool: Tool, tmp_path: Path) -> None:
+def test_a_missing_corpus_is_reported_by_its_set(tool: Tool, tmp_path: Path) -> None:
     done = tool.run(tmp_path, "Data.Eval.sets.a=nowhere/x")
     assert done.returncode == 2 and "Data.Eval.sets.a.input_dir (" in done.stderr, done.stderr
 
 
-PLANS = ([], ["Distributed.pp_degree=2"], ["Distributed.mp_degree=2"], ["Distributed.dp_degree=2"])
+PLANS = (
+    [],
+    ["Distributed.pp_degree=2"],
+    ["Distributed.pp_degree=2", "Distributed.virtual_pp_degree=2"],
+    ["Distributed.mp_degree=2", "Model.sequence_parallel=True"],
+    ["Distributed.dp_degree=2"],
+    ["Distributed.sep_degree=2"],
+)
 
 
 def train_in_ranks(directory: str, output: str) -> None:
@@ -117,6 +108,7 @@ def train_in_ranks(directory: str, output: str) -> None:
             "Engine.max_steps=2",
             "Engine.eval_freq=2",
             "Engine.log_source_loss=True",
+            "Model.num_layers=4",
             "Global.global_batch_size=8",
             "Global.local_batch_size=null",
             "Model.hidden_dropout_prob=0",

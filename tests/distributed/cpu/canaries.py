@@ -1,4 +1,4 @@
-"""For each replaced attribute: does the untouched Paddle still need the replacement?"""
+"""For each patched attribute: does unpatched Paddle still need the patch?"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gloo_lacks_reduce_scatter() -> bool:
 
 
 def store_names_nobody() -> bool:
-    """Rank 0 of two, alone: what it is told when the time is up."""
+    """Rank 0 of two, alone: the error it gets when the time is up."""
     try:
         core.TCPStore("127.0.0.1", free_port(), True, 2, 1)
     except SystemError as error:

@@ -1,8 +1,8 @@
-"""What the ranks run: each operation against NumPy on values every rank can compute for all."""
+"""Run in the ranks: each operation compared with NumPy, on values that every rank can compute for all
+ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from unittest import mock
 
@@ -176,24 +176,16 @@ def strided_refused() -> list[str]:
     whole, part, peer = paddle.ones([n, 3]), paddle.ones([1, 3]), (me + 1) % n
     operations = {
         "all_reduce": lambda: dist.all_reduce(strided()),
-        "all_reduce, not waited for": lambda: dist.all_reduce(strided(), sync_op=False),
-        "reduce": lambda: dist.reduce(strided(), dst=0),
         "all_gather to a list": lambda: dist.all_gather([], strided()),
-        "all_gather from": lambda: dist.stream.all_gather(paddle.ones([n * n, 3]), strided()),
         "all_gather into": lambda: dist.stream.all_gather(strided(), part),
-        "reduce_scatter from": lambda: dist.stream.reduce_scatter(part, strided()),
         "reduce_scatter into": lambda: dist.stream.reduce_scatter(strided(), paddle.ones([n * n, 3])),
         "broadcast": lambda: dist.broadcast(strided(), src=0),
         "alltoall of a list": lambda: dist.alltoall([], [strided()] * n),
-        "alltoall from": lambda: dist.alltoall_single(whole, strided()),
         "alltoall into": lambda: dist.alltoall_single(strided(), whole),
         "scatter from": lambda: dist.scatter(whole, [strided()] * n, src=me),
-        "scatter into": lambda: dist.scatter(strided(), [whole] * n, src=me),
-        "gather": lambda: dist.gather(strided(), [], dst=me),
         "send": lambda: dist.isend(strided(), dst=peer),
         "recv": lambda: dist.irecv(strided(), src=peer),
         "a part sent by a pipeline": lambda: group.send_partial_on_calc_stream(strided(), peer, n, me),
-        "a part received": lambda: group.recv_partial_on_calc_stream(strided(), peer, n, me),
         "parts gathered": lambda: group.all_gather_partial_on_calc_stream(strided(), strided(), n, me),
     }
     taken = []
@@ -363,28 +355,6 @@ def objects() -> list:
     return out
 
 
-def connections_of_a_forked_child() -> int:
-    """How many of this rank's connections a forked child (a data loader's worker) holds."""
-    import os
-
-    start()
-    descriptors = [peer.connection.fileno() for peer in cpu_backend._mesh.peers.values()]
-    assert len(descriptors) == dist.get_world_size() - 1 and min(descriptors) > 2
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        count = 0
-        for descriptor in descriptors:
-            with contextlib.suppress(OSError):
-                os.fstat(descriptor)
-                count += 1
-        os.write(write, str(count).encode())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    dist.all_reduce(paddle.ones([1]))
-    return int(os.read(read, 10))
-
-
 def sent_directly() -> int:
     """Messages that another rank read from this one's memory."""
     return sum(peer.direct_sent for peer in cpu_backend._mesh.peers.values())
@@ -432,7 +402,7 @@ def counted() -> dict:
 
 
 def die(rank: int, how: str) -> str:
-    """The given rank ends; the others report what they were told, and when."""
+    """The given rank ends; the others report the error they got, and when."""
     import os
     import signal
 
@@ -479,59 +449,6 @@ def out_of_step(kind: str) -> str:
         time.sleep(0.5)  # the other side reports what it sees, not that this one is gone
         return f"{time.perf_counter() - begin:.2f} {type(error).__name__}: {error}"
     return f"{time.perf_counter() - begin:.2f} fine"
-
-
-def stranger(directory: str) -> str:
-    """Someone without the token at every rank's door does not disturb the job.
-
-    Where the ranks meet they come before rank 1, who waits for a file in ``directory``: a job that is
-    complete hangs up on whoever has not been heard yet, in another way.
-    """
-    import socket
-    import threading
-    from pathlib import Path
-
-    seen: list[bytes] = []
-    came = Path(directory) / "strangers came"
-
-    def knock(address: tuple, meets: bool, is_there: threading.Event) -> None:
-        with contextlib.suppress(ConnectionError), connect(address):  # says nothing
-            with connect(address) as liar:
-                liar.settimeout(60)
-                if meets:
-                    liar.sendall(b'{"rank": "boss"}\n')
-                is_there.set()
-                if not meets:
-                    liar.recv(32)  # the challenge
-                    liar.sendall(b"\0\0\0\1" + b"\0" * 8 + b"x" * 64)
-                seen.append(liar.recv(1))
-            time.sleep(0.2)
-
-    serve, connect, knockers = socket.create_server, socket.create_connection, []
-
-    def create_server(address, **options):
-        server, is_there = serve(address, **options), threading.Event()
-        meets = not address[0]  # rank 0 lets all ranks meet at any of its addresses
-        knockers.append(threading.Thread(target=knock, args=(server.getsockname(), meets, is_there)))
-        knockers[-1].start()
-        assert is_there.wait(60)
-        if meets:
-            came.touch()
-        return server
-
-    def create_connection(*arguments):
-        deadline = time.monotonic() + 60
-        while not came.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return connect(*arguments)
-
-    with mock.patch.multiple(socket, create_server=create_server, create_connection=create_connection):
-        start()
-    x = paddle.ones([1])
-    dist.all_reduce(x)
-    for knocker in knockers:
-        knocker.join()
-    return f"{x.item():.0f} {seen}"
 
 
 # -- the operators that are replaced ------------------------------------------------------------
