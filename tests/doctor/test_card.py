@@ -7,7 +7,7 @@ import paddle
 import pytest
 
 from ppfleetx.doctor import card
-from ppfleetx.doctor.rows import Status
+from ppfleetx.doctor.check import Status
 from tests.doctor.conftest import by_name
 
 CARDS = """\
@@ -27,7 +27,7 @@ GPU2\tSYS\tSYS\t X \tSYS\t64-127
 def test_cards_as_nvidia_smi_tells_them():
     rows = by_name(card.card_rows(CARDS))
     assert [row.status for row in rows.values()] == [Status.OK, Status.WARN, Status.FAIL, Status.OK]
-    assert "another program holds its memory" in rows["card 1"].cure
+    assert "another program holds its memory" in rows["card 1"].fix
     assert "3 uncorrected memory errors" in rows["card 2"].found
     assert card._links(LINKS) == "1 x NV12, 2 x SYS"
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from ppfleetx.doctor.rows import Row, Status, ok
+from ppfleetx.doctor.check import Row, Status, ok
 from ppfleetx.doctor.run import slowest
 from tests.helpers.ranks import Pools
 
@@ -25,12 +25,13 @@ def test_every_operation_in_every_group_is_right_and_a_wrong_sum_is_found(ranks)
     pool = ranks(4)
     rows = [[Row.from_json(row) for row in own] for own in pool.run(CALL, mp=2)]
     titles = [row.name for row in rows[0]]
-    assert len(titles) == len(set(titles)) == 18  # six operations; the job, dp and mp
+    assert len(titles) == len(set(titles)) == 31  # six operations; the job, dp, mp, ep, emp
+    assert "uneven all_to_all (ep)" in titles
     assert {row.status for own in rows for row in own} == {Status.OK}
     assert all(row.numbers["bytes_per_second_4096"] > 0 for row in rows[3])
     told = pool.run(CALL, mp=2, fault=3)
     failed = [(rank, row["name"]) for rank, own in enumerate(told) for row in own if row["status"] == "fail"]
-    assert failed == [(3, "all_reduce (job)"), (3, "all_reduce (dp)"), (3, "all_reduce (mp)")]
+    assert failed == [(3, f"all_reduce ({group})") for group in ("job", "dp", "mp", "ep", "emp")]
     (row, *_) = [row for row in told[3] if row["status"] == "fail"]
     assert "numbers are wrong; number 0 is" in row["found"] and "NCCL_DEBUG" in row["cure"]
 
@@ -48,14 +49,16 @@ def collectives(mp: int, fault: int | None = None) -> list[dict[str, Any]]:
     """Rows of all operations in the groups of a plan; the rank ``fault`` adds one to what it has summed."""
     from paddle import distributed
 
+    from ppfleetx.config.sections.moe import MoEConfig
     from ppfleetx.distributed.init import init_distributed
-    from ppfleetx.doctor.case import Case
+    from ppfleetx.doctor.check import Target
     from ppfleetx.doctor.collectives import examine_groups
     from ppfleetx.doctor.run import plan_config
 
     size = distributed.ParallelEnv().world_size
-    cfg = plan_config(Case(world_size=size))
-    cfg = cfg.changed("Distributed", mp_degree=mp, dp_degree=size // mp)
+    cfg = plan_config(Target(world_size=size))
+    cfg = cfg.changed("Distributed", mp_degree=mp, dp_degree=size // mp, ep_degree=size // mp)
+    cfg = cfg.changed("Model", moe=MoEConfig(num_experts=size))
     ctx = init_distributed(cfg)
     right = distributed.all_reduce
 

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.commands import main
-from ppfleetx.commands.doctor import Doctor, _case
+from ppfleetx.commands.doctor import Doctor, _target
 from ppfleetx.doctor import launch, run
-from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.check import Row, Status, Target, fail, ok
 from ppfleetx.doctor.launch import launched_rows
 from ppfleetx.doctor.registry import Check
-from ppfleetx.doctor.rows import Row, Status, fail, ok
 from ppfleetx.doctor.run import Guard, examine_job
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT, free_port
@@ -48,9 +47,9 @@ def test_both_builds_of_paddle_and_the_variables_are_named(monkeypatch):
     from ppfleetx.doctor import environment
 
     monkeypatch.setattr("importlib.metadata.version", lambda name: "3.3.1")
-    rows = by_name(environment.versions(Case()))
+    rows = by_name(environment.versions(Target()))
     assert rows["paddle"].status is Status.FAIL and "both builds are installed" in rows["paddle"].found
-    rows = by_name(environment.variables(Case(environ={"NCCL_DEBUG": "INFO", "PADDLE_TRAINER_ID": "3"})))
+    rows = by_name(environment.variables(Target(environ={"NCCL_DEBUG": "INFO", "PADDLE_TRAINER_ID": "3"})))
     assert rows["variables"].found == "NCCL_DEBUG=INFO"
 
 
@@ -64,16 +63,16 @@ def test_two_ranks_join_their_rows_and_one_that_differs_ends_before_the_process_
     monkeypatch.setattr(run, "CHECKS", (check,))
     monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", port))
 
-    def rows_of(check: Check, case: Case) -> list[Row]:
-        found = ok("data", "read") if case.rank == 0 else fail("data", "gone", "mount it")
-        return [Row(found.name, found.status, found.found, found.cure, "environment")]
+    def rows_of(check: Check, target: Target) -> list[Row]:
+        found = ok("data", "read") if target.rank == 0 else fail("data", "gone", "mount it")
+        return [Row(found.name, found.status, found.found, found.fix, "environment")]
 
     monkeypatch.setattr(run, "examine", rows_of)
     told: dict[int, list[Row]] = {}
 
     def rank(number: int) -> None:
-        case = Case(None, "cpu", number, 2, 0, 1, environ={})
-        told[number] = examine_job(case, seconds=10.0, finish=lambda rows: None)
+        target = Target(None, "cpu", number, 2, 0, 1, environ={})
+        told[number] = examine_job(target, seconds=10.0, finish=lambda rows: None)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -90,7 +89,7 @@ def test_two_ranks_join_their_rows_and_one_that_differs_ends_before_the_process_
 
 def test_a_rank_that_never_comes_is_a_row(monkeypatch, quick):
     monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", free_port()))
-    rows = by_name(examine_job(Case(rank=0, world_size=2), seconds=0.5, finish=lambda rows: None))
+    rows = by_name(examine_job(Target(rank=0, world_size=2), seconds=0.5, finish=lambda rows: None))
     assert rows["meeting"].status is Status.FAIL and rows["meeting"].group == "processes"
     assert "rank 1 did not come" in rows["meeting"].found and "python" in rows
 
@@ -167,8 +166,8 @@ def test_a_rank_knows_its_place(monkeypatch):
     there = {"PADDLE_TRAINER_ID": "3", "PADDLE_TRAINERS_NUM": "4", "PADDLE_LOCAL_RANK": "1"}
     for name, value in {**there, "PADDLE_LOCAL_SIZE": "2"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    case = _case(Doctor())
-    assert (case.rank, case.world_size, case.local_rank, case.local_size) == (3, 4, 1, 2)
-    assert case.cfg is None and case.found == ()
-    case = _case(Doctor(config="debug/gpt_nano", override=("Distributed.mp_degree=3",)))
-    assert case.cfg is None and case.found[0].status is Status.FAIL
+    target = _target(Doctor())
+    assert (target.rank, target.world_size, target.local_rank, target.local_size) == (3, 4, 1, 2)
+    assert target.cfg is None and target.found == ()
+    target = _target(Doctor(config="debug/gpt_nano", override=("Distributed.mp_degree=3",)))
+    assert target.cfg is None and target.found[0].status is Status.FAIL

@@ -1,4 +1,4 @@
-"""Missing libraries, devices and plugins are reported in one sentence."""
+"""Missing libraries are reported, and every attribute used of a library exists right after its import."""
 
 import os
 import subprocess

@@ -63,12 +63,12 @@ ODD = {
     "the pattern is none": (cut_by("("), UNKNOWN),
     "the pattern tries for ever": (cut_by("(x+x+)+y|(a|a)+$|(?:.*.*)*z"), "cannot encode a text"),
     "an empty unigram": (definition(model={"type": "Unigram", "vocab": [], "unk_id": 0}), UNKNOWN),
-    "a key twice": ('{"model": {}, "model": {}}', "the key 'model' is there twice"),
+    "a key twice": ('{"model": {}, "model": {}}', "the key 'model' occurs twice"),
     "an unknown post-processor": (definition(post_processor={"type": "New"}), "post-processor"),
     "half a template": (definition(post_processor={"type": "TemplateProcessing"}), "post-processor"),
     "a template of other tokens": (definition(post_processor=TEMPLATE), "post-processor"),
     "no JSON": ("{", "not valid JSON"),
-    "a list": ("[]", "holds no JSON object"),
+    "a list": ("[]", "is not a JSON object"),
     "an empty object": ("{}", "no model"),
     "a merge of an unknown token": (with_model(vocab={"a": 0}, merges=["a b"]), "'b', not in the vocabulary"),
     "two tokens of one id": (with_model(vocab={"a": 0, "b": 0}, merges=[]), "share an id"),
@@ -114,7 +114,7 @@ def test_a_directory_without_a_whole_tokenizer(tmp_path, name, content, message)
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("tokenizer_config.json", "[]", r"tokenizer_config\.json holds no JSON object"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json is not a JSON object"),
         ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "must name tokens by their ids"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"7": 3}}', r"decoder\.7 is no token: 3"),
