@@ -37,13 +37,20 @@ CASES = [
     (SEP, "gpt", LORA),
     (PP, "gpt", LORA),
     (STAGE_3, "gpt", {**LORA, **RECOMPUTE}),
+    (MP, "latent", {"Model.attention_window": 5}),
+    (SP, "latent", {**RECOMPUTE, "Model.recompute_granularity": "core_attn"}),
+    (SEP, "latent", {"Model.latent_attention.q_rank": "null"}),
+    (PP, "latent", {**RECOMPUTE, "Model.recompute_granularity": "full_attn"}),
+    (STAGE_3, "latent", {}),
+    (Plan(mp=2, sep=2, sequence_parallel=True), "latent", {"Model.add_bias_linear": True}),
+    (Plan(pp=2, mp=2, pp_schedule="zb_h1"), "latent", {}),
 ]
 
 
 @pytest.mark.parametrize(("plan", "model", "extra"), CASES, ids=lambda one: str(one)[:40])
 def test_a_variant_trains_as_on_one_card(comparison, plan, model, extra):
     layers = {} if plan.virtual_pp_degree > 1 else TWO_LAYERS
-    found = comparison.run(plan, model, "sgd", extra={**extra, **layers})
+    found = comparison.run(plan, model, "sgd", extra={**extra, **layers}, documents=model == "latent")
     assert found.first == 0.0
     assert found.worst <= TOLERANCE, str(found)
 
