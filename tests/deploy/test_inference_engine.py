@@ -17,11 +17,7 @@ from tests.deploy.exports import GPT2_STYLE, Exported, make_export
 PROMPTS = ["the cat", "and", "the other hat and the ca", "", "é😀"]
 SETTINGS = {
     "greedy": {"decode_strategy": "greedy_search"},
-    "greedy_with_rules": {
-        "decode_strategy": "greedy_search",
-        "repetition_penalty": 1.3,
-        "min_dec_len": 6,
-    },
+    "greedy_with_rules": {"decode_strategy": "greedy_search", "repetition_penalty": 1.3, "min_dec_len": 6},
     "all_of_it": {
         "top_k": 9,
         "top_p": 0.8,

@@ -54,10 +54,7 @@ def test_a_link_that_works_has_a_speed():
 
 @pytest.mark.parametrize(
     ("most", "words", "fix"),
-    [
-        (0, "nothing that is sent arrives", "firewall"),
-        (200, "64.0 KiB do not arrive", "mtu"),
-    ],
+    [(0, "nothing that is sent arrives", "firewall"), (200, "64.0 KiB do not arrive", "mtu")],
 )
 def test_a_link_that_opens_and_carries_nothing_or_little_is_reported(monkeypatch, most, words, fix):
     left = most

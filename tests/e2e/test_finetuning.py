@@ -233,10 +233,7 @@ def test_a_pretrained_model_gets_a_new_head(pools, files, base, tmp_path):
     [
         ({"Model__lora__base": "{other}"}, "were trained on another base .* than Model.lora.base"),
         ({}, "holds adapters alone; name the checkpoint"),
-        (
-            {"Model__lora__base": "{base}", "Model__lora__alpha": 4.0},
-            "the adapters would count differently",
-        ),
+        ({"Model__lora__base": "{base}", "Model__lora__alpha": 4.0}, "the adapters would count differently"),
     ],
 )
 def test_adapters_refuse_what_they_were_not_trained_on(

@@ -11,13 +11,7 @@ from tests.e2e.program import values_of
 
 ONE = Plan()
 # 2^24 times the gradient is more than float16 holds: the first steps overflow.
-HALF = {
-    "enable": True,
-    "dtype": "float16",
-    "scale_loss": 2.0**24,
-    "hysteresis": 1,
-    "incr_every_n_steps": 3,
-}
+HALF = {"enable": True, "dtype": "float16", "scale_loss": 2.0**24, "hysteresis": 1, "incr_every_n_steps": 3}
 
 
 @pytest.fixture

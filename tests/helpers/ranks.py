@@ -137,13 +137,7 @@ class RankPool:
     """
 
     def __init__(
-        self,
-        nursery: Nursery,
-        size: int,
-        *,
-        device: str = "cpu",
-        executed: bool = False,
-        **environment: str,
+        self, nursery: Nursery, size: int, *, device: str = "cpu", executed: bool = False, **environment: str
     ) -> None:
         self.size, self.usable, self.calls = size, True, 0
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")

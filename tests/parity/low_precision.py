@@ -171,8 +171,7 @@ def _inexact_masters(runner: Any, seed: int) -> list[str]:
         for name, master in masters.items()
         for info in [infos[name]]
         if not np.array_equal(
-            master.numpy(),
-            draw(info.init, seed, name, info.global_shape, info.offset, info.local_shape),
+            master.numpy(), draw(info.init, seed, name, info.global_shape, info.offset, info.local_shape)
         )
     ]
 

@@ -11,13 +11,7 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.parity.comparison import fields_of, micro_batch_size_of
 
-PLANS = [
-    Plan(dp=2),
-    Plan(mp=2),
-    Plan(mp=2, sequence_parallel=True),
-    Plan(pp=2),
-    Plan(sharding=2),
-]
+PLANS = [Plan(dp=2), Plan(mp=2), Plan(mp=2, sequence_parallel=True), Plan(pp=2), Plan(sharding=2)]
 SMALL = {"Model.num_layers": 2}
 # Largest relative difference of a loss from one card's in the same type: roundings differ where sums are
 # cut differently. float16 keeps three bits more than bfloat16.

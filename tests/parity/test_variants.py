@@ -14,11 +14,7 @@ YARN = {
     "Model.rope_scaling.original_max_position_embeddings": 4,
     "Model.rope_scaling.beta_fast": 2.0,
 }
-WINDOW = {
-    "Model.attention_window": 5,
-    "Model.rotary_percent": 0.5,
-    "Model.embedding_initializer_range": 0.4,
-}
+WINDOW = {"Model.attention_window": 5, "Model.rotary_percent": 0.5, "Model.embedding_initializer_range": 0.4}
 LORA = {"Model.lora.rank": 4, "Model.lora.alpha": 16.0}
 MP, SP, SEP, PP = Plan(mp=2), Plan(mp=2, sequence_parallel=True), Plan(sep=2), Plan(pp=2)
 INTERLEAVED, STAGE_3 = Plan(pp=2, virtual_pp_degree=2), Plan(sharding=2, sharding_stage=3)

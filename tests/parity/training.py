@@ -59,7 +59,7 @@ MODELS["mixed"] = {
 # Experts with biases, wide ones, beside a shared one with a gate; losses of sequences and of positions.
 MODELS["moe"] = {
     "moe": "{num_experts: 4, top_k: 2, expert_ffn_size: 32, layer_freq: 2, shared_experts: {ffn_size: 16, "
-    "gate: true}, aux_loss: {kind: sequence, weight: 0.1}, z_loss_weight: 0.01}",
+    "gate: true}, aux_loss: {kind: sequence, weight: 0.1}, z_loss_weight: 0.01}"
 }
 # DeepSeek's router, whose bias moves after each step, and a loss by the loads of the step before.
 MODELS["moe_bias"] = {

@@ -22,11 +22,7 @@ from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.resilience.watchdog import Limits, Watchdog
 
 MP, PP = tuple(range(4)), (0, 4)
-NAMES = {
-    MP: ("the mp group [0..3]", 7),
-    (*MP, 4): ("the tp group [0..4]", 7),
-    PP: ("the pp group [0, 4]", 9),
-}
+NAMES = {MP: ("the mp group [0..3]", 7), (*MP, 4): ("the tp group [0..4]", 7), PP: ("the pp group [0, 4]", 9)}
 
 
 def note(operation: str = "all_reduce", number: int = 5, ranks=MP, shape=(2, 8), **more: Any) -> CallNote:
@@ -73,11 +69,7 @@ def crossed() -> list[Report]:
     before, other, waits = note(number=4), note("all_gather", 1, PP), note(ranks=(*MP, 4))
     first = report(0, waits, counts={"7": 6, "9": 1}, world_size=5, calls=[before, note()])
     others = [report(rank, waits, world_size=5) for rank in (1, 2, 3)]
-    return [
-        first,
-        *others,
-        report(4, other, counts={"7": 5, "9": 2}, world_size=5, calls=[before, other]),
-    ]
+    return [first, *others, report(4, other, counts={"7": 5, "9": 2}, world_size=5, calls=[before, other])]
 
 
 SAVING = {"place": "saving a checkpoint", "where": "writer.py:9 in write"}

@@ -1,11 +1,6 @@
 from pathlib import Path
 
-from ppfleetx.utils.gpu_operators import (
-    PLUGIN_BACKENDS,
-    registered_types,
-    used_kernels,
-    used_on_plugins,
-)
+from ppfleetx.utils.gpu_operators import PLUGIN_BACKENDS, registered_types, used_kernels, used_on_plugins
 
 ASCEND = Path("docs/devices/ascend.md")
 ON_THE_HOST = {

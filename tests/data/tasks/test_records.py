@@ -62,11 +62,7 @@ def test_steps_are_cut_to_their_longest_example(tmp_path, tokenizer):
 def responses(tmp_path, tokenizer, records, max_seq_len=12, **more):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     cfg = DatasetConfig(
-        name="PromptResponseDataset",
-        input_dir=str(tmp_path),
-        split="train",
-        max_seq_len=max_seq_len,
-        **more,
+        name="PromptResponseDataset", input_dir=str(tmp_path), split="train", max_seq_len=max_seq_len, **more
     )
     return PromptResponseDataset(cfg, tokenizer)
 

@@ -6,11 +6,7 @@ import random
 
 import pytest
 
-from ppfleetx.data.tokenizer.engines import (
-    TiktokenEngine,
-    TokenizersEngine,
-    Unsupported,
-)
+from ppfleetx.data.tokenizer.engines import TiktokenEngine, TokenizersEngine, Unsupported
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 
 

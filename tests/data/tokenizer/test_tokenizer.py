@@ -125,8 +125,7 @@ def test_special_tokens_are_found_as_the_library_finds_them(definition, add_pref
 
 @pytest.mark.parametrize("pattern", [None, LLAMA3_PATTERN])
 @pytest.mark.parametrize(
-    "text",
-    ["x" + " " * 300_000 + "x", "a" + "\n" * 300_000 + "b" + "\t" * 99_999 + " c", "aaab" * 50_000],
+    "text", ["x" + " " * 300_000 + "x", "a" + "\n" * 300_000 + "b" + "\t" * 99_999 + " c", "aaab" * 50_000]
 )
 def test_ids_equal_on_very_long_runs(definition, pattern, text):
     if pattern:

@@ -125,12 +125,7 @@ ADDED = {"<aj>": 999, "<ai>": 700, "<x": 701}
     ids=["map alone", "both", "named", "both lists"],
 )
 def test_extra_special_tokens_of_several_files(
-    tmp_path: Path,
-    config: dict,
-    special_map: dict,
-    added: dict,
-    ids: list[int],
-    without_special: str,
+    tmp_path: Path, config: dict, special_map: dict, added: dict, ids: list[int], without_special: str
 ) -> None:
     """What transformers 5.23 has for these files. The bytes stand for plain text."""
     directory = shutil.copytree(DIRECTORIES / "gpt2", tmp_path / "gpt2")

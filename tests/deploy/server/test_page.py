@@ -6,16 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.deploy.server.browser import (
-    CONTROL,
-    ENTER,
-    ESCAPE,
-    SHIFT,
-    TAB,
-    Browser,
-    is_installed,
-    started,
-)
+from tests.deploy.server.browser import CONTROL, ENTER, ESCAPE, SHIFT, TAB, Browser, is_installed, started
 from tests.deploy.server.conftest import KEY, Server
 
 
