@@ -14,7 +14,7 @@ import pytest
 
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
-from ppfleetx.resilience.activity import MEETING, READING, Progress
+from ppfleetx.resilience.activity import READING, Progress
 from ppfleetx.resilience.explain import explain, explain_alone
 from ppfleetx.resilience.flight_recorder import CallRecord
 from ppfleetx.resilience.hang_report import CallNote, Identity, Report, take
@@ -348,52 +348,3 @@ def test_each_micro_batch_is_progress(monkeypatch):
     runner.train_step([batch] * 3, step=1, lr=0.0, weight_decay=0.0)
     runner.eval_step([batch] * 2)
     assert seen == [True] * 5
-
-
-def test_numbers_are_read_from_a_card_where_the_report_sees_it(monkeypatch):
-    """All ranks agree before each step, and the step reads loss and norm: where a rank is missing, the others
-    wait there."""
-    import numpy as np
-    import paddle
-
-    from ppfleetx.distributed import together
-    from ppfleetx.distributed.context import ParallelContext
-    from ppfleetx.resilience.flight_recorder import RECORD
-
-    seen = []
-    numpy = paddle.Tensor.numpy
-
-    def spy(tensor):
-        seen.append(RECORD.reads)
-        return numpy(tensor)
-
-    monkeypatch.setattr(paddle.Tensor, "numpy", spy)
-    monkeypatch.setattr(
-        paddle.distributed.stream, "all_gather", lambda received, own: paddle.assign(own, received)
-    )
-    assert together._all_gather(ParallelContext.single(), np.ones([2], np.int64)).tolist() == [[1, 1]]
-    assert seen == [True] and not RECORD.reads
-
-
-def test_progress_is_what_the_program_or_its_communication_does(tmp_path: Path):
-    progress, record = Progress(), CallRecord()
-    ended: list[bool] = []
-    limits = Limits(timeout=0.4, start_timeout=0.4, counts_work=False)
-    watchdog = Watchdog(
-        Identity(),
-        limits,
-        tmp_path / "hang",
-        end=lambda: ended.append(True),
-        progress=progress,
-        record=record,
-    )
-    progress.place = MEETING
-    progress.since = 0.0
-    assert watchdog._quiet() == 0.0  # ranks that meet have a limit of their own
-    progress.place = "in its step"
-    assert watchdog._quiet() < 10  # it has begun a moment ago
-    record.begin("barrier", object(), ())
-    assert watchdog._quiet() < 0.1
-    quiet = take(Identity(), progress, record, quiet=1.0, timeout=0.4, works=False)
-    assert quiet.waits_for.operation == "barrier"
-    assert quiet.asks and not quiet.goes_on
