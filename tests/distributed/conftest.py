@@ -10,7 +10,7 @@ from tests.helpers.ranks import Pools
 
 @pytest.fixture(scope="session")
 def ranks():
-    """``ranks(n)``: a pool of n ranks that stays alive over the tests."""
+    """``ranks(n)``: a pool of n ranks, kept for all tests."""
     pools = Pools()
     yield pools
     pools.close()

@@ -25,7 +25,7 @@ LLAMA_NANO = ROOT / "ppfleetx/configs/debug/llama_nano.yaml"
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a corpus whose next token can be learnt."""
+    """Prefix of a corpus with a learnable next token."""
     prefix = tmp_path_factory.mktemp("corpus") / "toy"
     write_corpus(prefix)
     return prefix
@@ -39,7 +39,7 @@ def pools() -> Iterator[Pools]:
 
 
 class Tool:
-    """Runs one of the project's tools on the toy corpus in a process of its own.
+    """Runs one of the project's tools on the toy corpus in a separate process.
 
     Processes are forked (``tests/helpers/programs.py``); those asked for with ``executed`` are started as a
     user starts them.
@@ -70,13 +70,13 @@ class Tool:
         return programs.run(command, timeout=120, env=environment(), executed=executed)
 
     def ok(self, output_dir: Path, *overrides: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """:meth:`run`, which must end well."""
+        """:meth:`run`; asserts that it succeeds."""
         done = self.run(output_dir, *overrides, **options)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
     def refused(self, output_dir: Path, *overrides: str, **options: Any) -> str:
-        """:meth:`run`, which must end with a user's mistake; the message."""
+        """:meth:`run`; asserts that it exits with a user's error, and returns the message."""
         done = self.run(output_dir, *overrides, **options)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
         return done.stderr
@@ -99,7 +99,7 @@ class Tool:
 
 
 def environment() -> dict[str, str]:
-    """One thread, so that tests neither wait for nor disturb each other; two would give the same numbers."""
+    """One thread, so that tests do not slow each other down; two threads give the same results."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 

@@ -124,7 +124,7 @@ def stop_after(run: Any, steps: int) -> Any:
 
 
 def train(values: Mapping[str, Any], world: int, config: str, stop_after: int | None = None) -> None:
-    """In a rank: what tools/train.py does, but for starting Paddle; ends like Ctrl-C after some steps."""
+    """In a rank: tools/train.py without starting Paddle; interrupted after ``stop_after`` steps."""
     import paddle
 
     from ppfleetx.commands.training import train

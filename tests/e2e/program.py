@@ -68,7 +68,7 @@ def run(
 
 
 def records(output_dir: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Whole records in metrics.jsonl, of one kind or all; a line being written is left out."""
+    """Complete records of metrics.jsonl, of one kind or of all; an unfinished last line is ignored."""
     path = output_dir / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [record for record in map(json.loads, lines) if kind in ("", record["kind"])]

@@ -1,4 +1,4 @@
-"""What the campaigns share: a command line, damaged bytes, and jobs of which one rank halts."""
+"""Shared by the campaigns: a command line, damaged bytes, and jobs in which one rank halts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _START_SECONDS = 120.0
 
 
 def command_line(description: str, **counts: int) -> argparse.ArgumentParser:
-    """A parser with these numbers and ``--seed`` as options."""
+    """A parser with one option per number, and ``--seed``."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     for name, default in {**counts, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -33,7 +33,7 @@ def command_line(description: str, **counts: int) -> argparse.ArgumentParser:
 
 
 def conclude(counts: Mapping[str, int], failures: Sequence[str], summary: str) -> int:
-    """Print how often what happened and what failed; the exit code."""
+    """Print the counts and the failures; return the exit code."""
     for what, count in sorted(counts.items()):
         print(f"{count:4d} {what}")
     for failure in failures:
@@ -46,7 +46,7 @@ def conclude(counts: Mapping[str, int], failures: Sequence[str], summary: str) -
 
 
 def flipped(content: bytes, rng: random.Random, times: int = 1) -> bytes:
-    """``content`` with so many random bits flipped."""
+    """``content`` with ``times`` random bits flipped."""
     changed = bytearray(content)
     for _ in range(times):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
@@ -55,7 +55,7 @@ def flipped(content: bytes, rng: random.Random, times: int = 1) -> bytes:
 
 @contextlib.contextmanager
 def damaged(path: Path, content: bytes) -> Iterator[None]:
-    """``path`` with other bytes, for as long as this lasts."""
+    """Within the context, ``path`` has other content."""
     sound = path.read_bytes()
     path.write_bytes(content)
     try:
@@ -120,7 +120,7 @@ class Job:
             )
 
     def await_halt(self, also: Callable[[], bool] = lambda: True) -> None:
-        """Wait until the rank has come to its moment, and ``also`` holds."""
+        """Wait until the rank halts and ``also`` holds."""
         deadline = time.monotonic() + _START_SECONDS
         while not ((self.directory / "reached").exists() and also()):
             ended = [launcher.poll() for launcher in self.launchers]
@@ -139,12 +139,12 @@ class Job:
         return codes
 
     def log(self, rank: int) -> str:
-        """What a rank has said."""
+        """A rank's output."""
         number, local = divmod(rank, self.per_host)
         return (self.directory / f"log.{number}" / f"workerlog.{local}").read_text(errors="replace")
 
     def said(self) -> str:
-        """What all ranks have said."""
+        """The output of all ranks."""
         logs = sorted(self.directory.glob("log.*/workerlog.*"))
         return "\n".join(path.read_text(errors="replace") for path in logs)
 
@@ -154,7 +154,7 @@ def run_cases(
 ) -> int:
     """Run named cases, each called with a corpus and a directory of its own; the exit code.
 
-    A case gives what it found and what is wrong with that. ``keep`` is where the directories stay.
+    A case returns its result and its complaints. ``keep``: where its directory is kept.
     """
     failed = 0
     with tempfile.TemporaryDirectory(prefix="campaign-") as name:

@@ -74,7 +74,7 @@ class Campaign:
         return time.monotonic() - started
 
     def kill(self, times: int) -> Counter[str]:
-        """Kill so often, let the last run get to its end, and count what was met.
+        """Kill ``times`` times, let the last run finish, and count what happened.
 
         Raises:
             AssertionError, CheckpointError: something was lost or came out different.
@@ -200,7 +200,7 @@ def _checksums(checkpoint: Checkpoint) -> dict[tuple[str, str, str], list[tuple[
 
 
 def _wait_until_gone(pids: list[int]) -> None:
-    """Until the killed have let go of their locks; the connection ends a moment earlier."""
+    """Wait until killed processes have released their locks, a moment after their connections close."""
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), what="a killed process goes on")
 
 

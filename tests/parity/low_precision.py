@@ -111,7 +111,7 @@ def start(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[
 
 
 def state_digest(runner: Any) -> int:
-    """Changes with any bit of a weight or an optimizer state (masters, moments, powers of beta)."""
+    """A checksum of all weights and optimizer states (masters, moments, powers of beta)."""
     checksum = 0
     for _, tensor in [*runner.named_parameters(), *runner.optimizer_state().items()]:
         checksum = zlib.crc32(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8), checksum)

@@ -179,7 +179,7 @@ def train(
 
 @contextlib.contextmanager
 def default_dtype(dtype: str) -> Iterator[None]:
-    """Parameters that are made within are of this type."""
+    """Within the context, new parameters have this type."""
     import paddle
 
     before = paddle.get_default_dtype()
@@ -285,7 +285,7 @@ def _compare(runner: Any, weights_dir: str | None, file: str, ctx: Any) -> float
 
 
 def dropout_masks(plan: dict[str, Any], world_size: int) -> list[dict[str, str]]:
-    """What the two kinds of dropout keep on this rank, in two micro batches of a step and in the next."""
+    """What both kinds of dropout keep on this rank, in two micro batches of a step and in the next step."""
     import paddle
 
     from ppfleetx.config.loader import load_config

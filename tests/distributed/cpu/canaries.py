@@ -77,7 +77,7 @@ def needed() -> dict[str, bool]:
 
 
 def replaced() -> list[str]:
-    """The table's targets; also that installing twice replaces once."""
+    """The targets of the patch table; also checks that installing twice patches once."""
     from ppfleetx.distributed.cpu import backend as cpu_backend
     from ppfleetx.distributed.cpu import patches as cpu_patches
 
@@ -92,7 +92,7 @@ def replaced() -> list[str]:
 
 
 def nothing_on_cuda() -> bool:
-    """On a build with CUDA (as far as it says) nothing is touched."""
+    """A build that reports CUDA is not patched."""
     from ppfleetx.distributed.cpu import backend as cpu_backend
 
     before = core.create_or_get_global_tcp_store

@@ -27,7 +27,7 @@ def start() -> None:
 
 
 def group_of(members: list[int]):
-    """The group of these ranks; made once a process, by all ranks in the same order."""
+    """The group of these ranks, created once per process, by all ranks in the same order."""
     start()
     if tuple(members) not in _groups:
         _groups[tuple(members)] = dist.new_group(members)
@@ -35,7 +35,7 @@ def group_of(members: list[int]):
 
 
 def values(dtype: str, rank: int, shape=(5, 3), seed: int = 0) -> np.ndarray:
-    """Rank's contribution as float64 (or bool) that the type represents exactly."""
+    """A rank's contribution as float64 (or bool), exact in the given type."""
     generator = np.random.default_rng([seed, rank])
     if dtype == "bool":
         return generator.random(shape) < 0.5
@@ -125,7 +125,7 @@ def every_collective(dtype: str, shape: list[int]) -> int:
 
 
 def bits_of_sum(count: int, dtype: str) -> list[int]:
-    """Checksum of a sum whose bits depend on the order, and of the order-defined one."""
+    """Whether an order-dependent sum equals the sum in rank order, and its checksum."""
     start()
     n = dist.get_world_size()
     parts = [np.random.default_rng(r).standard_normal(count).astype("float32") for r in range(n)]
@@ -153,7 +153,7 @@ def large_sum_in_half() -> list[float]:
 
 
 def all_to_all_of_unequal_parts() -> None:
-    """Rank r sends 2 r + c + 1 rows to rank c: not as many as it gets from there."""
+    """Rank r sends 2 r + c + 1 rows to rank c, so it receives another number of rows than it sends."""
     start()
     me, n = dist.get_rank(), dist.get_world_size()
     part = lambda r, c: np.full((2 * r + c + 1, 2), 10 * r + c, "float32")  # noqa: E731
@@ -165,7 +165,7 @@ def all_to_all_of_unequal_parts() -> None:
 
 
 def strided_refused() -> list[str]:
-    """Operations that take a transposed view, which NCCL refuses, as what they send or as what they fill."""
+    """Operations that accept a transposed view as input or output although NCCL refuses it."""
     start()
     me, n = dist.get_rank(), dist.get_world_size()
     group = dist.get_group().process_group
@@ -200,7 +200,7 @@ def strided_refused() -> list[str]:
 
 
 def strided() -> None:
-    """Transposed views are read and written in place, and nothing around them is."""
+    """Transposed views are read and written in place, without touching other memory."""
     start()
     n = dist.get_world_size()
     with mock.patch.object(TensorMemory, "takes_strided", True):
@@ -247,7 +247,7 @@ def groups_side_by_side() -> list:
 
 
 def asynchronous() -> None:
-    """Tasks waited for in another order than started."""
+    """Tasks are waited for in another order than they were started."""
     start()
     me, n = dist.get_rank(), dist.get_world_size()
     tensors = [paddle.full([50000], float(me + i)) for i in range(4)]
@@ -259,7 +259,7 @@ def asynchronous() -> None:
 
 
 def in_the_background(count: int) -> bool:
-    """Sums end while nobody waits for them; meanwhile the program's own operation on another group runs."""
+    """Sums complete without a wait, while the program runs an operation on another group."""
     start()
     rank, world = dist.get_rank(), dist.get_world_size()
     ours, theirs = (group_of(list(range(world))), group_of(list(range(world))[::-1]))
@@ -280,10 +280,10 @@ def in_the_background(count: int) -> bool:
 
 
 def behind(late: int, most: int) -> list[int]:
-    """Sums in rank 0, of which rank ``late`` begins none until the others have sent what they may.
+    """Sums on rank 0; rank ``late`` starts only when the others have sent as much as they may.
 
     Returns:
-        The most bytes that this rank kept before it wanted them.
+        The most bytes that this rank stored before it asked for them.
     """
     start()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -308,7 +308,7 @@ def behind(late: int, most: int) -> list[int]:
 
 
 def ring(rounds: int, count: int) -> None:
-    """Everybody sends to the next and receives from the one before, receive first or send first."""
+    """Each rank sends to the next and receives from the previous one, in either order."""
     start()
     me, n = dist.get_rank(), dist.get_world_size()
     for turn in range(rounds):
@@ -325,7 +325,7 @@ def ring(rounds: int, count: int) -> None:
 
 
 def partial(count: int) -> None:
-    """What a pipeline with tensor parallelism does: a part each, then gathered."""
+    """As in a pipeline with tensor parallelism: each rank sends a part, then the parts are gathered."""
     start()
     me, n = dist.get_rank(), dist.get_world_size()
     group = dist.get_group(0).process_group
@@ -356,12 +356,12 @@ def objects() -> list:
 
 
 def sent_directly() -> int:
-    """Messages that another rank read from this one's memory."""
+    """Messages that other ranks read directly from this rank's memory."""
     return sum(peer.direct_sent for peer in cpu_backend._mesh.peers.values())
 
 
 def die_in_transfer(rank: int, after: float) -> str:
-    """The given rank is killed by a thread of its own, in the middle of a large all-reduce or nearly so."""
+    """A thread of the given rank kills it during a large all-reduce, or close to one."""
     import os
     import signal
     import threading
@@ -442,7 +442,7 @@ def out_of_step(kind: str) -> str:
             dist.all_reduce(x) if me == 0 else dist.recv(x, src=0)
         elif kind == "late":
             if me == 1:
-                time.sleep(5)
+                time.sleep(3)
             dist.all_reduce(x)
             check(x, np.full(4, 2.0))
     except CommError as error:
@@ -502,7 +502,7 @@ def evaluation_loss(vocab: int, padding: int) -> float:
 
 
 def identity() -> None:
-    """What every rank uses: its gradient is the sum of the ranks'."""
+    """The gradient of a value that every rank uses is the sum of the ranks' gradients."""
     start()
     me, n = dist.get_rank(), dist.get_world_size()
     values_ = np.random.default_rng(1).standard_normal((2, 3)).astype("float32")

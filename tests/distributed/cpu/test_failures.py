@@ -69,7 +69,7 @@ def test_ranks_out_of_step_name_both_operations(ranks, kind, one, other):
 def test_a_late_rank_is_waited_for(ranks):
     messages = told(ranks(2).call(CASES + "out_of_step", kind="late", timeout=40))
     assert [message for _, message in messages] == ["fine", "fine"]
-    assert messages[1][0] >= 5  # so late it came
+    assert messages[1][0] >= 3  # this rank was late
 
 
 def test_waits_are_bounded(ranks):
