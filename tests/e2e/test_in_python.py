@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from tests.e2e.conftest import LLAMA_NANO, NANO, ROOT, environment, losses
-from tests.helpers.ranks import Pools
 
 PROGRAM = """
 import sys
@@ -60,15 +59,11 @@ def test_several_runs_in_one_process(corpus, tmp_path, late):
     assert ("FLAGS_use_stride_kernel=0" in said[0]) == (late == "first")
 
 
-def test_several_runs_in_each_rank_of_a_job(corpus, tmp_path):
+def test_several_runs_in_each_rank_of_a_job(pools, corpus, tmp_path):
     """The same plan twice, then another: fleet is started anew each time."""
     plans = [["Distributed.mp_degree=2"], ["Distributed.mp_degree=2"], ["Distributed.pp_degree=2"]]
-    pools = Pools()
-    try:
-        arguments = {"corpus": str(corpus), "output": str(tmp_path), "plans": plans}
-        pools(2).run("tests.e2e.test_in_python:runs", timeout=120.0, **arguments)
-    finally:
-        pools.close()
+    arguments = {"corpus": str(corpus), "output": str(tmp_path), "plans": plans}
+    pools(2).run("tests.e2e.test_in_python:runs", timeout=120.0, **arguments)
     first, again, other = (losses(tmp_path / str(number)) for number in range(3))
     assert first == again and [step for step, *_ in first] == [1, 2]
     assert [loss for _, loss, _ in other] == pytest.approx([loss for _, loss, _ in first], rel=0.02)

@@ -118,18 +118,10 @@ def train_in_ranks(directory: str, output: str) -> None:
         train(*start_process(str(NANO), given, reads=("Train", "Eval")))
 
 
-def test_plans_record_the_same(both: Path, tmp_path: Path) -> None:
-    pools = Pools()
-    try:
-        for size in (1, 2):
-            pools(size).run(
-                "tests.e2e.test_sources:train_in_ranks",
-                directory=str(both),
-                output=str(tmp_path),
-                timeout=120.0,
-            )
-    finally:
-        pools.close()
+def test_plans_record_the_same(pools: Pools, both: Path, tmp_path: Path) -> None:
+    arguments = {"directory": str(both), "output": str(tmp_path)}
+    for size in (1, 2):
+        pools(size).run("tests.e2e.test_sources:train_in_ranks", timeout=120.0, **arguments)
     expected = {kind: records(tmp_path / "1_0", kind) for kind in ("train", "eval")}
     for number in range(len(PLANS) - 1):
         for kind, records_of_one in expected.items():
