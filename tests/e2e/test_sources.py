@@ -85,7 +85,7 @@ def test_a_missing_corpus_is_reported_by_its_set(tool: Tool, tmp_path: Path) -> 
 PLANS = (
     [],
     ["Distributed.pp_degree=2"],
-    ["Distributed.pp_degree=2", "Distributed.virtual_pp_degree=2"],
+    ["Distributed.pp_degree=2", "Model.virtual_pp_degree=2"],
     ["Distributed.mp_degree=2", "Model.sequence_parallel=True"],
     ["Distributed.dp_degree=2"],
     ["Distributed.sep_degree=2"],
