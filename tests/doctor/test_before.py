@@ -1,4 +1,4 @@
-"""What is looked at before the launcher runs, and libraries that cannot be used, planted for real."""
+"""Checks before the launcher starts, and broken libraries, set up for real."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from ppfleetx.commands.main import call
 from ppfleetx.doctor import launch, libraries
-from ppfleetx.doctor.check import Status, fail
+from ppfleetx.doctor.check import Status
 from ppfleetx.doctor.launch import launched_rows, launcher_rows
 from ppfleetx.doctor.libraries import broken_row
 from tests.doctor.conftest import by_name
@@ -87,20 +87,6 @@ def test_a_library_that_hides_another_and_a_paddle_that_ends_the_process_are_nam
     command = [sys.executable, "-c", text]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
     assert "'rich', <Status.FAIL: 'fail'>" in done.stdout and "another copy comes first" in done.stdout
-
-
-def test_the_environment_wins_over_the_options_as_it_does_for_the_launcher(monkeypatch):
-    asked: list[tuple] = []
-    monkeypatch.setattr(launch, "launcher_rows", lambda *told: asked.append(told[1:]) or [])
-    failed = [fail("x", "x", "x")]
-    monkeypatch.setattr(launch, "examine_nodes_first", lambda *told: asked.append(told[1]) or failed)
-    monkeypatch.setenv("PADDLE_NNODES", "2")
-    monkeypatch.setenv("PADDLE_MASTER", "10.0.0.1:7000")
-    launch.job_rows([], 1, 3, "10.0.0.2:7000", seconds=1.0, logs_there=None)
-    monkeypatch.delenv("PADDLE_NNODES")
-    monkeypatch.delenv("PADDLE_MASTER")
-    launch.job_rows([], 3, 2, "10.0.0.2:7000", seconds=1.0, logs_there=None)
-    assert asked == [(2, 1), "10.0.0.1:7000", (2, 3), "10.0.0.2:7000"]
 
 
 @pytest.mark.parametrize("words", [["--timeout", "-1"], ["--timeout", "soon"], ["--nproc", "two"]])
