@@ -1,5 +1,4 @@
-"""Try every kind of communication in every process group of the plan: check the results, measure the
-speed."""
+"""Try every collective in every process group of the plan: check the results, measure the speed."""
 
 from __future__ import annotations
 

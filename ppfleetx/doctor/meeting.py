@@ -55,8 +55,7 @@ class Meeting(Protocol):
         """Tell the host what this member is doing now, to be reported if it stops answering."""
 
     def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
-        """Exchange values: returns those of all members by number. All members must call this in the same
-        order.
+        """Exchange values: returns all members' by number. All must call this in the same order.
 
         Args:
             value: this member's value.
@@ -123,8 +122,7 @@ def _silence(seconds: float, place: str) -> str:
 
 @dataclass
 class _Seen:
-    """What the host knows about a guest: its last activity, and when it was last heard and last made
-    progress."""
+    """What the host knows about a guest: its last activity, when it was last heard, and its last progress."""
 
     line: Line
     place: str = "its start"

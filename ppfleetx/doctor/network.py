@@ -235,8 +235,7 @@ def try_link(address: tuple[str, int]) -> dict[str, Any]:
 
 
 def measure_link(address: tuple[str, int]) -> dict[str, Any]:
-    """The ``speed`` of a link in bytes per second: the best of four trials, because machines do other work
-    too."""
+    """The ``speed`` of a link in bytes per second: the best of four trials, as machines do other work too."""
     count, best = _PACKETS_BYTES, 0.0
     try:
         with socket.create_connection(address, _REACH_SECONDS) as connection:

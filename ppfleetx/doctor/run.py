@@ -144,8 +144,7 @@ class Job:
                 self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, _LOST_FIX)))
 
     def compare(self) -> None:
-        """Check that everything that must be equal is equal, and that all machines share the output
-        directory."""
+        """Check what must be equal, and that all machines share the output directory."""
 
         def tell(what: str) -> None:
             self.meeting.tell(f"{_AGREEMENT}, {what}")
@@ -316,8 +315,7 @@ def plan_config(target: Target) -> RunConfig:
 
 
 def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
-    """Split rows in two: all but those of successful collectives by rank, and per collective the slowest
-    rank's."""
+    """Split off the rows of successful collectives, and keep only the slowest rank's of each."""
     found: dict[str, tuple[float, int, Row]] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in filter(_is_measured, rows):

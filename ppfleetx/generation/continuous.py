@@ -82,8 +82,7 @@ class JoinableCache(GrowingCache):
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
-    """The first ``length`` columns of ``tensor [b, g, k, d]``, zero-padded on the left to ``[b, g, columns,
-    d]``."""
+    """The first ``length`` columns of ``tensor [b, g, k, d]``, zero-padded on the left."""
     if tensor.shape[2] == length == columns:
         return tensor
     rows, groups, _, size = tensor.shape

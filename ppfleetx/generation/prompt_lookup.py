@@ -1,5 +1,4 @@
-"""Prompt lookup decoding (Saxena, 2023): guess several tokens from the row's own text, verify them in one
-pass.
+"""Prompt lookup decoding (Saxena, 2023): guess tokens from the row's own text, verify them in one pass.
 
 Text repeats itself: what followed an earlier occurrence of the last tokens often follows again. A pass over a
 few positions reads the weights once, just like a pass over one position, and with few rows reading them takes

@@ -138,8 +138,7 @@ class Job:
 
     @property
     def hidden_bytes(self) -> float:
-        """Bytes of one micro batch's hidden states on a context rank, before sequence parallelism cuts
-        them."""
+        """Bytes of one micro batch's hidden states on a context rank, before sequence parallelism."""
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
@@ -254,8 +253,7 @@ class Job:
 
 
 class ModelKey:
-    """Hashes a model by identity: hashing all its fields would take longer than computing the cached
-    value."""
+    """Hashes a model by identity: hashing all fields would take longer than computing the cached value."""
 
     __slots__ = ("compress", "model")
 

@@ -71,8 +71,7 @@ _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Apply the settings to this process, and make a rank end with its launcher. Call before importing
-    Paddle.
+    """Apply the settings to this process, and let a rank end with its launcher. Call before importing Paddle.
 
     After that only malloc can be set; the first such call logs a warning.
 

@@ -62,8 +62,7 @@ def begin(
 
 
 def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer beside the checkpoints, where generation looks: they are usable without the
-    corpus."""
+    """Save the tokenizer beside the checkpoints, so that they are usable without the corpus."""
     try:
         tokenizer.save(output_dir_of(cfg) / "tokenizer")
     except OSError as error:

@@ -227,8 +227,7 @@ def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, 
 
 
 def _probe_memory(peer: Peer) -> None:
-    """Find out whether each side can read the other's memory: same host, same user, and the kernel allows
-    it."""
+    """Find out whether each side can read the other's memory: same host, same user, allowed by the kernel."""
     secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
     wanted = os.environ.get(DIRECT_VARIABLE, "1") != "0"
     pid = os.getpid() if wanted else 0

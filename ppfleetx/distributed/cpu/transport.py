@@ -1,5 +1,4 @@
-"""The connections of one rank of a CPU job, and the operations in progress on them. Every wait has a time
-limit.
+"""The connections of one rank of a CPU job, and its operations in progress. Every wait has a time limit.
 
 Each pair of ranks has one connection, shared by all process groups. One reader thread per connection drains
 it for the life of the process. A send therefore never waits for the receiver's program, and no order of sends
@@ -104,8 +103,7 @@ class Mesh:
         atexit.register(self.close)
 
     def _abandon(self) -> None:
-        """In a forked child (a data loader's worker): close the sockets, or a dead parent would seem
-        alive."""
+        """In a forked child (a data loader's worker): close the sockets, or a dead parent seems alive."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
