@@ -9,14 +9,13 @@ from functools import cache
 from itertools import product
 
 from ppfleetx.config.plan import ParallelPlan, violations
-from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.job import Job
 from ppfleetx.planner.memory import least_memory
 from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.plan_option import GRANULARITIES
 from ppfleetx.planner.prediction import Prediction
 
-_GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
 _MAX_MICRO_BATCH = 64
 _PLAYED = 40  # how many of the estimated best are simulated before the final ranking
 
@@ -150,7 +149,7 @@ def _batches(job: Job, plan: ParallelPlan) -> Iterator[Job]:
 
 
 def _recomputing(job: Job) -> Iterator[Job]:
-    for kind in _GRANULARITIES:
+    for kind in GRANULARITIES:
         if job.flash and kind == "core_attn":
             continue  # flash attention keeps no scores, so nothing would be saved
         yield replace(job, recomputed=(kind,) * job.model.num_layers)

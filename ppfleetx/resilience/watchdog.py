@@ -3,9 +3,8 @@
 1. A rank that makes no progress for the timeout writes its report (``hang_report.py``).
 2. The others see it and write theirs, whatever they are doing.
 3. After a short wait each rank reads all reports (a frozen rank writes none) and combines them
-(``explain.py``). If
-   a rank still works, the job is slow, and all keep waiting. Otherwise the explanation is printed, and every
-   rank ends with exit code 4 or keeps waiting, as configured.
+   (``explain.py``). If a rank still works, the job is slow, and all keep waiting. Otherwise the explanation
+   is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
 """
 
 from __future__ import annotations
