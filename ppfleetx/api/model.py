@@ -379,7 +379,7 @@ class GPT:
         Raises:
             CheckpointError: ``directory`` is not empty, or transformers has no such network.
         """
-        from ppfleetx.checkpoint.merge_lora import merge_lora
+        from ppfleetx.checkpoint.adapters import merge_lora
         from ppfleetx.conversion.convert import Conversion, convert
 
         with tempfile.TemporaryDirectory(prefix="ppfleetx-") as scratch:

@@ -381,10 +381,21 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
         (p for p in alike if p.sharding > 1 or p.sharding_stage == 1), every, [ParallelPlan(dp=world_size)]
     )
     nearest = next((p for p in candidates if not violations(p, work)), None)
-    if nearest is None or not plan.sharding_offload:
+    if nearest is None:
+        return None
+    nearest = _with_experts(nearest, plan, work)
+    if not plan.sharding_offload:
         return nearest
     offloading = replace(nearest, sharding_offload=True, sharding_stage=max(2, nearest.sharding_stage))
     return nearest if violations(offloading, work) else offloading
+
+
+def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
+    """``plan`` with the most expert parallelism that is legal, up to that of ``like``."""
+    degrees = [ep for ep in reversed(_divisors(like.ep)) if ep > 1]
+    slices = dict.fromkeys((like.expert_mp, 1))
+    choices = (replace(plan, ep=ep, expert_mp=emp) for ep, emp in product((*degrees, 1), slices))
+    return next((choice for choice in choices if not violations(choice, work)), plan)
 
 
 def _distances(plan: ParallelPlan, world_size: int) -> Iterator[tuple[float, tuple[int, int, int, int, int]]]:

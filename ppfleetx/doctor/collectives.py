@@ -12,6 +12,7 @@ import paddle
 from paddle import distributed
 
 from ppfleetx.config.counts import bytes_text
+from ppfleetx.distributed.collectives import alltoall_rows
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages, is_card, on_card
 from ppfleetx.doctor.check import Row, fail, ok
@@ -89,6 +90,21 @@ def _all_to_all(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
     return result
 
 
+def _uneven_all_to_all(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
+    sent = np.diff(_uneven_ends(member, mine.shape[0]), prepend=0)
+    return alltoall_rows(mine, sent, [sent[member.place]] * member.size, member.group)
+
+
+def _uneven_ends(member: Member, count: int) -> np.ndarray:
+    """Where the parts of ``count`` rows end: each member gets more than the one before it."""
+    return count * np.arange(1, member.size + 1).cumsum() // (member.size * (member.size + 1) // 2)
+
+
+def _uneven_parts(member: Member, inputs: list[np.ndarray]) -> np.ndarray:
+    ends = _uneven_ends(member, len(inputs[0]))
+    return np.concatenate([np.split(one, ends[:-1])[member.place] for one in inputs])
+
+
 def _send_receive(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
     result = paddle.empty_like(mine)
     after, before = (member.ranks[(member.place + step) % member.size] for step in (1, -1))
@@ -112,7 +128,9 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
     "broadcast": (_broadcast, lambda member, inputs: inputs[0]),
     "all_to_all": (_all_to_all, lambda member, inputs: np.concatenate([member.part(one) for one in inputs])),
     "send and receive": (_send_receive, lambda member, inputs: inputs[member.place - 1]),
+    "uneven all_to_all": (_uneven_all_to_all, _uneven_parts),
 }
+"""The last one is for ranks that divide experts."""
 
 
 def examine_groups(
@@ -127,7 +145,7 @@ def examine_groups(
     """
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
-        for name in OPERATIONS:
+        for name in OPERATIONS if member.title == "ep" else list(OPERATIONS)[:-1]:
             tell(f"{name} of the {member.title} group {list(member.ranks)}")
             yield examine_operation(member, name, sizes)
 

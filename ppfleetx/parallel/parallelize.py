@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import paddle
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fused_products import without_place
 from ppfleetx.config.registries import ARCHITECTURES
+from ppfleetx.config.rules import without_place
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages
-from ppfleetx.models.gpt.spec import parameter_specs
+from ppfleetx.models.gpt.spec import model_spec, parameter_specs
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.column_overlap import column_exchange
@@ -140,8 +140,10 @@ def _step_options(cfg: RunConfig, factory: LayerFactory) -> StepOptions:
     clip = cfg.Optimizer.grad_clip
     precision = Precision(cfg.Engine.mix_precision)
     precision.keeps_casts = factory.matmul.kept
-    metrics = ARCHITECTURES.traits(cfg.Model.name).metrics
-    return StepOptions(cfg.Global.seed, clip.clip_norm if clip else 0.0, precision, metrics)
+    spec = model_spec(cfg.Model)
+    metrics = (*ARCHITECTURES.traits(cfg.Model.name).metrics, *spec.metrics)
+    clip_norm = clip.clip_norm if clip else 0.0
+    return StepOptions(cfg.Global.seed, clip_norm, precision, metrics, spec.routers)
 
 
 def _optimizer_and_sync(

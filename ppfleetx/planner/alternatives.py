@@ -18,6 +18,7 @@ _PARTS = {
     "memory": "element-wise operations",
     "tensor_parallel": "sums over tensor-parallel ranks",
     "context_parallel": "exchanges of sequence parts",
+    "expert_parallel": "exchanges of rows with experts",
     "parameters": "fetching parameters",
     "pipeline": "pipeline messages",
     "bubble": "an idle pipeline",

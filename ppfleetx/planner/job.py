@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 
 from ppfleetx.config.plan import ParallelPlan, Workload
+from ppfleetx.config.rules import expert_sizes
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -18,6 +19,10 @@ from ppfleetx.planner.cards import Card
 
 Layer = tuple[BlockSpec, Recompute]
 """A block, and what the backward pass recomputes of it."""
+
+EXPERT_IMBALANCE = 1.5
+"""Margin of memory under expert parallelism: the rank whose experts have most rows, in the layer and micro
+batch where that is worst, has this many times the mean."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ class Job:
     def _hash(self) -> int:
         """Made once: a search looks the same cases up many times."""
         plan = self.plan
-        degrees = (plan.dp, plan.mp, plan.pp, plan.sharding, plan.sep, plan.sequence_parallel)
+        degrees = (plan.dp, plan.mp, plan.pp, plan.sharding, plan.sep, plan.ep, plan.sequence_parallel)
         return hash((id(self.model), degrees, self.micro_batch, self.accumulate, self.seq_len))
 
     @property
@@ -180,6 +185,7 @@ class Job:
             padded_vocab=self.model.padded_vocab_size,
             seq_len=self.seq_len,
             accumulate_steps=self.accumulate,
+            **expert_sizes(self.model),
         )
 
     def layers_of_stage(self, stage: int) -> list[list[int]]:
@@ -223,6 +229,9 @@ class Job:
             precision.gradient_bytes,
             self.kernels,
             self.flash,
+            plan.ep,
+            plan.emp,
+            EXPERT_IMBALANCE if plan.ep > 1 else 1.0,
         )
 
     @cached_property
@@ -270,7 +279,8 @@ class PassKey:
             if plan.sharding_stage == 3 and plan.sharding > 1
             else None
         )
-        self.job, self._key = job, (job.model_key, job.work, job.precision.compute, fetched)
+        lie = (plan.pp > 1, plan.sharding, plan.stage_size) if plan.ep > 1 else None
+        self.job, self._key = job, (job.model_key, job.work, job.precision.compute, fetched, lie)
 
     def __hash__(self) -> int:
         return hash(self._key)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ppfleetx.config.mesh import Mesh
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.planner.cards import Card
 
@@ -75,10 +76,19 @@ class Group:
 
 def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
     """The groups of ``axis``: ranks that differ on it lie ``stride`` apart."""
+    if axis in ("ep", "emp", "edp"):
+        return _expert_group(plan, axis, cluster)
     size, stride = getattr(plan, axis), 1
     for name in cluster.axes[cluster.axes.index(axis) + 1 :]:
         stride *= getattr(plan, name)
     return _group(size, stride, cluster.per_node)
+
+
+def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
+    """The ranks of a stage in their order; those of one data-parallel replica lie side by side."""
+    stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
+    side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
+    return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side))
 
 
 def _group(size: int, stride: int, per_node: int) -> Group:

@@ -20,6 +20,8 @@ _DEGREES = {
     **{axis: axis for axis in ("dp", "mp", "pp", "sharding", "sep")},
     "stage": "sharding_stage",
     "vpp": "virtual_pp_degree",
+    "ep": "ep",
+    "emp": "expert_mp",
 }
 GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
 WORDS = (*_DEGREES, "micro", "sp", "offload", "zb", "recompute")
@@ -72,6 +74,8 @@ def plan_text(job: Job) -> str:
     words = f"dp={plan.dp},mp={plan.mp},pp={plan.pp},sharding={plan.sharding},stage={plan.sharding_stage}"
     words += f",sep={plan.sep},vpp={plan.virtual_pp_degree},micro={job.micro_batch}"
     words += f",sp={int(plan.sequence_parallel)},offload={int(plan.sharding_offload)}"
+    words += f",ep={plan.ep}" if plan.ep > 1 else ""
+    words += f",emp={plan.emp}" if plan.emp != plan.mp else ""
     words += ",zb=1" if plan.pp_schedule == "zb_h1" else ""
     return words + f",recompute={kinds.pop() if len(kinds) == 1 else 'mixed'}"
 
@@ -152,7 +156,9 @@ class UnresolvedConfig:
             "sharding_stage": plan.sharding_stage,
             "sharding_offload": plan.sharding_offload,
         }
-        degrees = {f"{axis}_degree": getattr(plan, axis) for axis in ("dp", "mp", "pp", "sep")}
+        degrees = {
+            f"{axis}_degree": getattr(plan, axis) for axis in ("dp", "mp", "pp", "sep", "ep", "expert_mp")
+        }
         layers = {} if plan.pp_layers is not None else {"pp_layers": None, "noop_layers": None}
         split, scatters = plan.sequence_parallel, cfg.Distributed.sp_async_reduce_scatter
         whole = plan.pp > 1 and plan.virtual_pp_degree == 1

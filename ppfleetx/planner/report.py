@@ -6,6 +6,7 @@ from ppfleetx.config.counts import bytes_text, counted
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.job import EXPERT_IMBALANCE
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.plan_option import plan_text
@@ -73,6 +74,11 @@ def account(prediction: Prediction) -> str:
     for stage, memory in enumerate(prediction.memory):
         values = [getattr(memory, part) for part in (*CARD_PARTS, *_BESIDE)]
         lines.append(f"  {stage:5} " + " ".join(f"{value / GIB:10.2f}" for value in values))
+    if job.plan.ep > 1:
+        lines.append(
+            f"experts     memory is for a rank that gets {EXPERT_IMBALANCE:g} times the mean rows of its ep "
+            f"group; all of them are {job.plan.ep} times the mean"
+        )
     verdict = "fits" if prediction.fits else "does not fit"
     lines.append(
         f"fullest rank {prediction.fullest / GIB:.1f} GiB: {verdict} into {cluster.card.memory_gib:g} GiB"

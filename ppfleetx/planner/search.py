@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from ppfleetx.config.plan import ParallelPlan, violations
+from ppfleetx.config.plan import ParallelPlan, Workload, violations
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.job import Job
 from ppfleetx.planner.memory import least_memory
@@ -169,13 +169,23 @@ def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
             continue
         for sharding, chunks in product(_divisors(data), _virtual_stages(job, pp)):
             for stage in (1, 2, 3) if sharding > 1 else (1,):
-                yield replace(
+                dense = replace(
                     shape,
                     dp=data // sharding,
                     sharding=sharding,
                     sharding_stage=stage,
                     virtual_pp_degree=chunks,
                 )
+                yield from _with_experts(dense, work)
+
+
+def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
+    """``plan``, and where there are experts, with each way to divide and to slice them."""
+    experts = work.num_experts or 1
+    for ep, emp in product(_divisors(experts), (None, 1) if experts > 1 and plan.mp > 1 else (None,)):
+        divided = replace(plan, ep=ep, expert_mp=emp)
+        if experts == 1 or not violations(divided, replace(work, num_layers=None)):
+            yield divided
 
 
 def _in_both_orders(plans: Iterable[ParallelPlan]) -> Iterator[ParallelPlan]:

@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 
 from ppfleetx.models.gpt.spec import BlockSpec
 from ppfleetx.nn.cost import Operation, Recompute
+from ppfleetx.nn.moe_spec import MoESpec
 from ppfleetx.planner.job import Job, PassKey
 from ppfleetx.planner.network import (
     Cluster,
@@ -46,7 +47,7 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
         one_sum: seconds to sum all gradients once, with nothing to overlap with.
     """
     rounds = job.accumulate if _leaves_in_every_pass(job) else 1
-    bucket, whole = job.overlap.bucket_bytes, held.trained * job.precision.gradient_bytes
+    bucket, whole = job.overlap.bucket_bytes, held.dense * job.precision.gradient_bytes
     if bucket is None or not whole:
         return rounds * one_sum
     if _leaves_in_every_pass(job):
@@ -103,12 +104,13 @@ class Passes:
     memory: float = 0.0
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
+    expert_parallel: float = 0.0
     parameters: float = 0.0
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
-        return self.matmul + self.memory + self.tensor_parallel + self.context_parallel + self.parameters
+        """All of it."""
+        return sum(getattr(self, name) for name in PARTS)
 
     def __add__(self, other: Passes) -> Passes:
         return Passes(*(getattr(self, name) + getattr(other, name) for name in PARTS))
@@ -118,7 +120,7 @@ class Passes:
         return Passes(*(getattr(self, name) * factor for name in PARTS))
 
 
-PARTS = ("matmul", "memory", "tensor_parallel", "context_parallel", "parameters")
+PARTS = ("matmul", "memory", "tensor_parallel", "context_parallel", "expert_parallel", "parameters")
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class StepTime:
     @property
     def exposed_communication(self) -> float:
         """Seconds in which a rank waits for communication."""
-        names = ("tensor_parallel", "context_parallel", "parameters", "pipeline", "gradients", "values")
+        names = (*PARTS[2:], "pipeline", "gradients", "values")
         return sum(self.parts[name] for name in names)
 
 
@@ -346,18 +348,33 @@ def _activation_sum(job: Job, cluster: Cluster) -> float:
 
 
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
-    """Communication of one layer in one pass: two all-reduces along mp and two all-to-alls along sep. Under
-    sequence parallelism, the backward pass gathers the inputs of both column-parallel products again."""
-    sums = 2 * _activation_sum(job, cluster)
+    """Communication of one layer in one pass: an all-reduce along mp of attention and of an MLP, and two
+    all-to-alls along sep. With sequence parallelism the backward pass all-gathers the inputs of both
+    column-parallel products again."""
+    routed = isinstance(block.mlp, MoESpec)
+    pairs = 1 if routed and block.mlp.shared is None else 2
+    sums = pairs * _activation_sum(job, cluster)
     if backward and job.plan.sequence_parallel:
         mp = group_of(job.plan, "mp", cluster)
-        sums += 2 * gather_seconds(job.hidden_bytes, mp, cluster)
+        sums += pairs * gather_seconds(job.hidden_bytes, mp, cluster)
     exchanges = 0.0
     if job.plan.sep > 1:
         group = group_of(job.plan, "sep", cluster)
         qkv, context = block.attention.exchanged_bytes(job.work)
         exchanges = all_to_all_seconds(qkv, group, cluster) + all_to_all_seconds(context, group, cluster)
-    return Passes(tensor_parallel=sums, context_parallel=exchanges)
+    experts = _expert_exchange(job, cluster, block.mlp) if routed else 0.0
+    return Passes(tensor_parallel=sums, context_parallel=exchanges, expert_parallel=experts)
+
+
+def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
+    """Rows to their experts and back; where experts are sliced, a gather and a sum of what slices make of
+    them; where tensor ranks hold the same positions, a gather of what each has made of its share."""
+    plan, sent = job.plan, mlp.sent_bytes(job.work)
+    seconds = 2 * all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
+    seconds += 2 * gather_seconds(sent * plan.emp, group_of(plan, "emp", cluster), cluster)
+    if not plan.sequence_parallel:
+        seconds += gather_seconds(job.hidden_bytes, group_of(plan, "mp", cluster), cluster)
+    return seconds
 
 
 def _messages(job: Job, cluster: Cluster) -> Messages:
@@ -384,14 +401,17 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Exposed seconds of the sums of gradients: to their owners, or over sep and replicas. The sums over
-    replicas of owners follow after the passes."""
+    """Sums of gradients that a rank waits for: into the owners, over sep and replicas. Those over the
+    replicas of owners come when the passes are over, and so do those of experts."""
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
-        into_owners = gather_seconds(held.trained * each, group_of(plan, "sharding", cluster), cluster)
-        early, late = into_owners, _replica_seconds(job, cluster, held.owned * each)
+        early = gather_seconds(held.dense * each, group_of(plan, "sharding", cluster), cluster)
+        late = _replica_seconds(job, cluster, held.owned * each * held.dense / max(held.trained, 1))
     else:
-        early, late = _replica_seconds(job, cluster, held.trained * each), 0.0
+        early, late = _replica_seconds(job, cluster, held.dense * each), 0.0
+    if held.experts:
+        sum_seconds = gather_seconds if plan.sharding > 1 else all_reduce_seconds
+        late += sum_seconds(held.experts * each, group_of(plan, "edp", cluster), cluster)
     return waited_for_gradients(job, stage, held, early, passes) + late
 
 
@@ -406,7 +426,10 @@ def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: P
     if job.plan.sharding == 1 or job.plan.sharding_stage == 3:
         return 0.0
     group = group_of(job.plan, "sharding", cluster)
-    sending = gather_seconds(held.trained * job.precision.parameter_bytes, group, cluster)
+    each = job.precision.parameter_bytes
+    sending = gather_seconds(held.dense * each, group, cluster)
+    if held.experts:
+        sending += gather_seconds(held.experts * each, group_of(job.plan, "edp", cluster), cluster)
     return waited_for_values(job, stage, held, sending, passes)
 
 

@@ -13,11 +13,12 @@ from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.planner.cards import card_names, load_card
-from ppfleetx.planner.job import Job, Precision, job_of, uses_flash
+from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Precision, job_of, uses_flash
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.prediction import Prediction
+from ppfleetx.planner.search import search
 from ppfleetx.planner.timeline import Messages, simulate
 from ppfleetx.planner.utilization import step_flops
 from tests.planner.traffic import sent_bytes
@@ -40,6 +41,58 @@ def test_a_layer_keeps_what_the_formula_says():
     assert block.tape(work, "none").kept == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
     assert block.tape(work, "core_attn").kept == 34 * LENGTH * 2 * H
     assert block.tape(work, "full").kept == 2 * LENGTH * 2 * H
+
+
+MOE = {"moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 32, "first_dense_layers": 1}}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp=4, ep=2),
+        ParallelPlan(mp=2, dp=2, ep=2),
+        ParallelPlan(mp=2, dp=2, ep=4, expert_mp=1),
+        ParallelPlan(sharding=4, ep=2),
+    ],
+    ids=str,
+)
+def test_ranks_hold_their_slices_of_experts(plan):
+    one, held = (held_parameters(small_job(each, **MOE), 0) for each in (ParallelPlan(), plan))
+    each = 2 * H * 32 + 32 + H
+    assert one.experts == 3 * 8 * each
+    bias = 3 * 8 * H // plan.ep * (1 - 1 / plan.emp)  # the last bias is whole where matrices are sliced
+    assert held.experts == one.experts / (plan.ep * plan.emp) + bias
+    assert (
+        held.owned == held.trained if plan.sharding == 1 else held.owned < held.dense / 3 + held.experts / 2
+    )
+
+
+def test_experts_exchange_rows_and_need_memory_for_more_than_the_mean():
+    cluster = Cluster(load_card("A100-80GB"), per_node=2)
+    inside, outside = (
+        Prediction(small_job(plan, **MOE), cluster)
+        for plan in (
+            ParallelPlan(dp=2, sharding=2, ep=2),
+            ParallelPlan(dp=2, mp=2, ep=2, sequence_parallel=True),
+        )
+    )
+    assert 0 < inside.time.parts["expert_parallel"] < outside.time.parts["expert_parallel"]
+    assert Prediction(small_job(ParallelPlan(dp=2), **MOE), cluster).time.parts["expert_parallel"] == 0
+    mixture = small_job(ParallelPlan(dp=2, ep=2), **MOE)
+    mlp, work = mixture.spec.blocks[1].mlp, mixture.work
+    assert mlp.sent_bytes(work) == 2 * 2 * LENGTH * H * 2  # two rows for each of the positions, in 16 bits
+    worst, mean = (
+        sum(step.size for step in mlp.tape(each, "out", "in"))
+        for each in (work, replace(work, imbalance=1.0))
+    )
+    assert work.imbalance == EXPERT_IMBALANCE and worst > mean
+
+
+def test_a_search_divides_experts():
+    job = replace(small_job(**MOE), precision=Precision(), kernels="cpu", micro_batch=8, accumulate=1)
+    plans = [p.job.plan for p in search(job, Cluster(load_card("CPU"), per_node=4), 4, keep=1000).best]
+    assert {plan.ep for plan in plans} == {1, 2, 4}
+    assert any(plan.emp == 1 < plan.mp for plan in plans)
 
 
 def test_operations_follow_the_papers():

@@ -13,13 +13,12 @@ import paddle.nn.functional as F
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.finetuning import glue_task, num_outputs
+from ppfleetx.config.rules import glue_task, num_outputs
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import EvalRecord, Run
 from ppfleetx.data.loader import MicroBatch
-from ppfleetx.data.tasks.glue import TASKS, GlueTask
-from ppfleetx.data.tasks.glue_metrics import glue_metrics
+from ppfleetx.data.tasks.glue import TASKS, GlueTask, glue_metrics
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather
 from ppfleetx.models.evaluator import Measured
