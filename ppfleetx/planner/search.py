@@ -17,7 +17,7 @@ from ppfleetx.planner.plan_option import GRANULARITIES
 from ppfleetx.planner.prediction import Prediction
 
 _MAX_MICRO_BATCH = 64
-_PLAYED = 40  # how many of the estimated best are simulated before the final ranking
+_SIMULATED = 40  # how many of the estimated best are simulated before the final ranking
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def search(job: Job, cluster: Cluster, devices: int, *, goal: str = "time", keep
             fullest card first).
         keep: how many plans to return.
     """
-    looking = _Search(job, cluster, goal, _Shortest(max(_PLAYED, keep)))
+    looking = _Search(job, cluster, goal, _Shortest(max(_SIMULATED, keep)))
     plans = _plans(job, devices, cluster.per_node)
     if goal == "time":  # ZB-H1 never needs less memory
         plans = _in_both_orders(plans)

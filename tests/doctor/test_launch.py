@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from ppfleetx.doctor import launch, libraries
 from ppfleetx.doctor.check import Status, fail
 from ppfleetx.doctor.launch import launched_rows, launcher_rows
 from ppfleetx.doctor.libraries import broken_row
+from ppfleetx.doctor.run import ALONE
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT
 
@@ -131,3 +133,21 @@ def test_a_rank_that_is_killed_before_it_reports_is_named(monkeypatch, tmp_path)
     rows, _ = launched_rows(command, seconds=1.0, logs_there=tmp_path)
     row = by_name(rows)["rank 1"]
     assert row.group == "processes" and "ended by signal 9, SIGKILL" in row.found and "oom" in row.fix
+
+
+# -- how long the launcher waits for the ranks that have not reported ------------------------------
+
+
+@pytest.mark.parametrize(("name", "code"), [(ALONE, 0), ("first rank", signal.SIGTERM)])
+def test_a_rank_that_did_not_meet_the_first_one_lets_it_look_on(monkeypatch, tmp_path, name, code):
+    monkeypatch.setattr(launch, "_END_SECONDS", 0.2)
+    launch.leave_report([fail(name, "is gone", "")], 2, str(tmp_path), 1)
+    with (tmp_path / "log").open("wb") as log:
+        assert launch._run(["sleep", "3"], dict(os.environ), log.fileno(), 60.0, tmp_path) == code
+
+
+def test_a_rank_that_never_ends_is_not_waited_for_once_the_first_has_looked(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "_END_SECONDS", 0.2)
+    launch.leave_report([fail(ALONE, "rank 1 did not come", "")], 2, str(tmp_path), 0)
+    with (tmp_path / "log").open("wb") as log:
+        assert launch._run(["sleep", "60"], dict(os.environ), log.fileno(), 60.0, tmp_path) == signal.SIGTERM
