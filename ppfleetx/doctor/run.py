@@ -31,6 +31,7 @@ from ppfleetx.doctor.report import in_groups, joined
 
 LOCAL_SECONDS = 1200.0
 """Time limit for all checks that a process runs on its own; each check also has its own limit."""
+_CHECK_SECONDS = 360.0  # longer than any single check may take
 _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 ALONE = "meeting"
 """Name of the row of a rank that did not meet the others."""
@@ -118,16 +119,16 @@ class Job:
             if check.is_for(self.target):
                 self.meeting.tell(f"{check.group}, {check.title}")
                 own += examine(check, self.target)
-        self._share(own, LOCAL_SECONDS)
+        self._share(own, _CHECK_SECONDS)
 
-    def _share(self, own: Sequence[Row], seconds: float, quiet: float | None = None) -> None:
+    def _share(self, own: Sequence[Row], seconds: float) -> None:
         """Exchange rows with the other processes.
 
         Raises:
             RendezvousError: rank 0 is gone; this process keeps its own rows.
         """
         try:
-            answers = self.meeting.exchange([row.as_json() for row in own], seconds, quiet)
+            answers = self.meeting.exchange([row.as_json() for row in own], seconds)
         except RendezvousError:
             self.rows[self.target.rank] += own
             raise
@@ -226,8 +227,7 @@ class Job:
 
     def _share_collectives(self, own: Sequence[Row], seconds: float) -> None:
         rows = [_in(_COLLECTIVES, row) for row in own]
-        # Nothing is imported any more, so every process can answer at once.
-        self._share(rows, seconds + _SHORT_SECONDS / 2, quiet=seconds)
+        self._share(rows, seconds + _SHORT_SECONDS / 2)
         self.rows, measured = slowest(self.rows)
         self.of_job += measured
 

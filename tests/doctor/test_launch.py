@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from ppfleetx.commands.main import call
@@ -73,22 +72,11 @@ def test_a_library_that_cannot_be_imported_is_named_without_a_traceback(tmp_path
         assert "--force-reinstall pydantic" in rows["libraries"]["cure"]
 
 
-def test_a_library_that_hides_another_and_a_paddle_that_ends_the_process_are_named(tmp_path):
+def test_a_paddle_that_ends_the_process_is_named(tmp_path):
     package(tmp_path, "paddle", "import os; os.abort()\n")
     code, rows = doctor(path=tmp_path)
     assert code == 1 and rows["import paddle"]["found"].startswith("ended by signal 6")
     assert "losses" not in rows
-    (tmp_path / "paddle/__init__.py").unlink()
-    (tmp_path / "paddle").rmdir()
-    text = (
-        "from ppfleetx.doctor.libraries import libraries; from ppfleetx.doctor.check import Target; "
-        "print(*[(row.name, row.status, row.found) for row in libraries(Target())])"
-    )
-    package(tmp_path, "rich", "__version__ = '0.1'\n")
-    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, "-c", text]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
-    assert "'rich', <Status.FAIL: 'fail'>" in done.stdout and "another copy comes first" in done.stdout
 
 
 def test_the_environment_wins_over_the_options_as_it_does_for_the_launcher(monkeypatch):
@@ -115,8 +103,7 @@ def test_a_number_that_is_none_is_named_in_words(words, capsys):
 
 @pytest.mark.parametrize("version", ["2.3.5", "2.4.0", "1.25.1"])
 def test_the_versions_that_are_required(monkeypatch, version):
-    monkeypatch.setattr(libraries, "version_of", lambda name: version if name == "numpy" else "9")
-    monkeypatch.setattr(np, "__version__", version)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     row = libraries._problem("numpy")
     assert (row is None) == (version == "2.3.5") and (row is None or "numpy<2.4,>=1.26" in row.fix)
 
