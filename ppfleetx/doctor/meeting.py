@@ -46,7 +46,7 @@ class Meeting(Protocol):
     number: int
     names: list[str]
 
-    def tell(self, place: str) -> None:
+    def announce(self, place: str) -> None:
         """Tell the host what this member is doing now, to be reported if it stops answering."""
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
@@ -54,7 +54,7 @@ class Meeting(Protocol):
 
         Args:
             value: this member's value.
-            seconds: how long to wait while no member makes progress; each value and each :meth:`tell` is
+            seconds: how long to wait while no member makes progress; each value and each :meth:`announce` is
                 progress.
 
         Raises:
@@ -99,7 +99,7 @@ class _Host:
         self.number, self.names = members.number, members.names
         self._guests = {number: _Seen(line) for number, line in members.lines.items()}
 
-    def tell(self, place: str) -> None:
+    def announce(self, place: str) -> None:
         self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
@@ -159,7 +159,7 @@ class _Guest:
         self.number, self.names = members.number, members.names
         self._line, self._where, self._place = members.lines[0], where, "its start"
 
-    def tell(self, place: str) -> None:
+    def announce(self, place: str) -> None:
         with contextlib.suppress(OSError):  # exchange() reports that the host is gone
             self._line.send({"at": place})
 

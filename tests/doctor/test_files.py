@@ -18,7 +18,7 @@ from ppfleetx.data.indexed import IndexedDatasetWriter
 from ppfleetx.doctor import agreement, files, registry
 from ppfleetx.doctor.agreement import digests, in_full
 from ppfleetx.doctor.check import Status
-from ppfleetx.doctor.configuration import beginning, memory, memory_row, plan
+from ppfleetx.doctor.configuration import memory, memory_row, plan, start
 from ppfleetx.doctor.registry import CHECKS, examine
 from tests.doctor.conftest import by_name
 
@@ -206,11 +206,11 @@ def test_a_plan_for_other_processes(target):
 
 
 def test_a_run_that_would_start_over_another_is_named(target, tmp_path):
-    (row,) = beginning(target())
+    (row,) = start(target())
     assert row.status is Status.OK
     (tmp_path / "output").mkdir()
     (tmp_path / "output/metrics.jsonl").write_text("{}\n")
-    (row,) = beginning(target())
+    (row,) = start(target())
     assert row.status is Status.FAIL and "already holds a run" in row.found
 
 

@@ -45,11 +45,11 @@ def test_a_member_that_does_not_answer_or_ends_is_named_with_its_place():
 
     def act(meeting):
         if meeting.number == 1:
-            meeting.tell("all_reduce of the mp group")
+            meeting.announce("all_reduce of the mp group")
             done.wait(5.0)
             return None
         if meeting.number == 2:
-            meeting.tell("losses")
+            meeting.announce("losses")
             return None
         answers = meeting.exchange("here", 1.0)
         done.set()
@@ -70,7 +70,7 @@ def test_who_has_answered_waits_while_somebody_gets_further():
             time.sleep(0.6)  # others wait for the first
         if meeting.number == 1:
             for step in range(8):
-                meeting.tell(f"check {step}")
+                meeting.announce(f"check {step}")
                 time.sleep(0.3)
         return [answer.value for answer in meeting.exchange(meeting.number, 0.8)]
 
@@ -83,7 +83,7 @@ def test_a_first_that_is_gone_or_silent_is_named_by_the_others(monkeypatch):
 
     def act(meeting):
         if meeting.number == 0:
-            meeting.tell("joining the process groups")
+            meeting.announce("joining the process groups")
             done.wait(20.0)
             return None
         with pytest.raises(RendezvousError) as error:

@@ -17,7 +17,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.resilience.activity import MEETING, READING, Progress
 from ppfleetx.resilience.explain import explain, explain_alone
 from ppfleetx.resilience.flight_recorder import CallRecord
-from ppfleetx.resilience.hang_report import CallNote, Identity, Report, read_reports, take
+from ppfleetx.resilience.hang_report import CallNote, Identity, Report, capture_report, read_reports
 from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.resilience.watchdog import Limits, Watchdog
 
@@ -369,10 +369,10 @@ def test_a_thread_that_spins_for_its_card_does_not_work(tmp_path: Path):
     task = SimpleNamespace(is_completed=lambda: False)
     gather = CallRecord.recorded(record, lambda group, *_: task, "all_gather")
     gather(object())
-    assert take(Identity(), progress, record, quiet=1.0, timeout=0.4, works=False).waits_for is None
+    assert capture_report(Identity(), progress, record, quiet=1.0, timeout=0.4, works=False).waits_for is None
     with record.reading():
         assert not watchdog._look_at_work()
-        told = take(Identity(), progress, record, quiet=1.0, timeout=0.4, works=False)
+        told = capture_report(Identity(), progress, record, quiet=1.0, timeout=0.4, works=False)
     assert told.waits_for.operation == "all_gather"
     assert watchdog._look_at_work()
 
@@ -384,7 +384,7 @@ def test_a_thread_joins_the_card_before_it_asks_whether_something_is_done():
     task = SimpleNamespace(is_completed=lambda: said.append("asks") or False)
     CallRecord.recorded(record, lambda group, *_: task, "all_gather")(object())
     with record.reading():
-        take(Identity(), Progress(), record, quiet=1.0, timeout=0.4, works=False)
+        capture_report(Identity(), Progress(), record, quiet=1.0, timeout=0.4, works=False)
     assert said[0] == "joins" and "asks" in said
 
 
@@ -460,6 +460,6 @@ def test_progress_is_what_the_program_or_its_communication_does(tmp_path: Path):
     assert watchdog._quiet() < 10  # it has begun a moment ago
     record.begin("barrier", object(), ())
     assert watchdog._quiet() < 0.1
-    quiet = take(Identity(), progress, record, quiet=1.0, timeout=0.4, works=False)
+    quiet = capture_report(Identity(), progress, record, quiet=1.0, timeout=0.4, works=False)
     assert quiet.waits_for.operation == "barrier"
     assert quiet.asks and not quiet.goes_on

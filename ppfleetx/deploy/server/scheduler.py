@@ -211,7 +211,7 @@ class Scheduler:
             if not active:
                 break
         for row, tokens in zip(self._rows, new, strict=True):
-            row.learn(len(tokens) - 1, self._cfg.prompt_lookup_num_tokens)
+            row.adapt_guesses(len(tokens) - 1, self._cfg.prompt_lookup_num_tokens)
         return new, events
 
     def _scores(

@@ -170,7 +170,7 @@ class Running:
         self.guesses = guess(np.array(self._history), min(self._width, left, most)).tolist()
         return len(self.guesses)
 
-    def learn(self, right: int, most: int) -> None:
+    def adapt_guesses(self, right: int, most: int) -> None:
         """Adapt the number of guesses to how many were ``right``."""
         if self.guesses:
             self._width = next_width(self._width, right, most, right == len(self.guesses))

@@ -161,7 +161,7 @@ class Inquiry:
             )
         peer.reply(frame + payload)
 
-    def take_answer(
+    def record_answer(
         self, peer: Peer, issued: Signature, flags: int, sent: int, received: int, text: str
     ) -> None:
         """Record an answer, and the frames ``peer`` has sent and received. The caller holds ``state``."""

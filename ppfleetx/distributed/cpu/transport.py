@@ -227,7 +227,7 @@ class Mesh:
             peer.frames_received += 1
 
         key, signature = (peer.rank, group, phase, number), Signature(operation, dtype, nbytes, root)
-        self.inbox.take(key, signature, length, read)
+        self.inbox.receive(key, signature, length, read)
 
     def _take_control(self, peer: Peer, fields: tuple[int, ...]) -> bool:
         """Handle a frame that is not data. Returns whether it was the last one."""
@@ -242,7 +242,7 @@ class Mesh:
             if kind == ACK:
                 peer.direct_acknowledged += 1
             elif kind == STATE:
-                self._inquiry.take_answer(peer, signature, phase, number, extra, text.decode())
+                self._inquiry.record_answer(peer, signature, phase, number, extra, text.decode())
             self.state.notify_all()
         if kind == BYE:
             self._end(lambda: self._ended.add_goodbye(peer.rank, text.decode(errors="replace"), root))

@@ -57,7 +57,7 @@ class Background:
         self.progress.begin(operation)
 
     def arrive(self, group: int, number: int) -> None:
-        self.inbox.take((1, group, 0, number), SIGNATURE, 4, lambda view: None)
+        self.inbox.receive((1, group, 0, number), SIGNATURE, 4, lambda view: None)
 
     def wait(self, condition: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + SECONDS

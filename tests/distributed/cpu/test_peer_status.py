@@ -16,7 +16,7 @@ def test_a_rank_that_is_slow_is_not_out_of_step(theirs):
     operation = SimpleNamespace(signature=Signature(1, 0, 64, -1), text="all_reduce", missing=lambda: [1])
     inquiry = Inquiry(0, {1: peer}, threading.Condition(), [operation])
     flags = 0 if theirs is None else 1
-    inquiry.take_answer(peer, theirs or Signature(0, 0, 0, -1), flags, 3, 3, "no communication")
+    inquiry.record_answer(peer, theirs or Signature(0, 0, 0, -1), flags, 3, 3, "no communication")
     if theirs in (None, operation.signature):
         assert inquiry.judge(operation, 0) == 0
     else:

@@ -122,12 +122,12 @@ def test_time_limit(monkeypatch):
 
 def test_pool_reuses_buffers_up_to_its_limit():
     pool = BufferPool(1_000_000)
-    first = pool.take(600_000)
-    pool.give(first)
-    again = pool.take(500_000)
+    first = pool.acquire(600_000)
+    pool.release(first)
+    again = pool.acquire(500_000)
     assert np.shares_memory(first, again)
-    pool.give(pool.take(2_000_000))  # too large to be kept
-    pool.give(pool.take(1000))  # too small
+    pool.release(pool.acquire(2_000_000))  # too large to be kept
+    pool.release(pool.acquire(1000))  # too small
     assert pool._held == 0
 
 
