@@ -71,7 +71,7 @@ def check_adapters(cfg: RunConfig) -> None:
     """
     if cfg.Model.lora is not None and cfg.Compress.Weights is not None:
         raise ConfigError(
-            "names adapters beside quantised weights, which are not exported. Add them to the weights "
+            "adds adapters to quantised weights, which cannot be exported. Merge them into the weights "
             "(`ppfleetx merge --input DIR --output MERGED`), quantise the result, and export that",
             key="Model.lora",
             place=cfg.origins.get("Model.lora.rank"),
@@ -87,7 +87,7 @@ def check_one_process(processes: int) -> None:
     if processes > 1:
         raise ConfigError(
             f"{processes} processes were started, but one makes an export (--nproc_per_node 1): Paddle's "
-            "export leaves out communication without a word, so that a part of a model would compute wrong "
+            "export silently leaves out communication, so a part of a model would compute wrong "
             "numbers. The parts of a checkpoint of any plan are merged into one program. A model that is too "
             "large for one machine's memory cannot be exported: generate from its checkpoint with "
             "ppfleetx generate under Distributed.mp_degree"
@@ -108,12 +108,12 @@ def check_target(cfg: RunConfig) -> None:
     is_used = is_taken(target)
     if is_used and not is_export(target):
         raise directory_error(
-            cfg, f"{target} is there and is no export of this program; remove it or name another directory"
+            cfg, f"{target} exists and is not an export of this program; remove it or name another directory"
         )
     if is_used and (others := files_of_others(target)):
         raise directory_error(
             cfg,
-            f"{target} would be replaced, and holds {shown(others[0])}, which is no part of the export in it",
+            f"{target} would be replaced, but contains {shown(others[0])}, which is not part of the export",
         )
 
 

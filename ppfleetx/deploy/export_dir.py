@@ -168,7 +168,7 @@ def _read(path: Path) -> ExportManifest:
         content = read_json(path, max_bytes=_MAX_MANIFEST_BYTES)
         written_as, version = content.pop("format"), content.pop("version")
     except (CheckpointError, KeyError) as error:
-        raise _error(path, f"is damaged: it is no manifest of an export; {_AGAIN}") from error
+        raise _error(path, f"is damaged: it is not the manifest of an export; {_AGAIN}") from error
     if written_as != FORMAT or type(version) is not int or version not in _READ:
         known = " and ".join(map(str, _READ))
         raise _error(
@@ -280,7 +280,7 @@ def check_inference(cfg: RunConfig, device: str) -> None:
         raise _refusal(
             cfg,
             "mp_degree",
-            "an export holds the whole model (Paddle's export leaves out communication without a word), so "
+            "an export holds the whole model (Paddle's export silently leaves out communication), so "
             f"this is 1; for a model larger than one device, {_INSTEAD} under Distributed.mp_degree",
         )
     if device != "cpu":

@@ -80,7 +80,7 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
     if not is_equal:
         raise directory_error(
             cfg,
-            f"{place} is there and is not the tokenizer of Data.tokenizer, which a run writes there; "
+            f"{place} exists and is not the tokenizer of Data.tokenizer, which a run writes there; "
             "remove it or give the run another directory",
         )
 

@@ -76,7 +76,7 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
         raise ApiError(415, "send the body as JSON, with 'Content-Type: application/json'", headers=_CLOSE)
     too_large = ApiError(
         413,
-        f"the body may have {max_bytes} bytes (Serve.max_body_bytes)",
+        f"the body is larger than {max_bytes} bytes (Serve.max_body_bytes)",
         code="body_too_large",
         headers=_CLOSE,
     )
@@ -91,7 +91,7 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
                 if len(body) > max_bytes:
                     raise too_large
     except TimeoutError:
-        raise ApiError(408, f"the body did not come within {_BODY_SECONDS:g} s", headers=_CLOSE) from None
+        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:g} s", headers=_CLOSE) from None
     except ClientDisconnect:
         raise ApiError(499, "the client has left", code="client_left") from None
     return bytes(body)

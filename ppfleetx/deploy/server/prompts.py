@@ -132,7 +132,7 @@ class PromptReader:
         wrong = [token for token in prompt if not 0 <= token < self._tokenizer.vocab_size]
         if wrong:
             raise bad_request(
-                f"prompt: {wrong[0]} is no token id; they run from 0 to {self._tokenizer.vocab_size - 1}",
+                f"prompt: {wrong[0]} is not a token id; ids run from 0 to {self._tokenizer.vocab_size - 1}",
                 "prompt",
             )
         return prompt

@@ -96,7 +96,7 @@ class Scheduler:
             if self._num_rows + work.num_rows > self.capacity:
                 raise ApiError(
                     429,
-                    f"{self._num_rows} sequences are waiting or under way, of at most {self.capacity} "
+                    f"{self._num_rows} sequences are waiting or running, of at most {self.capacity} "
                     "(Serve.max_batch_size + Serve.max_waiting); try again later",
                     code="queue_full",
                     headers={"Retry-After": str(_RETRY_SECONDS)},
