@@ -58,13 +58,13 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
     Raises:
         UserError: a run would be refused.
     """
-    from ppfleetx.core.engine.run_directory import check_beginning
+    from ppfleetx.core.engine.run_directory import check_start
     from ppfleetx.data.token_ids import token_id_lines
 
     cfg = load_config(config, overrides, world_size=world_size)
     report = check_report(cfg)
     if cfg.Data.Train is not None:
-        check_beginning(cfg)
+        check_start(cfg)
     token_ids = token_id_lines(cfg)
     print("\n".join([report, *token_ids]))  # last, because it says that all is well
 

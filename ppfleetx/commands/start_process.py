@@ -14,7 +14,7 @@ from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.sections.root import data_sets
 from ppfleetx.config.weight_sources import sources
 from ppfleetx.config.without_effect import without_effect
-from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
+from ppfleetx.core.engine.run_directory import CKPT_DIR, check_start, output_dir_of
 from ppfleetx.core.engine.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.resilience.activity import MEETING, PROGRESS
@@ -92,7 +92,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     refuse_foreign_weights(cfg)
     if "Train" in reads:
         refuse_absent(cfg)
-        check_beginning(cfg)
+        check_start(cfg)
     for key, directory in sources(cfg):
         if _is_needed(key, cfg, trains="Train" in reads):
             resolve_checkpoint(directory, verify=False)

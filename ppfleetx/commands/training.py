@@ -25,7 +25,7 @@ from ppfleetx.core.engine.progress import TrainingLength
 from ppfleetx.core.engine.restore import Start, find_sources, find_start
 from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run import EvalRecord
-from ppfleetx.core.engine.run_directory import hold, output_dir_of
+from ppfleetx.core.engine.run_directory import lock_output_dir, output_dir_of
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
 from ppfleetx.core.module.build import build_module
@@ -72,7 +72,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
     with contextlib.ExitStack() as stack:
         with joint_errors(ctx, name_ranks=False):
             if ctx.is_main:
-                hold(cfg, stack)
+                lock_output_dir(cfg, stack)
         stack.enter_context(watched(cfg, ctx))
         stack.enter_context(explained_device_errors(cfg, ctx))
         return _train_in(output_dir_of(cfg), cfg, ctx, callbacks)

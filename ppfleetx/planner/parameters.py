@@ -136,8 +136,8 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
 
 
 def embedding_bytes(job: Job, stage: int) -> float:
-    """Of the gradient that is complete last, and of the values that are needed first: the word embedding's,
-    if it is on ``stage`` and trains."""
+    """Gradient bytes of the word embedding if it is on ``stage`` and trains: its gradient is complete last,
+    and its values are needed first."""
     words = _groups(job.model_key, *_slices(job)).embedding[0]
     return words.size * job.precision.gradient_bytes if stage == 0 and words.trains else 0.0
 

@@ -62,8 +62,7 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
 
 
 def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """Exposed seconds of sending updated parameters (sharding stages 1 and 2) during the next forward
-    pass."""
+    """Exposed seconds of sending updated parameters (sharding stages 1 and 2) during the next forward."""
     whole = held.trained * job.precision.gradient_bytes
     if not job.overlap.values or not whole:
         return sending
@@ -71,8 +70,7 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """Seconds that a layer waits for its parameters (stage 3), which arrive while the previous layer
-    computes."""
+    """Seconds that a layer waits for its parameters (stage 3), sent while the previous layer computes."""
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
 
@@ -345,8 +343,7 @@ def _price(o: Operation, flops: float, moved: float, kernels: int, job: Job, clu
 
 
 def _activation_sum(job: Job, cluster: Cluster) -> float:
-    """Seconds of one tensor-parallel sum of the hidden states; under sequence parallelism, of scatter and
-    gather."""
+    """Seconds of one tensor-parallel sum of the hidden states; or of the scatter and gather instead."""
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
 

@@ -184,7 +184,7 @@ def test_what_is_in_the_way_stays(small: list[str], tmp_path: Path) -> None:
     path, checkpoint = small
     (tmp_path / "rank_0").mkdir()
     (tmp_path / "rank_0" / "precious").touch()
-    with pytest.raises(ConfigError, match=r"rank_0 is there and is no export of this program"):
+    with pytest.raises(ConfigError, match=r"rank_0 exists and is not an export"):
         run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"precious is a file; name a directory"):
         run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path / 'rank_0' / 'precious'}"])
@@ -207,7 +207,7 @@ def test_an_export_that_holds_other_files_is_not_replaced(
     cfg = load_config(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path}"])
     check_target(cfg)
     (copy / "tokenizer" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"would be replaced, and holds 'tokenizer/notes\.txt'"):
+    with pytest.raises(ConfigError, match=r"contains 'tokenizer/notes\.txt'"):
         check_target(cfg)
 
 

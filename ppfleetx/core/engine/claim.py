@@ -61,8 +61,7 @@ def begin(
 
 
 def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer beside the checkpoints, where generation looks: they are usable without the
-    corpus."""
+    """Save the tokenizer beside the checkpoints, so that they are usable without the corpus."""
     try:
         tokenizer.save(output_dir_of(cfg) / "tokenizer")
     except OSError as error:
@@ -81,7 +80,7 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
     if not is_equal:
         raise directory_error(
             cfg,
-            f"{place} is there and is not the tokenizer of Data.tokenizer, which a run writes there; "
+            f"{place} exists and is not the tokenizer of Data.tokenizer, which a run writes there; "
             "remove it or give the run another directory",
         )
 
