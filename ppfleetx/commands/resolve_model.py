@@ -4,10 +4,10 @@ Our own checkpoints hold their configuration (`checkpoint/documents.py`). A dire
 converted into a temporary one, and so is a model of its hub (`hf:NAME`) once it is downloaded. FleetX's is
 read as it is, with the network of the shipped configuration that has its sizes.
 
-The temporary directory is one for all processes of a job on one machine. The first process fills it, the
-others wait, and the last one to leave removes it. A file lock decides: it is held exclusively to fill or
-The temporary directory is one for all processes of a job on a machine. The first process fills it, the
-removes directories that nobody uses.
+All processes of a job on one machine share the temporary directory. The first process fills it, the others
+wait, and the last one to leave removes it. A file lock decides: it is held exclusively to fill or remove the
+directory, and shared to use it. A process that is killed loses its lock; the next call, of any job, removes
+directories that nobody uses.
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.documents import portable_model
 from ppfleetx.commands.generate import (
+    check_checkpoint,
     check_output,
     continue_together,
+    load_generator,
     print_generations,
     read_prompts,
     write_generations,
@@ -56,15 +58,8 @@ examples:
 
     def run(self) -> None:
         """Export the checkpoint ``Engine.save_load.ckpt_dir`` into ``Engine.save_load.output_dir``/rank_0."""
-        from ppfleetx.commands.generate import check_checkpoint, load_generator
-        from ppfleetx.commands.resolve_model import as_replicas
-        from ppfleetx.commands.start_process import start_with, world_size
-        from ppfleetx.config.errors import ConfigError
-        from ppfleetx.config.loader import load_config
         from ppfleetx.core.engine.run_directory import run_traces
-        from ppfleetx.deploy.capabilities import check_generation
         from ppfleetx.deploy.export import check_adapters, check_one_process, check_target, export
-        from ppfleetx.utils.log import get_logger
 
         with self.job() as job:
             check_one_process(world_size(os.environ))
@@ -212,9 +207,6 @@ examples:
 
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM."""
-        from ppfleetx.commands.generate import check_checkpoint, load_generator
-        from ppfleetx.commands.start_process import start_with, world_size
-        from ppfleetx.config.loader import load_config
         from ppfleetx.deploy.server import run as server
 
         with self.job() as job:
