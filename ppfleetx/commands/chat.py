@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.directory import named_checkpoint, open_resolved, resolve_checkpoint
 from ppfleetx.commands.generate import (
     check_checkpoint,
     check_options,
@@ -24,7 +24,6 @@ from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.weight_sources import named_checkpoint
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template
 
 if TYPE_CHECKING:

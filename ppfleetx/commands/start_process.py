@@ -6,13 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint
+from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint, weight_sources
 from ppfleetx.config.config_notes import not_supported_reasons, refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.sections.root import data_sets
-from ppfleetx.config.weight_sources import sources
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
 from ppfleetx.core.engine.watching import watch_start
@@ -93,7 +92,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     if "Train" in reads:
         refuse_absent(cfg)
         check_beginning(cfg)
-    for key, directory in sources(cfg):
+    for key, directory in weight_sources(cfg):
         if _is_needed(key, cfg, trains="Train" in reads):
             resolve_checkpoint(directory, verify=False)
 
@@ -104,7 +103,7 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
     Raises:
         ConfigError: naming the key, and how to convert them.
     """
-    if any(sources(cfg)):
+    if any(weight_sources(cfg)):
         from ppfleetx.conversion.detect import refuse_foreign  # knows many formats: slow to import
 
         refuse_foreign(cfg)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.adapters import BASE
+from ppfleetx.checkpoint.directory import named_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.root import RunConfig, data_sets
-from ppfleetx.config.weight_sources import named_checkpoint
 from ppfleetx.core.engine.agreement import Fingerprints
 from ppfleetx.core.engine.beginning import begin, find_sources
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup

@@ -36,7 +36,7 @@ class Verb:
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "train": (
         Verb("train", "train:Train", "pretrain or finetune the model of a configuration"),
-        Verb("finetune", "finetune:Finetune", "train from the weights of another run or model"),
+        Verb("finetune", "train:Finetune", "train from the weights of another run or model"),
         Verb("supervise", "supervise:Supervise", "run a training command and start it again when it fails"),
         Verb("hang-report", "supervise:HangReport", "say why a job came to a halt, from its ranks' reports"),
         Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         ),
         Verb("index", "corpora:Index", "build the index maps of a configuration ahead of a run"),
         Verb("compare", "compare:Compare", "compare the losses of two runs"),
-        Verb("plot", "plot:Plot", "draw the loss curves of a run"),
+        Verb("plot", "compare:Plot", "draw the loss curves of a run"),
     ),
     "use a model": (
         Verb("generate", "generate:Generate", "continue prompts with a checkpoint"),

@@ -23,8 +23,7 @@ from ppfleetx.data.blended import (
 )
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, split_ranges
-from ppfleetx.data.loader import DataLoader, Dataset
-from ppfleetx.data.sampler import GlobalBatchSampler, Tail
+from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.tasks.chats import ChatDataset
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
 from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset

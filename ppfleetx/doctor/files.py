@@ -8,12 +8,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.directory import resolve_checkpoint, weight_sources
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.sections.root import RunConfig, data_sets
-from ppfleetx.config.weight_sources import sources
 from ppfleetx.conversion.detect import refuse_foreign
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
@@ -167,7 +166,7 @@ def tokenizer(case: Case) -> Iterator[Row]:
 def checkpoints(case: Case) -> Iterator[Row]:
     """The checkpoints that the run starts from: marker, manifest, sizes and headers."""
     refuse_foreign(case.cfg)
-    named = list(sources(case.cfg))
+    named = list(weight_sources(case.cfg))
     if not named:
         yield skipped("checkpoints", "the run starts from none")
     for key, place in named:
@@ -219,7 +218,7 @@ def starts(case: Case) -> dict[str, str]:
     if case.cfg is None:
         return {}
     options = case.cfg.Engine.save_load
-    named = list(sources(case.cfg))
+    named = list(weight_sources(case.cfg))
     if options.resume:
         named.append(("Engine.save_load.output_dir", options.output_dir))
     return {key: _of_checkpoint(Path(place)) for key, place in named}

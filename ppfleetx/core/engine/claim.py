@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.directory import complete_checkpoints, resolve_checkpoint, step_directories
+from ppfleetx.checkpoint.directory import (
+    complete_checkpoints,
+    resolve_checkpoint,
+    step_directories,
+    weight_sources,
+)
 from ppfleetx.checkpoint.housekeeping import (
     delete_checkpoint,
     describe_os_error,
@@ -20,7 +25,6 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.record import run_record
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.weight_sources import sources
 from ppfleetx.core.engine.run_directory import (
     CKPT_DIR,
     CONFIG_FILE,
@@ -82,7 +86,7 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
 def _spared(cfg: RunConfig) -> frozenset[Path]:
     """Step directories that the configuration names, with all links followed."""
-    return frozenset(path for _, place in sources(cfg) for path in _meant_by(place))
+    return frozenset(path for _, place in weight_sources(cfg) for path in _meant_by(place))
 
 
 def _meant_by(place: str) -> Iterator[Path]:

@@ -11,8 +11,7 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError
-from ppfleetx.data.chat.answers import ASSISTANT, render_with_answers
-from ppfleetx.data.chat.templates import template_of
+from ppfleetx.data.chat.templates import ASSISTANT, render_with_answers, template_of
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.data.tasks.conversations import MESSAGES, read_conversation
 from ppfleetx.data.tasks.records import RecordDataset, record_file

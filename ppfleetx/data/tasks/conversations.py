@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.errors import DataError, shown
-from ppfleetx.data.chat.answers import ASSISTANT
+from ppfleetx.data.chat.templates import ASSISTANT
 from ppfleetx.data.text_files import load_line
 
 MESSAGES = "messages"
