@@ -253,7 +253,7 @@ class Manifest:
 
 
 class _Document(BaseModel):
-    """The keys of manifest.json behind format, version and chunk_bytes; see :class:`Manifest`."""
+    """The keys of manifest.json after format, version and chunk_bytes; see :class:`Manifest`."""
 
     model_config = ConfigDict(extra="forbid")
 

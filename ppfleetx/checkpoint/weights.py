@@ -159,7 +159,7 @@ def _cast_when_read(piece: TensorSlice, wanted: str) -> Callable[[], np.ndarray]
 
 
 class ForeignCheckpoint(Checkpoint):
-    """Weights of another program behind the interface of a checkpoint: no optimizer state, no checksums."""
+    """Weights of another program as a checkpoint without optimizer state and checksums."""
 
     def __init__(self, path: Path, weights: Weights) -> None:
         tensors = {}

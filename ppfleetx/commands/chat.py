@@ -34,7 +34,7 @@ DEFAULT_NEW_TOKENS = 512
 """Most tokens of an answer where -o Generation.max_dec_len does not say."""
 _QUOTES = '"""'
 HELP = """\
-/system TEXT  say what the model is to be, and begin anew; without TEXT: nothing
+/system TEXT  set the system message and start over; without TEXT: none
 /reset        forget the conversation
 /help         this list
 /exit         end (so does the end of the input, Ctrl-D)
@@ -62,7 +62,7 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def reset(self, system: str | None) -> None:
-        """Begin anew, with this system message."""
+        """Start over, with this system message."""
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
@@ -126,7 +126,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is to be said about an answer, beside itself.
+    """Notes about an answer.
 
     Attributes:
         left_out: messages that the model no longer sees.
@@ -266,11 +266,11 @@ class Terminal:
             self._note(HELP)
         elif name == "/reset":
             conversation.reset(conversation.system)
-            self._note("the conversation begins anew")
+            self._note("the conversation starts over")
         elif name == "/system":
             conversation.reset(rest.strip() or None)
             self._note(
-                "the conversation begins anew" + (", with this system message" if rest.strip() else "")
+                "the conversation starts over" + (", with this system message" if rest.strip() else "")
             )
         else:
             self._note(f"there is no command {name}; /help lists them")

@@ -62,7 +62,7 @@ class Inspect(Command):
 
 
 def compile_pattern(text: str | None) -> re.Pattern[str] | None:
-    """The pattern of --filter. Raises ConfigError when it is none."""
+    """The pattern of --filter. Raises ConfigError if it is not a regular expression."""
     try:
         return None if text is None else re.compile(text)
     except re.error as error:

@@ -231,7 +231,7 @@ def mark_errors() -> None:
 
 
 class MarkedStream(io.TextIOBase):
-    """Writes ``[rank N] `` before each line, which says whose it is where those of several ranks meet."""
+    """Writes ``[rank N] `` before each line, so that lines of several ranks can be told apart."""
 
     def __init__(self, stream: io.TextIOBase, rank: int) -> None:
         self._stream, self._mark, self._at_start = stream, f"[rank {rank}] ", True

@@ -1,4 +1,4 @@
-"""A checkpoint behind the interface of lm-evaluation-harness. Importing this needs ``lm_eval``."""
+"""A checkpoint as a model of lm-evaluation-harness. Importing this needs ``lm_eval``."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _refuse_unsupported(cfg: RunConfig, device: str) -> None:
 
 
 def world_size(environ: Mapping[str, str]) -> int:
-    """Processes of the job, as Paddle's launcher tells its ranks; 1 without a launcher."""
+    """Processes of the job, from the variables of Paddle's launcher; 1 without a launcher."""
     return _number(environ, "PADDLE_TRAINERS_NUM", 1)
 
 

@@ -108,12 +108,12 @@ def _newest(directory: Path) -> dict[int, Report]:
     faults: dict[Path, str] = {}
     places = [directory, *(directory / name for name in HANG_DIRS)]
     found = [latest(read_reports(place, faults=faults)) for place in places]
-    skipped = [f"{path.relative_to(directory)} is passed over: {fault}" for path, fault in faults.items()]
+    skipped = [f"{path.relative_to(directory)} is skipped: {fault}" for path, fault in faults.items()]
     reports = max(found, key=lambda one: max((report.written for report in one.values()), default=0.0))
     if not reports:
         rest = f". {'; '.join(skipped[:_SHOWN_FAULTS])}" if skipped else ""
         raise UserError(
-            f"{directory} has no report of a rank (rank_*.json): no job has come to a halt there, or "
+            f"{directory} has no report of a rank (rank_*.json): no job has hung there, or "
             f"none of its ranks could write (its error then names another directory){rest}"
         )
     for line in skipped[:_SHOWN_FAULTS]:

@@ -128,7 +128,7 @@ def _go_back(
     engine: Engine,
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
-    """Load the last checkpoint of this run into the engine's runner, and go on behind the samples given."""
+    """Load the last checkpoint of this run into the engine's runner, and continue after the samples given."""
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
     start = find_start(options, output_dir_of(cfg), ctx)

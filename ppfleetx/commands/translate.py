@@ -33,7 +33,7 @@ examples:
 """
     words: tuple[str, ...] = positional(
         "FILE | -- ARGUMENTS",
-        "a configuration, further arguments of its program behind --; or a whole command line behind --",
+        "a configuration, further arguments of its program after --; or a whole command line after --",
         default=(),
     )
     dialect: str | None = option("the toolkit, if it is not recognised", metavar="NAME")
@@ -81,7 +81,7 @@ def translation_of(words: Sequence[str], dialect: str | None = None) -> Translat
         kind = "is a directory" if Path(first).is_dir() else "there is no such file"
         if Path(first).is_file():
             kind = f"the name of a configuration ends in {', '.join(_FILES)}"
-        raise ConfigError(f"{kind}; a command line stands behind --", key="FILE", value=first)
+        raise ConfigError(f"{kind}; a command line comes after --", key="FILE", value=first)
     known, argv = (named(dialect), list(words)) if dialect else of_arguments(words)
     if known.of_arguments is None:
         raise ConfigError(f"{known.title} has no command line; name its file", key="FILE", value=first)

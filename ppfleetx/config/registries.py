@@ -29,7 +29,7 @@ class CallbackTraits:
 
 @dataclass(frozen=True)
 class LoggerTraits:
-    """What has to be known of a log writer before it is made.
+    """What must be known about a log writer before it is made.
 
     Attributes:
         package: the library it imports; None: none.

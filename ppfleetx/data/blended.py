@@ -113,7 +113,7 @@ def _walk(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Follow the rule for one block from each of ``steps``, side by side.
 
-    Corpora that have given as many samples as their limit are passed over. (Behind the last sample all have,
+    Corpora that have reached their limit are skipped. (After the last sample all have,
     and what is chosen then is cut off.)
 
     Returns:

@@ -84,7 +84,7 @@ def build_dataloader(
 ) -> DataLoader:
     """Batches of ``Data.<mode>`` for one data rank.
 
-    Train goes on for ever from ``consumed_samples``; past the last prepared sample it starts again from the
+    Train never ends: it starts at ``consumed_samples``, and after the last prepared sample again from the
     first. Eval and Test are the first ``eval_iters`` (``test_iters``) global batches, the same each time the
     loader is iterated, so that losses can be compared. With ``sampler.drop_last: False`` they end with the
     split, and the last batch is filled up with samples of zero loss mask: none counts twice. Eval and Test of

@@ -1,8 +1,8 @@
 """Checksums of a corpus in blocks, in a small file beside it: ``PREFIX.checksums.json``.
 
-A token that has changed on disk reads like any other; nothing but a checksum tells. The file holds a CRC-32
+A token that has changed on disk reads like any other; only a checksum shows it. The file holds a CRC-32
 of each block of 1 MiB of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and one of itself. Other
-programs that read the pair take no notice of it.
+programs that read the pair ignore it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class CorpusChecksums:
                 raise DataError(
                     f"{path} has {counted(actual, 'byte', ',')}, but {checksums_path(self.prefix)} is for "
                     f"{sums.num_bytes:,}: the corpus is damaged, or a program that writes no checksums has "
-                    "made it anew. In that case remove the checksums"
+                    "rewritten it. In that case remove the checksums"
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:

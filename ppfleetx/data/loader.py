@@ -31,7 +31,7 @@ class GlobalBatchSampler:
         micro_batch_size: samples of a forward pass on one data rank (b).
         data_rank, data_size: this rank and their number (D).
         consumed_samples: samples already used, where to start. Iterating again starts there again.
-        tail: what happens at the end of the dataset. ``"wrap"``: batches go on for ever, after the last
+        tail: what happens at the end of the dataset. ``"wrap"``: batches never end, after the last
             sample comes the first again (position modulo total), and a batch may hold both. ``"drop"``: the
             last incomplete batch is left out. ``"pad"``: it is filled up with index -1, which has a zero
             loss mask.
@@ -146,7 +146,7 @@ class Dataset(Protocol):
         (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Several threads call this at once.
 
         Where samples come from several sources, an attribute ``sources`` names them, and each sample has
-        ``source_ids`` int64 [], its place in that list: `Engine.log_source_loss` tells their losses apart."""
+        ``source_ids`` int64 [], its place in that list: for `Engine.log_source_loss`."""
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:

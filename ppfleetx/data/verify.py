@@ -108,7 +108,7 @@ def documents_in(corpus: IndexedDataset, block: Block) -> tuple[int, int]:
 
 
 def all_damage(prefix: str) -> tuple[list[str], bool]:
-    """All that is wrong with a corpus, in sentences, and whether it has checksums to tell.
+    """All damage of a corpus, in sentences, and whether the corpus has checksums.
 
     Raises:
         DataError: there is no such corpus.

@@ -124,7 +124,7 @@ _NODES = ("nnodes", "num_nodes")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """Of a command line: the processes that a launcher before ``*.py`` starts, the arguments behind that, and
+    """Of a command line: the processes that a launcher before ``*.py`` starts, the arguments after that, and
     the number of the first of them."""
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
@@ -164,7 +164,7 @@ def _count(name: str, value: str) -> int:
 
 
 def world_of(environ: Mapping[str, str]) -> int | None:
-    """Processes of the job as its launcher tells its ranks; None: there is none."""
+    """Processes of the job, from its launcher's variables; None without a launcher."""
     for name in _WORLD:
         text = environ.get(name, "")
         if is_index(text) and int(text) > 0:

@@ -207,7 +207,7 @@ class PruneConfig(Section):
     criterion: Literal["l1_norm", "l2_norm"] = "l1_norm"
     """What is small is removed: by sum of magnitudes or of squares."""
     ratio: UnitFloat = 0.125
-    """Share removed in the end; as of `ppfleetx prune --ratio`, rounded to fewer."""
+    """Share removed in the end; rounded down, as with `ppfleetx prune --ratio`."""
     part: Literal["heads", "mlp", "both"] = "both"
     """What is pruned."""
     begin_step: CountInt = 0
@@ -263,7 +263,7 @@ class DistillConfig(Section):
     teacher: PathText
     """Checkpoint of the teacher: any plan, the same tokenizer; its own sizes."""
     temperature: PositiveFloat = 2.0
-    """Divides the logits of both; more tells more of what is unlikely."""
+    """Divides the logits of both; a higher value gives unlikely tokens more weight."""
     hard_weight: NonNegativeFloat = 0.5
     """Weight of the cross entropy."""
     soft_weight: NonNegativeFloat = 0.5

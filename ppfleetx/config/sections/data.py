@@ -211,7 +211,7 @@ class DataSplitConfig(Section):
 
 
 class EvalSetConfig(Section):
-    """One of several evaluation sets: what it has in the place of `Data.Eval.dataset`."""
+    """One of several evaluation sets: what it has instead of `Data.Eval.dataset`."""
 
     SAYS: ClassVar[str] = "a path, or a mapping with input_dir, weights, split and options"
 

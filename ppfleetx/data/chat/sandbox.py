@@ -51,7 +51,7 @@ def bounded_steps(most: int = MAX_STEPS) -> Iterator[None]:
         nonlocal left
         left -= 1
         if left < 0:
-            raise TemplateLimitError(f"it takes more than {most:,} steps; does it loop for ever?")
+            raise TemplateLimitError(f"it takes more than {most:,} steps; does it loop forever?")
         return trace
 
     before = sys.gettrace()
@@ -160,7 +160,7 @@ def _has_bound(value: Any) -> bool:
 
 
 Span = tuple[int, int]
-"""First character, and the one behind the last."""
+"""First character, and the one after the last."""
 
 
 class AskedToStopError(TemplateError):

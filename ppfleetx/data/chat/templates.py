@@ -178,7 +178,7 @@ def _line_of(error: Exception) -> str:
 
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
-    """The chat template that lies with the tokenizer; the plain one (:data:`PLAIN`) where there is none.
+    """The tokenizer's chat template; the plain one (:data:`PLAIN`) where it has none.
 
     Args:
         name: one of several; None: the one called ``default``.
@@ -315,7 +315,7 @@ class _Turns:
         return start, stop
 
     def _without_end_of_text(self, text: str) -> str:
-        """Without the token that ends a text, where a template writes it behind the last turn alone."""
+        """Without the token that ends a text, where a template writes it after the last turn only."""
         return text.removesuffix(self._template.special_tokens.get("eos_token", ""))
 
     def _with(self, number: int, content: str) -> list[Message]:

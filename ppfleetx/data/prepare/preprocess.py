@@ -89,7 +89,7 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has gone: a pool's worker would wait for ever."""
+    """End this process when its parent has ended: a pool's worker would wait forever."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -108,12 +108,12 @@ class ChatDataset(RecordDataset):
         if length > self.max_seq_len + 1:
             what = f"{what}, and its end" if left_out else what
         get_logger().warning(
-            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {what} (this is said once)"
+            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {what} (logged once)"
         )
 
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
-    """Without the first exchange behind the system message; None where only one is left."""
+    """Without the first exchange after the system message; None where only one is left."""
     head = 1 if messages[0]["role"] == "system" else 0
     questions = [i for i, one in enumerate(messages) if i >= head and one["role"] == "user"]
     following = next((i for i in questions if i > head), None)

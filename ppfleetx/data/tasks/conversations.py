@@ -36,7 +36,7 @@ def read_conversation(line: bytes, place: str) -> dict[str, Any]:
     """The record of a line: ``messages``, with at least one answer, and its other keys.
 
     Raises:
-        DataError: it is none; with its place.
+        DataError: it is not a conversation; with its place.
     """
     try:
         record = load_line(line)

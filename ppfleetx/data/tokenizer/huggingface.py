@@ -128,7 +128,7 @@ class SideFiles:
         """Tokens that transformers adds to a definition, in its order.
 
         Args:
-            added: those of ``tokenizer.json``, which it adds once more where nothing else lists them.
+            added: those of ``tokenizer.json``, which it adds again where nothing else lists them.
             named: see :meth:`named_tokens`.
 
         Raises:

@@ -337,7 +337,7 @@ class Tokenizer:
 
         Args:
             text: e.g. a conversation that a chat template has made.
-            spans: ``(first character, one behind the last)`` of each.
+            spans: ``(first character, one after the last)`` of each.
 
         Returns:
             ids ``[n]`` int64 and marks ``[n]`` bool.

@@ -280,7 +280,7 @@ def _number(word: str) -> float | None:
 
 
 def _is_directory(path: Path) -> bool:
-    """Whether it is one; not, where its name is none that a file can have."""
+    """Whether it is a directory; False for a name that no file can have."""
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 

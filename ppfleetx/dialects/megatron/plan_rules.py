@@ -93,7 +93,7 @@ def _chunks(run: Translation) -> None:
 
 
 def _counted_ends(run: Translation, stages: int, layers: int, virtual: int) -> None:
-    """The embedding before the first layer and the loss behind the last one count as a layer each."""
+    """The embedding and the loss count as a layer each."""
     names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     first, last = (int(run.flag(name, False)) for name in names)
     if stages < 2 or not first + last:

@@ -31,7 +31,7 @@ _FP16 = "deepspeed_config.fp16"
 
 
 def defaults_rule(log: str, *, log_interval: int) -> Rule:
-    """The rule for what a toolkit does where nothing is said, and this program does otherwise.
+    """The rule for defaults of a toolkit that differ from ours.
 
     Args:
         log: the callback that writes its log lines.

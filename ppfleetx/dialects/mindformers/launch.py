@@ -257,7 +257,7 @@ def merged(tables: Sequence[RankTable]) -> RankTable:
 
 
 def write_rank_table(path: Path, table: RankTable) -> None:
-    """Write a table where there is none, or the same.
+    """Write a table; a file that is there already must hold the same.
 
     Raises:
         ConfigError: there is something else, or it cannot be written.
