@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from ppfleetx.commands.options import Command, ConfigOptions, option, positional, switch
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.utils.files import why_not_writable
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
@@ -191,13 +191,9 @@ def refuse_unusable_cache(cfg: RunConfig, mode: str) -> None:
     if section is None or section.dataset.cache_dir is None:
         return
     key, directory = f"Data.{mode}.dataset.cache_dir", Path(section.dataset.cache_dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        rule = "" if os.access(directory, os.W_OK | os.X_OK) else "no file may be created in it"
-    except OSError as error:
-        rule = f"cannot be made: {error.strerror}"
-    if rule:
+    if rule := why_not_writable(directory):
         raise ConfigError(rule, key=key, value=directory, place=cfg.origins.get(key))
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def _evaluation_parts(cfg: RunConfig) -> list[tuple[str, str, RunConfig]]:

@@ -36,7 +36,7 @@ from ppfleetx.data.tasks.evaluation import (
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.models.evaluator import perplexity
 from ppfleetx.resilience.activity import EVALUATING, PROGRESS
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, why_not_writable
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 
@@ -203,15 +203,9 @@ def make_result_dir(cfg: RunConfig) -> Path:
         ConfigError: it cannot be made, or nothing can be written there.
     """
     key, directory = "Engine.save_load.output_dir", Path(cfg.Engine.save_load.output_dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        rule = f"cannot be made: {error.strerror}"
-        raise ConfigError(rule, key=key, value=directory, place=cfg.origins.get(key)) from error
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "no file may be created in it", key=key, value=directory, place=cfg.origins.get(key)
-        )
+    if rule := why_not_writable(directory):
+        raise ConfigError(rule, key=key, value=directory, place=cfg.origins.get(key))
+    directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
