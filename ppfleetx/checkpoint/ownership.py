@@ -121,7 +121,7 @@ def run_of(path: Path) -> str | None:
 
 def _saved_by(path: Path) -> _Saved:
     marker = read_marker(path)
-    content, _ = read_manifest(path, marker)
+    content = read_manifest(path, marker)
     sha256 = marker["manifest_sha256"]
     if sha256 not in _saved:
         manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE))

@@ -12,7 +12,7 @@ from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.weights import slices_of, with_vocabulary
+from ppfleetx.checkpoint.weights import lazy, slices_of, with_vocabulary
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.model_options import (
     ShrinkingOptions,
@@ -144,12 +144,7 @@ def _scores(
 
 def _tensors(checkpoint: Checkpoint, cfg: RunConfig) -> dict[str, LazyTensor]:
     source = with_vocabulary(checkpoint, cfg.Model.vocab_size)
-
-    def lazy(name: str) -> LazyTensor:
-        entry = source.entry(name)
-        return LazyTensor(entry.dtype, tuple(entry.shape), lambda: source.read(name))
-
-    return {name: lazy(name) for name in source.names()}
+    return {name: lazy(source, name) for name in source.names()}
 
 
 def _write(
