@@ -64,7 +64,7 @@ OF_PADDLE |= {"is_compiled_with_cuda", "is_compiled_with_xpu", "get_all_custom_d
 KNOWS_KINDS = {
     "ppfleetx/distributed/device.py": "this is the file",
     "ppfleetx/utils/gpu_operators.py": "whose kernels the table has",
-    "ppfleetx/planner/summary.py": "whose kernels are counted, a word of the planner's",
+    "ppfleetx/planner/cards.py": "whose kernels are counted, a word of the planner's",
     "ppfleetx/dialects/mindformers/rules.py": "a word of another program's",
     "ppfleetx/dialects/megatron/run_rules.py": "a word of another program's",
     "ppfleetx/dialects/paddleformers/rules.py": "a word of another program's",

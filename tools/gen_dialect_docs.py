@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -13,14 +14,18 @@ from ppfleetx.config.errors import shown
 from ppfleetx.dialects.keys import Key, KeyTable, Kind
 from ppfleetx.dialects.registry import dialects
 from ppfleetx.utils.cli import run_tool
-from tools.generated import filled_page, write_files
+from tools.gen_pages import filled_page, write_files
 
 
 def pages() -> dict[Path, str]:
     """The page of each dialect."""
     found: dict[Path, str] = {}
     for dialect in dialects().values():
-        blocks = {f"keys of {name}": key_table(table) for name, table in dialect.tables.items()}
+        blocks: dict[str, str] = {}
+        written: dict[str, KeyTable] = {}
+        for name, table in dialect.tables.items():
+            blocks[f"keys of {name}"] = _block(name, table, written)
+            written[name] = table
         found |= filled_page(f"dialects/{dialect.name}.md", blocks, "tools/gen_dialect_docs.py")
     return found
 
@@ -30,10 +35,32 @@ def main() -> int:
     return write_files(pages, __doc__)
 
 
-def key_table(table: KeyTable) -> str:
-    """One row per key: name, what happens to it, and how or why."""
-    rows = [f"| `{key.name}` | {_fate(key)} | {_cell(key.says)} |" for key in table.keys]
+def _block(name: str, table: KeyTable, earlier: Mapping[str, KeyTable]) -> str:
+    """The rows of ``table``; a sentence stands for most keys of an earlier table, if it has them, too."""
+    rows = {_row(name, key): key for key in table.keys}
+    for other, keys in earlier.items():
+        known = [_row(other, key) for key in keys.keys]
+        missing = [key for key, *answer in known if (key, *answer) not in rows]
+        if len(missing) < len(known) / 2:
+            but = f" except {', '.join(f'`{key}`' for key in missing)}" if missing else ""
+            own = [key for row, key in rows.items() if row not in known]
+            return f"All keys of [{other}](#keys-{other}){but}, and:\n\n{key_table(own, name)}"
+    return key_table(table.keys, name)
+
+
+def key_table(keys: Iterable[Key], section: str = "") -> str:
+    """What happens to each key, and how or why; keys with the same answer share a row."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for key in keys:
+        name, *answer = _row(section, key)
+        names.setdefault(tuple(answer), []).append(f"`{name}`")
+    rows = [f"| {', '.join(keys)} | {fate} | {says} |" for (fate, says), keys in names.items()]
     return "\n".join(["| key | here | how, or why |", "|---|---|---|", *rows])
+
+
+def _row(section: str, key: Key) -> tuple[str, str, str]:
+    """Name (without the section that the heading names), what happens to it, how or why."""
+    return key.name.removeprefix(f"{section}."), _fate(key), _cell(key.says)
 
 
 def _fate(key: Key) -> str:

@@ -11,15 +11,15 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.planner.alternatives import reliefs, why_not
+from ppfleetx.planner.alternatives import memory_savings, why_not
 from ppfleetx.planner.cards import GIB, load_card
-from ppfleetx.planner.case import Case, case_of
-from ppfleetx.planner.configured import read_written
+from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.plan_option import read_unresolved
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
 from ppfleetx.utils.cli import run_tool
-from tools.generated import filled_page, write_files
+from tools.gen_pages import filled_page, write_files
 
 TOOL = "tools/gen_planner_docs.py"
 _CONFIGS = _ROOT / "ppfleetx/configs/nlp/gpt"
@@ -59,9 +59,9 @@ def answers() -> str:
     losers = []
     for model, config, devices, card in _EXAMPLES:
         cluster = Cluster(load_card(card))
-        best = search(_case(config, ParallelPlan(), cluster), cluster, devices, keep=1).best[0]
+        best = search(_job(config, ParallelPlan(), cluster), cluster, devices, keep=1).best[0]
         where = f"{model} on {devices:,} {card}"
-        cells = (_plan(best.case), _seconds(best.time.seconds), _seconds(best.likely_at_most))
+        cells = (_plan(best.job), _seconds(best.time.seconds), _seconds(best.likely_at_most))
         lines.append(f"| {where} | {' | '.join(cells)} | {best.mfu:.0%} |")
         losers.append(f"- {where}. {' '.join(why_not(best)[:3])}")
     return "\n".join([*lines, "", "Why others lose:", "", *losers])
@@ -74,35 +74,35 @@ def recipes() -> str:
 
 
 def _recipe(config: str) -> str:
-    width = read_written(_CONFIGS / f"{config}.yaml", []).cfg.Model.hidden_size
+    width = read_unresolved(_CONFIGS / f"{config}.yaml", []).cfg.Model.hidden_size
     cells = [_needs(config, _LARGE), _needs(config, _SMALL, [f"Model.hidden_size={width // 2}"])]
     return f"| `{config}` | {' | '.join(cells)} |"
 
 
 def _needs(config: str, card: str, overrides: Iterable[str] = ()) -> str:
     cluster = Cluster(load_card(card))
-    prediction = Prediction(_case(config, None, cluster, overrides), cluster)
+    prediction = Prediction(_job(config, None, cluster, overrides), cluster)
     words = f"{prediction.fullest / GIB:.0f} GiB"
     if prediction.fits:
         return words
     room = cluster.card.memory_gib * GIB
-    enough = [one for one in reliefs(prediction) if prediction.fullest - one.saves <= room]
+    enough = [one for one in memory_savings(prediction) if prediction.fullest - one.saves <= room]
     ways = [f"with `{one.options}` {(prediction.fullest - one.saves) / GIB:.0f} GiB" for one in enough[:2]]
     return f"{words}: does **not** fit; " + ", ".join(ways)
 
 
-def _case(config: str, plan: ParallelPlan | None, cluster: Cluster, overrides: Iterable[str] = ()) -> Case:
-    written = read_written(_CONFIGS / f"{config}.yaml", list(overrides))
+def _job(config: str, plan: ParallelPlan | None, cluster: Cluster, overrides: Iterable[str] = ()) -> Job:
+    written = read_unresolved(_CONFIGS / f"{config}.yaml", list(overrides))
     own = written.plan if plan is None else plan
     batch = written.batch()
     cfg = written.under(own, written.micro_batch() if plan is None else 1, batch, None)
-    return case_of(cfg, cluster.card)
+    return job_of(cfg, cluster.card)
 
 
-def _plan(case: Case) -> str:
-    kinds = set(case.recomputed)
+def _plan(job: Job) -> str:
+    kinds = set(job.recomputed)
     recompute = "no recompute" if kinds == {"none"} else f"recomputing {', '.join(sorted(kinds))}"
-    return f"{case.plan}; micro batch {case.micro_batch}, {recompute}"
+    return f"{job.plan}; micro batch {job.micro_batch}, {recompute}"
 
 
 def _seconds(value: float) -> str:

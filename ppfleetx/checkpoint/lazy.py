@@ -50,6 +50,28 @@ class LazyTensor:
         return LazyTensor(dtype, self.shape, lambda: cast(self.read(), self.dtype, dtype))
 
 
+class KeptTensor:
+    """A tensor that stays in memory from the first of its readings to the last.
+
+    Args:
+        tensor: what is read.
+        readings: how often it will be.
+    """
+
+    def __init__(self, tensor: LazyTensor, readings: int) -> None:
+        self._tensor, self._readings, self._left = tensor, readings, 0
+        self._values: np.ndarray | None = None
+
+    def read(self) -> np.ndarray:
+        """The elements."""
+        if self._values is None:
+            self._values, self._left = self._tensor.read(), self._readings
+        values, self._left = self._values, self._left - 1
+        if not self._left:
+            self._values = None
+        return values
+
+
 def derive(
     parts: Sequence[LazyTensor], shape: Sequence[int], make: Callable[..., np.ndarray], name: str
 ) -> LazyTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -11,16 +11,18 @@ from ppfleetx.commands.start_process import refuse_foreign_weights
 from ppfleetx.config.config_notes import absent_loggers, missing, not_supported_reasons
 from ppfleetx.config.counts import counted
 from ppfleetx.config.loader import ConfigSource, load_config
+from ppfleetx.config.mesh import Mesh
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.reading.overrides import Override
-from ppfleetx.config.registries import OPTIMIZERS, SCHEDULES
+from ppfleetx.config.registries import SCHEDULES
 from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.without_effect import without_effect
-from ppfleetx.models.gpt.spec import flops_per_step, parameter_count, trained_count
+from ppfleetx.models.gpt.spec import flops_per_step, parameter_count, parameter_specs, trained_count
+from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
-from ppfleetx.planner.summary import memory_lines
+from ppfleetx.planner.report import memory_lines
 from ppfleetx.utils.devices import GPU
 from ppfleetx.utils.gpu_operators import on_the_host
 
@@ -92,6 +94,7 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         *_batch_lines(cfg),
         _line("precision", _precision(cfg)),
         *_offload_lines(cfg),
+        *_group_lines(cfg),
         _line("recompute", _recompute(cfg.Model)),
         *_memory_lines(cfg, device),
         _line("learning rate", _schedule(cfg)),
@@ -131,22 +134,23 @@ def _plan_lines(cfg: RunConfig) -> list[str]:
         _line("plan", str(plan)),
         _line("world size", f"{plan.world_size} = " + " x ".join(f"{a} {getattr(plan, a)}" for a in AXES)),
     ]
-    for axis in AXES:
-        if getattr(plan, axis) > 1:
-            lines.append(_line(f"  {axis} ranks", _groups(plan, axis)))
+    mesh, of_experts = Mesh(plan), () if cfg.Model.moe is None else ("ep", "emp", "edp")
+    for axis in (axis for axis in (*AXES, *of_experts) if mesh.size_of(axis) > 1):
+        groups = mesh.groups_over((axis,)) if axis in of_experts else plan.iter_groups(axis)
+        lines.append(_line(f"  {axis} ranks", _groups(groups, plan.world_size, mesh.size_of(axis))))
     if plan.pp > 1:
         lines += _pipeline_lines(cfg, plan)
     return lines
 
 
-def _groups(plan: ParallelPlan, axis: str) -> str:
-    count = plan.world_size // getattr(plan, axis)
-    shown = ", ".join(_ranks(group) for group in islice(plan.iter_groups(axis), _MAX_GROUPS_SHOWN))
+def _groups(groups: Iterable[Sequence[int]], world_size: int, size: int) -> str:
+    count = world_size // size
+    shown = ", ".join(_ranks(group) for group in islice(groups, _MAX_GROUPS_SHOWN))
     more = ", ..." if count > _MAX_GROUPS_SHOWN else ""
-    return f"{counted(count, 'group')} of {getattr(plan, axis)}: {shown}{more}"
+    return f"{counted(count, 'group')} of {size}: {shown}{more}"
 
 
-def _ranks(group: range) -> str:
+def _ranks(group: Sequence[int]) -> str:
     if len(group) <= _MAX_RANKS_SHOWN:
         return str(list(group))
     return f"[{group[0]}, {group[1]}, {group[2]}, ..., {group[-1]}]"
@@ -183,6 +187,8 @@ def _model_lines(cfg: RunConfig) -> list[str]:
     heads = f"{counted(model.num_attention_heads, 'head')} of {model.head_size}"
     if model.kv_heads != model.num_attention_heads:
         heads += f" ({counted(model.kv_heads, 'key/value head')})"
+    if model.latent_attention is not None:
+        heads += f" (latent, {model.latent_attention.kv_rank} + {model.latent_attention.rope_head_dim})"
     vocabulary = f"vocabulary {model.vocab_size} (padded {model.padded_vocab_size})"
     return [
         _line(
@@ -251,7 +257,7 @@ def _offload_lines(cfg: RunConfig) -> list[str]:
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
-    moments = 4 * OPTIMIZERS.traits(cfg.Optimizer.name).states
+    moments = 4 * cfg.Optimizer.num_states
     masters = 4 if precision.enable and precision.level == "O2" else 0
     size = moments + masters
     if size == 0:
@@ -282,6 +288,22 @@ def _recompute(model: ModelConfig) -> str:
     if count == 0:
         return "none"
     return f"{model.recompute_granularity or 'full'}, {count} of {model.num_layers} layers"
+
+
+def _group_lines(cfg: RunConfig) -> list[str]:
+    """Which parameters train by which optimizer and with which settings, where they are not all alike."""
+    rows = group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
+    if len(rows) == 1:
+        return []
+    return [
+        _line(
+            "optimizer" if number == 0 else "",
+            f"{row.optimizer}{f', {row.settings}' if row.settings else ''}: "
+            f"{counted(len(row.names), 'parameter')} of {human_count(row.num_elements)} ({row.name}), "
+            f"{row.names[0]}{' ...' if len(row.names) > 1 else ''}",
+        )
+        for number, row in enumerate(rows)
+    ]
 
 
 def _schedule(cfg: RunConfig) -> str:

@@ -14,14 +14,13 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.planner.alternatives import why_not
 from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import Card, card_names, load_card
-from ppfleetx.planner.case import Case, case_of
-from ppfleetx.planner.configured import Written, read_written, write_config
-from ppfleetx.planner.long_run import Questions, Ramp, answers
+from ppfleetx.planner.job import Job, job_of
+from ppfleetx.planner.long_run import Questions, answers
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_words import WORDS, read_words
+from ppfleetx.planner.plan_option import WORDS, UnresolvedConfig, parse_plan, read_unresolved, write_config
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants, ranking
-from ppfleetx.planner.search import Found, search
+from ppfleetx.planner.search import SearchResult, search
 
 _ANY_CARD = "A100-80GB"
 _RUN = "about the whole run"
@@ -86,7 +85,7 @@ def report_of(options: Plan) -> str:
     Raises:
         ConfigError: an argument or the plan is not valid.
     """
-    written = read_written(options.config, options.override)
+    written = read_unresolved(options.config, options.override)
     card = load_card(options.card or written.cfg.Global.card or _ANY_CARD)
     calibration = ""
     cluster = _cluster(options, card)
@@ -133,7 +132,7 @@ def _questions_of(options: Plan) -> Questions:
         numbers = _numbers(options.ramp, "--ramp")
         if len(numbers) != 3:
             raise ConfigError("takes three numbers: START,STEP,SAMPLES", key="--ramp", value=options.ramp)
-        ramp = Ramp(*numbers)
+        ramp = (numbers[0], numbers[1], numbers[2])
     scale = _numbers(options.scale, "--scale") if options.scale is not None else ()
     return Questions(
         options.price, options.mtbf, options.save_seconds, options.restart_seconds, tuple(scale), ramp
@@ -172,10 +171,12 @@ def _axes(words: str | None) -> tuple[str, ...]:
     return axes
 
 
-def _one(written: Written, words: str, options: Plan, cluster: Cluster) -> tuple[RunConfig, Prediction]:
+def _one(
+    written: UnresolvedConfig, words: str, options: Plan, cluster: Cluster
+) -> tuple[RunConfig, Prediction]:
     """The configuration under the plan ``words``; whatever they do not name stays."""
     option = "--plan" if options.plan is not None else "--explain"
-    named = read_words(words, written.plan, option)
+    named = parse_plan(words, written.plan, option)
     plan, batch = named.plan, _batch(written, options)
     if options.devices is not None and plan.world_size != options.devices:
         raise ConfigError(
@@ -184,57 +185,57 @@ def _one(written: Written, words: str, options: Plan, cluster: Cluster) -> tuple
     micro = named.micro or written.micro_batch()
     if batch % (plan.data_size * micro):
         raise ConfigError(
-            f"{batch} sequences a step cannot be dealt out to {plan.data_size} data ranks (dp x sharding) in "
+            f"{batch} sequences a step cannot be split among {plan.data_size} data ranks (dp x sharding) in "
             f"micro batches of {micro}",
             key=option if words else "--batch",
             value=words or batch,
         )
-    whole = case_of(written.under(ParallelPlan(), 1, batch, named.recompute), cluster.card)
+    whole = job_of(written.under(ParallelPlan(), 1, batch, named.recompute), cluster.card)
     work = replace(whole.workload, accumulate_steps=batch // (plan.data_size * micro))
     broken = violations(plan, work)
     if broken:
         raise ConfigError(broken[0].sentence, key=option, value=words)
     cfg = written.under(plan, micro, batch, named.recompute)
-    return cfg, Prediction(case_of(cfg, cluster.card), cluster)
+    return cfg, Prediction(job_of(cfg, cluster.card), cluster)
 
 
-def _all(written: Written, options: Plan, cluster: Cluster) -> Found:
+def _all(written: UnresolvedConfig, options: Plan, cluster: Cluster) -> SearchResult:
     devices = int(_positive(options.devices, "--devices"))
-    whole = case_of(written.under(ParallelPlan(), 1, _batch(written, options), None), cluster.card)
+    whole = job_of(written.under(ParallelPlan(), 1, _batch(written, options), None), cluster.card)
     return search(whole, cluster, devices, goal=options.goal)
 
 
-def _batch(written: Written, options: Plan) -> int:
+def _batch(written: UnresolvedConfig, options: Plan) -> int:
     return written.batch() if options.batch is None else int(_positive(options.batch, "--batch"))
 
 
-def _config_of(written: Written, prediction: Prediction) -> RunConfig:
-    case = prediction.case
-    return written.under(case.plan, case.micro_batch, case.global_batch, case.recomputed[0])
+def _config_of(written: UnresolvedConfig, prediction: Prediction) -> RunConfig:
+    job = prediction.job
+    return written.under(job.plan, job.micro_batch, job.global_batch, job.recomputed[0])
 
 
-def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: Found | None) -> None:
+def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: SearchResult | None) -> None:
     if options.write:
-        write_config(cfg, prediction.case, Path(options.write))
+        write_config(cfg, prediction.job, Path(options.write))
     if options.report:
         from ppfleetx.planner.pictures import write_report
 
         write_report(Path(options.report), prediction, found)
 
 
-def _tokens(written: Written, prediction: Prediction, options: Plan) -> float:
+def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
     """Of the whole run: ``--tokens``, or the configuration's steps."""
-    return _run_tokens(written.cfg.Engine.max_steps, prediction.case, options.tokens)
+    return _run_tokens(written.cfg.Engine.max_steps, prediction.job, options.tokens)
 
 
-def _run_tokens(steps: int, case: Case, tokens: float | None) -> float:
-    return float(steps * case.tokens) if tokens is None else _positive(tokens, "--tokens")
+def _run_tokens(steps: int, job: Job, tokens: float | None) -> float:
+    return float(steps * job.tokens) if tokens is None else _positive(tokens, "--tokens")
 
 
 def _json(
-    written: Written,
+    written: UnresolvedConfig,
     prediction: Prediction | None,
-    found: Found | None,
+    found: SearchResult | None,
     questions: Questions,
     options: Plan,
 ) -> dict[str, object]:
@@ -250,7 +251,7 @@ def _json(
     return {"plans": plans, "legal": found.plans, **counts, "why_not": reasons}
 
 
-def _text(options: Plan, prediction: Prediction | None, found: Found | None, cluster: Cluster) -> str:
+def _text(options: Plan, prediction: Prediction | None, found: SearchResult | None, cluster: Cluster) -> str:
     if found is None:
         return account(prediction)
     text = ranking(found, cluster, options.devices, options.goal)

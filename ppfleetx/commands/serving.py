@@ -31,8 +31,13 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.parse import Sections, model_in
 from ppfleetx.config.sections.root import GenerationConfig, RunConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.deploy.capabilities import check_generation, check_inference, check_onednn
-from ppfleetx.deploy.export_dir import ExportManifest, open_export
+from ppfleetx.deploy.export_dir import (
+    ExportManifest,
+    check_generation,
+    check_inference,
+    check_onednn,
+    open_export,
+)
 from ppfleetx.distributed.together import joint_errors
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.log import get_logger

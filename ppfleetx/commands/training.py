@@ -15,21 +15,21 @@ from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.root import RunConfig, data_sets
-from ppfleetx.core.engine.agreement import Fingerprints
-from ppfleetx.core.engine.beginning import begin, find_sources
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import CallbackList, build_callbacks
+from ppfleetx.core.engine.callbacks.device_usage import offload_notes, rank_table
+from ppfleetx.core.engine.claim import begin
 from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
 from ppfleetx.core.engine.engine import Engine, EvalSets, Loader
-from ppfleetx.core.engine.ranks import offload_notes, rank_table
+from ppfleetx.core.engine.progress import TrainingLength
+from ppfleetx.core.engine.restore import Start, find_sources, find_start
+from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.run_directory import hold, output_dir_of
 from ppfleetx.core.engine.saving import Saver
-from ppfleetx.core.engine.start import Start, find_start
-from ppfleetx.core.engine.training_length import TrainingLength
 from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
 from ppfleetx.core.module.build import build_module
-from ppfleetx.core.module.predictions import predictions_directory, write_predictions
+from ppfleetx.core.module.finetune import predictions_directory, write_predictions
 from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.loader import DataLoader, MicroBatch
 from ppfleetx.data.tasks.glue import TASKS

@@ -46,35 +46,22 @@ def view_of(axes: Collection[str]) -> View:
 class Mesh:
     """Both views of the ranks of a plan.
 
-    Attributes:
-        plan: the degrees of the dense view.
-        ep: ranks among which experts are divided.
-        emp: ranks among which the matrices of each expert are cut.
-
     Raises:
-        ValueError: the ranks of a pipeline stage do not divide by ``ep`` x ``emp``.
+        ValueError: the experts' axes do not divide the ranks of a pipeline stage.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
-    ep: int = 1
-    emp: int = 1
 
     def __post_init__(self) -> None:
-        if self._stage_size % (self.ep * self.emp):
-            raise ValueError(
-                f"the {self._stage_size} ranks of a pipeline stage do not divide by "
-                f"ep {self.ep} x emp {self.emp}"
-            )
-
-    @property
-    def _stage_size(self) -> int:
-        return self.plan.world_size // self.plan.pp
+        ep, emp, size = self.plan.ep, self.plan.emp, self.plan.stage_size
+        if size % (ep * emp):
+            raise ValueError(f"the {size} ranks of a pipeline stage do not divide by ep {ep} x emp {emp}")
 
     def size_of(self, axis: str) -> int:
         """Number of ranks along ``axis``."""
         if axis == "edp":
-            return self._stage_size // (self.ep * self.emp)
-        return getattr(self if axis in ("ep", "emp") else self.plan, axis)
+            return self.plan.stage_size // (self.plan.ep * self.plan.emp)
+        return getattr(self.plan, axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Rank along each axis of both views."""

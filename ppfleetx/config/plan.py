@@ -24,6 +24,9 @@ CONFIG_KEYS = {
     "pp": "Distributed.pp_degree",
     "sep": "Distributed.sep_degree",
     "sharding": "Distributed.sharding.sharding_degree",
+    "ep": "Distributed.ep_degree",
+    "expert_mp": "Distributed.expert_mp_degree",
+    "emp": "Distributed.expert_mp_degree",
     "sharding_stage": "Distributed.sharding.sharding_stage",
     "sharding_offload": "Distributed.sharding.sharding_offload",
     "pp_layers": "Distributed.pp_layers",
@@ -34,6 +37,8 @@ CONFIG_KEYS = {
     "num_heads": "Model.num_attention_heads",
     "num_groups": "Model.num_query_groups",
     "ffn_size": "Model.ffn_hidden_size",
+    "num_experts": "Model.moe.num_experts",
+    "expert_size": "Model.moe.expert_ffn_size",
     "padded_vocab": "Model.vocab_size_divisible_unit",
     "seq_len": "Data.Train.dataset.max_seq_len",
     "accumulate_steps": "Engine.accumulate_steps",
@@ -43,7 +48,13 @@ CONFIG_KEYS = {
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How many ways each kind of parallelism divides the work."""
+    """How many ways each kind of parallelism divides the work.
+
+    Attributes:
+        ep: ranks among which the experts of a layer are divided. They are some of the ranks of a pipeline
+            stage, so the job has no more processes.
+        expert_mp: ranks that slice the matrices of one expert; None: ``mp``.
+    """
 
     dp: int = 1
     mp: int = 1
@@ -56,6 +67,18 @@ class ParallelPlan:
     virtual_pp_degree: int = 1
     pp_layers: tuple[int, ...] | None = None
     pp_schedule: str = "1f1b"
+    ep: int = 1
+    expert_mp: int | None = None
+
+    @property
+    def emp(self) -> int:
+        """Ranks that slice the matrices of one expert."""
+        return self.mp if self.expert_mp is None else self.expert_mp
+
+    @property
+    def stage_size(self) -> int:
+        """Processes of one pipeline stage."""
+        return self.world_size // self.pp
 
     @property
     def world_size(self) -> int:
@@ -110,6 +133,8 @@ class ParallelPlan:
         if self.sharding > 1:
             text += f" (stage {self.sharding_stage}{', offload' if self.sharding_offload else ''})"
         text += f", sep {self.sep}" if self.sep > 1 else ""
+        text += f", ep {self.ep}" if self.ep > 1 else ""
+        text += f", expert mp {self.emp}" if self.emp != self.mp else ""
         text += f", virtual pp {self.virtual_pp_degree}" if self.virtual_pp_degree > 1 else ""
         text += f", {self.pp_schedule}" if self.pp_schedule != "1f1b" else ""
         return text + (", sequence parallel" if self.sequence_parallel else "")
@@ -117,7 +142,10 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """The numbers of a model and its batches that a plan has to divide. None: not known, not checked."""
+    """The numbers of a model and its batches that a plan has to divide. None: not known, not checked.
+
+    ``num_experts`` of a dense model is 0.
+    """
 
     num_layers: int | None = None
     num_heads: int | None = None
@@ -126,6 +154,8 @@ class Workload:
     padded_vocab: int | None = None
     seq_len: int | None = None
     accumulate_steps: int | None = None
+    num_experts: int | None = None
+    expert_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -203,6 +233,26 @@ LEGAL: tuple[PlanRule, ...] = (
     _divides("num_heads", "mp", "the {num_heads} attention heads must divide by mp_degree {mp}"),
     _divides("num_groups", "mp", "the {num_groups} key/value heads must divide by mp_degree {mp}"),
     _divides("ffn_size", "mp", "the MLP width {ffn_size} must divide by mp_degree {mp}"),
+    PlanRule(
+        ("ep", "num_experts"),
+        lambda p, w: p.ep == 1 or w.num_experts > 0,
+        "ep_degree {ep} divides the experts of Model.moe, and the model has none",
+    ),
+    PlanRule(
+        ("expert_mp", "num_experts"),
+        lambda p, w: p.expert_mp is None or w.num_experts > 0,
+        "expert_mp_degree slices the experts of Model.moe, and the model has none",
+    ),
+    _divides("num_experts", "ep", "the {num_experts} experts must divide by ep_degree {ep}"),
+    _divides(
+        "expert_size", "emp", "the width of an expert {expert_size} must divide by expert_mp_degree {emp}"
+    ),
+    PlanRule(
+        ("ep", "emp", "stage_size"),
+        lambda p, w: p.stage_size % (p.ep * p.emp) == 0,
+        "ep_degree {ep} x expert_mp_degree {emp} must divide the {stage_size} ranks of a pipeline stage "
+        "(dp x sharding x sep x mp)",
+    ),
     _divides("padded_vocab", "mp", "the padded vocabulary {padded_vocab} must divide by mp_degree {mp}"),
     PlanRule(
         ("sequence_parallel", "seq_len", "mp", "sep"),
@@ -246,7 +296,10 @@ def _violations(plan: ParallelPlan, work: Workload) -> Iterator[Violation]:
         if any(value is None for key, value in values.items() if hasattr(work, key)):
             continue
         if not rule.holds(plan, work):
-            yield Violation(tuple(CONFIG_KEYS[key] for key in rule.reads), rule.sentence.format(**values))
+            yield Violation(
+                tuple(CONFIG_KEYS[key] for key in rule.reads if key in CONFIG_KEYS),
+                rule.sentence.format(**values),
+            )
 
 
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
@@ -328,10 +381,21 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
         (p for p in alike if p.sharding > 1 or p.sharding_stage == 1), every, [ParallelPlan(dp=world_size)]
     )
     nearest = next((p for p in candidates if not violations(p, work)), None)
-    if nearest is None or not plan.sharding_offload:
+    if nearest is None:
+        return None
+    nearest = _with_experts(nearest, plan, work)
+    if not plan.sharding_offload:
         return nearest
     offloading = replace(nearest, sharding_offload=True, sharding_stage=max(2, nearest.sharding_stage))
     return nearest if violations(offloading, work) else offloading
+
+
+def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
+    """``plan`` with the most expert parallelism that is legal, up to that of ``like``."""
+    degrees = [ep for ep in reversed(_divisors(like.ep)) if ep > 1]
+    slices = dict.fromkeys((like.expert_mp, 1))
+    choices = (replace(plan, ep=ep, expert_mp=emp) for ep, emp in product((*degrees, 1), slices))
+    return next((choice for choice in choices if not violations(choice, work)), plan)
 
 
 def _distances(plan: ParallelPlan, world_size: int) -> Iterator[tuple[float, tuple[int, int, int, int, int]]]:

@@ -189,20 +189,20 @@ DATASETS: Registry[Callable[..., Any], DatasetTraits] = Registry(
 TOKENIZERS: Registry[Callable[..., Any], None] = Registry("a tokenizer", "Data.tokenizer.name", None)
 
 _CALLBACKS = "ppfleetx.core.engine.callbacks"
-CALLBACKS.register("progress", f"{_CALLBACKS}.progress:TrainProgress.of")
-CALLBACKS.register("train_log", f"{_CALLBACKS}.train_log:TrainLog.of", traits=CallbackTraits(ranks="loss"))
-CALLBACKS.register("metrics", f"{_CALLBACKS}.metrics:MetricsFile.of")
-CALLBACKS.register("memory", f"{_CALLBACKS}.memory:MemoryLog.of")
-CALLBACKS.register("forecast", f"{_CALLBACKS}.forecast:Forecast.of")
-CALLBACKS.register("visual_dl", f"{_CALLBACKS}.log_writers:LogWriters.visual_dl")
+CALLBACKS.register("progress", f"{_CALLBACKS}.log_lines:TrainProgress.of")
+CALLBACKS.register("train_log", f"{_CALLBACKS}.log_lines:TrainLog.of", traits=CallbackTraits(ranks="loss"))
+CALLBACKS.register("metrics", f"{_CALLBACKS}.records:MetricsFile.of")
+CALLBACKS.register("memory", f"{_CALLBACKS}.device_usage:MemoryLog.of")
+CALLBACKS.register("forecast", f"{_CALLBACKS}.device_usage:Forecast.of")
+CALLBACKS.register("visual_dl", f"{_CALLBACKS}.records:LogWriters.visual_dl")
 CALLBACKS.register("profiler", f"{_CALLBACKS}.profiler:ProfilerCallback.of")
-CALLBACKS.register("predictions", "ppfleetx.core.module.predictions:Predictions.of")
+CALLBACKS.register("predictions", "ppfleetx.core.module.finetune:Predictions.of")
 # Log lines of other toolkits, for programs that read them.
 CALLBACKS.register(
-    "megatron_log", f"{_CALLBACKS}.other_logs:MegatronLog.of", traits=CallbackTraits(ranks="loss")
+    "megatron_log", f"{_CALLBACKS}.log_lines:MegatronLog.of", traits=CallbackTraits(ranks="loss")
 )
 CALLBACKS.register(
-    "mindspeed_log", f"{_CALLBACKS}.other_logs:MindSpeedLog.of", traits=CallbackTraits(ranks="loss")
+    "mindspeed_log", f"{_CALLBACKS}.log_lines:MindSpeedLog.of", traits=CallbackTraits(ranks="loss")
 )
 # A tuple of names means those callbacks.
 CALLBACKS.register(
@@ -212,25 +212,23 @@ CALLBACKS.register(
 
 _LOGGERS = "ppfleetx.core.loggers"
 LOGGERS.register(
-    "jsonl", f"{_CALLBACKS}.metrics:MetricsFile.of", traits=LoggerTraits(options=(), callback="metrics")
+    "jsonl", f"{_CALLBACKS}.records:MetricsFile.of", traits=LoggerTraits(options=(), callback="metrics")
 )
 LOGGERS.register(
     "tensorboard",
-    f"{_LOGGERS}.tensorboard:TensorBoard",
+    f"{_LOGGERS}.files:TensorBoard",
     traits=LoggerTraits("tensorboardX", "tensorboard", ("dir",)),
 )
 LOGGERS.register(
     "wandb",
-    f"{_LOGGERS}.wandb:Wandb",
+    f"{_LOGGERS}.services:Wandb",
     traits=LoggerTraits("wandb", "wandb", ("project", "name", "entity", "group", "mode", "dir")),
 )
-LOGGERS.register(
-    "visualdl", f"{_LOGGERS}.visual_dl:VisualDL", traits=LoggerTraits("visualdl", "vdl", ("dir",))
-)
-LOGGERS.register("csv", f"{_LOGGERS}.csv_file:CsvFile", traits=LoggerTraits(options=()))
+LOGGERS.register("visualdl", f"{_LOGGERS}.files:VisualDL", traits=LoggerTraits("visualdl", "vdl", ("dir",)))
+LOGGERS.register("csv", f"{_LOGGERS}.files:CsvFile", traits=LoggerTraits(options=()))
 LOGGERS.register(
     "mlflow",
-    f"{_LOGGERS}.mlflow:MLflow",
+    f"{_LOGGERS}.services:MLflow",
     traits=LoggerTraits("mlflow", "mlflow", ("uri", "experiment", "name")),
 )
 
@@ -238,7 +236,7 @@ _MODULES = "ppfleetx.core.module"
 MODULES.register("GPTModule", f"{_MODULES}.gpt:GPTModule")
 MODULES.register(
     "GPTEvalModule",
-    f"{_MODULES}.eval:GPTEvalModule",
+    f"{_MODULES}.gpt:GPTEvalModule",
     traits=ModuleTraits(trains=False, offline_evaluation=True),
 )
 # Generation runs the same network and never asks for its loss.
@@ -274,6 +272,7 @@ POSITIONS.register("rope", f"{_GPT}.positions:rope", traits=PositionTraits(rotat
 POSITIONS.register("none", f"{_GPT}.positions:none")
 
 OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:AdamW", traits=OptimizerTraits(states=2))
+OPTIMIZERS.register("Muon", "ppfleetx.optims.muon:muon", traits=OptimizerTraits(states=2))
 OPTIMIZERS.register("SGD", "ppfleetx.optims.rule:SGD", traits=OptimizerTraits(states=0, reads=()))
 
 _SCHEDULES = "ppfleetx.optims.lr_decay"

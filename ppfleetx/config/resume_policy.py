@@ -54,20 +54,23 @@ _EFFECTS: dict[str, Effect] = {
         "Model",
         "module vocab_size hidden_size num_layers ffn_hidden_size max_position_embeddings "
         "add_bias_linear add_qkv_bias add_out_proj_bias add_mlp_bias add_head_bias num_classes lora.rank "
-        "lora.targets",
+        "lora.targets moe.num_experts moe.expert_ffn_size moe.first_dense_layers moe.layer_freq moe.layers "
+        "moe.router.bias moe.shared_experts",
     ),
     **_table(
         Effect.FUNCTION,
         "Model",
         "name num_attention_heads num_query_groups head_dim hidden_act position_embedding_type rotary_base "
-        "rotary_percent rope_scaling attention_window normalization norm_epsilon qk_layernorm "
-        "parallel_residual sandwich_norm tie_word_embeddings lora.alpha lora.base",
+        "rotary_percent rotary_interleaved rope_scaling latent_attention attention_window normalization "
+        "norm_epsilon qk_layernorm parallel_residual sandwich_norm tie_word_embeddings lora.alpha lora.base "
+        "moe",
     ),
     **_table(
         Effect.TRAINING,
         "Model",
         "hidden_dropout_prob embedding_dropout_prob attention_probs_dropout_prob scale_qk_by_layer_num "
-        "softmax_in_fp32 lora.dropout",
+        "softmax_in_fp32 lora.dropout moe.router.jitter moe.aux_loss moe.z_loss_weight moe.bias_update_rate "
+        "moe.capacity",
     ),
     # Padding, initial values, kernels, recomputation and the plan.
     **_table(
@@ -81,7 +84,7 @@ _EFFECTS: dict[str, Effect] = {
         "virtual_pp_degree loss_chunks",
     ),
     **_table(Effect.OPTIMIZER, "Optimizer", "name"),
-    **_table(Effect.TRAINING, "Optimizer", "beta1 beta2 epsilon options grad_clip"),
+    **_table(Effect.TRAINING, "Optimizer", "beta1 beta2 epsilon options grad_clip muon groups layer_decay"),
     **_table(Effect.SCHEDULE, "Optimizer", "weight_decay lr weight_decay_schedule"),
     **_table(
         Effect.DATA,
@@ -107,7 +110,7 @@ _EFFECTS: dict[str, Effect] = {
     **_table(Effect.NOTHING, "Data", "Train.loader Eval.loader Test"),
     **_table(Effect.DATA, "Data.tokenizer", "name dir tokenizer_file vocab_file merges_file"),
     **_table(Effect.TRAINING, "Data.tokenizer", "eos_token"),
-    **_table(Effect.TRAINING, "Global", "seed global_batch_size allow_tf32 flags"),
+    **_table(Effect.TRAINING, "Global", "seed global_batch_size rampup_batch_size allow_tf32 flags"),
     **_table(Effect.NOTHING, "Global", "device local_batch_size micro_batch_size plugins card peak_tflops"),
     **_table(
         Effect.TRAINING,
@@ -136,6 +139,7 @@ _EFFECTIVE = {
     "num_query_groups": "kv_heads",
     "head_dim": "head_size",
     "ffn_hidden_size": "ffn_size",
+    "moe": "mixtures",
     "add_qkv_bias": "has_qkv_bias",
     "add_out_proj_bias": "has_out_proj_bias",
     "add_mlp_bias": "has_mlp_bias",
@@ -195,7 +199,7 @@ def network(
     """
     without_effect = set()
     if not model.positions.rotates:
-        without_effect.update(("rotary_base", "rotary_percent"))
+        without_effect.update(("rotary_base", "rotary_percent", "rotary_interleaved"))
     if not model.positions.has_table:
         without_effect.add("max_position_embeddings")
     return {

@@ -10,7 +10,7 @@ from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, Violation, Wor
 from ppfleetx.config.registries import modules_that
 from ppfleetx.config.sections.compress import PruneConfig, parts_out
 from ppfleetx.config.sections.data import GLUE_OUTPUTS, DatasetConfig
-from ppfleetx.config.sections.model import FusedName
+from ppfleetx.config.sections.model import FusedName, ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 
 
@@ -118,7 +118,15 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
         padded_vocab=model.padded_vocab_size,
         seq_len=math.gcd(*used_lengths(cfg).values()) or None,
         accumulate_steps=accumulate_steps,
+        **expert_sizes(model),
     )
+
+
+def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
+    """What a plan has to divide of a mixture of experts."""
+    if model.moe is None:
+        return {"num_experts": 0}
+    return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
 
 
 def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:
@@ -154,11 +162,15 @@ def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
     quantization = cfg.Compress.Quantization
     try:
         if quantization is not None:
-            quantization.check_layers(cfg.Model.num_layers)
+            quantization.check_layers(cfg.Model.num_layers, cfg.Model.block_linears())
     except RuleError as broken:
         yield RuleError([f"{_SECTION}.{key}" for key in broken.keys], broken.rule)
     if cfg.Compress.pruning is not None:
         yield from _pruning(cfg, cfg.Compress.pruning)
+    if cfg.Model.moe is not None and cfg.Compress.quantization is not None:
+        yield RuleError((f"{_SECTION}.enable", "Model.moe"), "experts are not trained with quantisation")
+    if cfg.Model.moe is not None and cfg.Compress.Weights is not None:
+        yield RuleError(("Compress.Weights", "Model.moe"), "experts are not stored in few bits")
     if cfg.Compress.Distill is not None:
         yield from _distillation(cfg)
 
@@ -171,6 +183,10 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
             "the weights below adapters are not trained, so they are not pruned while training; prune the "
             "checkpoint first (ppfleetx prune), or merge the adapters (ppfleetx merge)",
         )
+    if model.latent_attention is not None:
+        yield RuleError((f"{key}.enable", "Model.latent_attention"), "such layers cannot be pruned")
+    if model.moe is not None and pruning.part != "heads":
+        yield RuleError((f"{key}.part", "Model.moe"), "units of experts are not pruned; set part to heads")
     totals = {"heads": model.kv_heads, "mlp": model.ffn_size}
     pruned = [part for part in totals if pruning.part in (part, "both")]
     if "heads" in pruned and model.kv_heads == 1:

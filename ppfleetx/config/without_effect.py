@@ -116,6 +116,11 @@ SWITCHED_OFF = (
         for key in ("beta1", "beta2", "epsilon", "weight_decay")
     ),
     SwitchedOff(
+        _keys("Optimizer.muon", "momentum nesterov scale steps coefficients split epsilon"),
+        lambda cfg: "Muon" not in cfg.Optimizer.names,
+        "no optimizer is Muon",
+    ),
+    SwitchedOff(
         ("Optimizer.weight_decay",),
         lambda cfg: cfg.Optimizer.name != "SGD" and cfg.Optimizer.weight_decay_schedule is not None,
         "Optimizer.weight_decay_schedule says it",
@@ -290,6 +295,16 @@ SWITCHED_OFF = (
         _keys("Model", "rotary_base rotary_percent"),
         lambda cfg: not cfg.Model.positions.rotates,
         "Model.position_embedding_type is not rope",
+    ),
+    SwitchedOff(
+        ("Model.moe.aux_loss.weight",),
+        lambda cfg: cfg.Model.moe is not None and cfg.Model.moe.aux_loss.kind == "none",
+        "Model.moe.aux_loss.kind is none",
+    ),
+    SwitchedOff(
+        ("Model.moe.router.group_score",),
+        lambda cfg: cfg.Model.moe is not None and cfg.Model.moe.router.num_groups is None,
+        "Model.moe.router.num_groups is null",
     ),
     SwitchedOff(
         ("Model.add_bias_linear",),

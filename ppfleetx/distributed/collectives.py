@@ -186,6 +186,30 @@ def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
     return paddle.concat(parts, axis=-1)
 
 
+def alltoall_rows(
+    rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
+) -> paddle.Tensor:
+    """Give each member of ``group`` its ``sent`` rows, in their order, and get ``received`` rows of each.
+    Carries no gradient; every member takes part, also one without rows."""
+    sent, received = ([int(number) for number in numbers] for numbers in (sent, received))
+    out = paddle.empty([sum(received), *rows.shape[1:]], rows.dtype)
+    distributed.stream.alltoall_single(
+        out, _whole(rows), out_split_sizes=received, in_split_sizes=sent, group=group
+    )
+    return out
+
+
+def gather_rows(rows: paddle.Tensor, stride: int, group: Any) -> paddle.Tensor:
+    """The rows of all members of ``group``, those of member i from row ``i * stride`` on, with zeros behind
+    them; carries no gradient."""
+    missing = stride - rows.shape[0]
+    if missing:
+        rows = paddle.concat([rows, paddle.zeros([missing, *rows.shape[1:]], rows.dtype)])
+    gathered = paddle.empty([group.nranks * stride, *rows.shape[1:]], rows.dtype)
+    distributed.stream.all_gather(gathered, _whole(rows), group=group)
+    return gathered
+
+
 class _SumOfRanks(PyLayer):
     @staticmethod
     def forward(ctx: Any, tensor: paddle.Tensor, group: Any) -> paddle.Tensor:

@@ -30,7 +30,6 @@ class ParallelContext:
         data_rank: number of the replica, ``dp rank x sharding + sharding rank``.
         device: ``cpu`` or ``gpu``.
         groups: Paddle's process group of each axis with more than one rank.
-        ep, emp: see :class:`~ppfleetx.config.mesh.Mesh`.
     """
 
     plan: ParallelPlan = field(default_factory=ParallelPlan)
@@ -38,13 +37,11 @@ class ParallelContext:
     data_rank: int = 0
     device: str = "cpu"
     groups: Mapping[str, Any] = field(default_factory=dict)
-    ep: int = 1
-    emp: int = 1
 
     @cached_property
     def mesh(self) -> Mesh:
         """The ranks of the job, seen by dense parameters and by experts."""
-        return Mesh(self.plan, self.ep, self.emp)
+        return Mesh(self.plan)
 
     @classmethod
     def single(cls, device: str = "cpu") -> ParallelContext:

@@ -32,6 +32,8 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
         ctx = ParallelContext.single(device)
     else:
         ctx = start_fleet(cfg.plan, cfg.batch, device)
+        if cfg.Model.moe is not None:
+            ctx = ctx.with_groups([("ep",), ("emp",)])
     seed_everything(cfg.Global.seed)
     if cfg.plan.mp > 1:
         register_sliced_stream(cfg.Global.seed)

@@ -74,6 +74,15 @@ def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
     return hidden if place is None else place.scope.attach(hidden, aux, place.micro_batch)
 
 
+def counted_positions() -> paddle.Tensor | None:
+    """``[s, b]``: 1 for the positions of the hidden states here that count in the loss, 0 for the others.
+
+    None outside of a step.
+    """
+    place = _PLACE.get()
+    return None if place is None else place.scope.weights_of("tokens", place.micro_batch)
+
+
 class StepScope:
     """Knows for each layer that runs which micro batch of which step it runs for.
 
@@ -124,7 +133,7 @@ class StepScope:
         """See :func:`with_aux_loss`."""
         value = aux.value.astype("float32")
         if aux.divisor != "step":
-            value = value * self._weights_of(aux.divisor, micro_batch)
+            value = value * self.weights_of(aux.divisor, micro_batch)
         value = value.sum()
         if not is_recomputing():
             same_on = self._factory.hidden_same_on if aux.same_on is None else aux.same_on
@@ -142,7 +151,7 @@ class StepScope:
         if micro_batch < len(self._micro_batches):
             _PLACE.set(_Place(self, micro_batch))
 
-    def _weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
+    def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
         """1 or 0 for each position ``[s, b]`` or each row ``[b]``: whether it counts."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))

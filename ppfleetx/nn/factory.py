@@ -18,11 +18,12 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.distributed.collectives import sum_gradient, sum_of_ranks
+from ppfleetx.distributed.collectives import gather_rows, sum_gradient, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.attention_strategy import AttentionStrategy, Ulysses
 from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
 from ppfleetx.nn.embedding import VocabParallelEmbedding
+from ppfleetx.nn.expert_exchange import ExpertExchange, ParallelExperts
 from ppfleetx.nn.fake_quant import FakeQuantizer, unreduced
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.nn.init import Init
@@ -33,11 +34,12 @@ from ppfleetx.nn.layer_spec import (
     Specs,
     TableSpec,
 )
-from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.linear import GroupedLinear, Linear
 from ppfleetx.nn.lora import LoraBranch
 from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
+from ppfleetx.nn.moe_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
@@ -66,8 +68,16 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
     if ctx.size_of("sep") > 1:
         factory.attention = Ulysses(ctx.group_of("sep"))
     factory.mesh, factory.rank = ctx.mesh, ctx.rank
+    factory.experts = _expert_exchange(ctx)
     factory.keeps_weights = not train and ctx.plan.sharding_stage < 3
     return factory
+
+
+def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
+    """Groups of experts exist where the model has some (``distributed/init.py``)."""
+    alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
+    groups = {"ep": ctx.groups.get("ep"), "emp": ctx.groups.get("emp"), "alike": alike}
+    return ParallelExperts(**groups) if any(groups.values()) else ExpertExchange()
 
 
 class LocalFactory:
@@ -86,7 +96,7 @@ class LocalFactory:
     hidden_same_on: tuple[str, ...] = SAME_ON_MP
 
     def __init__(self) -> None:
-        self.attention, self.matmul = AttentionStrategy(), Matmul()
+        self.attention, self.matmul, self.experts = AttentionStrategy(), Matmul(), ExpertExchange()
 
     def local_count(self, count: int, what: str) -> int:
         return count
@@ -106,6 +116,12 @@ class LocalFactory:
     def _finished(self, layer: nn.Layer, spec: LinearSpec) -> nn.Layer:
         layer.linear, layer.kind = self.matmul.linear, _KINDS.get(spec.cut)
         return self._declared(layer, self._parameters(spec))
+
+    def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
+        specs = self._parameters(spec)
+        shapes = {name: placed(one, self.mesh, self.rank).local_shape for name, one in specs.items()}
+        layer = GroupedLinear(shapes["weight"], shapes.get("bias"), self.matmul)
+        return self._declared(layer, specs)
 
     def _parameters(self, spec: LayerSpec) -> Specs:
         return spec.parameters(sequence_parallel=self.sequence_parallel)
@@ -128,17 +144,10 @@ class LocalFactory:
         dropout: nn.Layer,
         join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
     ) -> LoraBranch:
-        matrix = _matrix_of(linear)
-        branch = LoraBranch(
-            *placed(matrix, self.mesh, self.rank).local_shape,
-            rank=cfg.rank,
-            scale=cfg.scale,
-            dropout=dropout,
-            join=join,
-            matmul=self.matmul,
-        )
-        split = self.sequence_parallel
-        return self._declared(branch, adapter(matrix, cfg.rank, sequence_parallel=split))
+        specs = adapter(_matrix_of(linear), cfg.rank, sequence_parallel=self.sequence_parallel)
+        a, b = (placed(specs[name], self.mesh, self.rank).local_shape for name in "ab")
+        branch = LoraBranch(a, b, scale=cfg.scale, dropout=dropout, join=join, matmul=self.matmul)
+        return self._declared(branch, specs)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         return QuantizedLinear(linear, form, declare=self.declare)
@@ -195,6 +204,17 @@ class LocalFactory:
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         for group in self._position_groups():
             values = sum_of_ranks(values, group)
+        return values
+
+    @paddle.no_grad()
+    def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        for group in reversed(self._position_groups()):
+            values = gather_rows(values, values.shape[0], group)
+        return values
+
+    def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        for group in self._position_groups():
+            values = values.split(group.nranks, axis=0)[group.rank]
         return values
 
     def _position_groups(self) -> list[Any]:

@@ -53,7 +53,8 @@ def draw(
         init: what to draw.
         seed: the run's seed.
         name: canonical name; two names give independent values.
-        global_shape: shape of the whole parameter, one or two dimensions for ``Normal``.
+        global_shape: shape of the whole parameter, one to three dimensions for ``Normal``; of three, each
+            matrix is drawn by itself, by the parameter's name and its number.
         offset: first global index of the slice in each dimension; the origin when None.
         local_shape: shape of the slice; the whole when None.
 
@@ -64,7 +65,11 @@ def draw(
     local_shape = tuple(local_shape) if local_shape is not None else tuple(global_shape)
     if isinstance(init, Constant):
         return np.full(local_shape, init.value, dtype=np.float32)
-    assert len(global_shape) in (1, 2), f"{name}: normal initialisation is defined for vectors and matrices"
+    if len(global_shape) == 3:
+        matrices = range(offset[0], offset[0] + local_shape[0])
+        rest = global_shape[1:], offset[1:], local_shape[1:]
+        return np.stack([draw(init, seed, f"{name}.{number}", *rest) for number in matrices])
+    assert len(global_shape) in (1, 2), f"{name}: normal initialisation is of vectors and matrices"
     rows_cols = (1, *global_shape)[-2:]
     values = _normal_tiles(_key(seed, name), rows_cols, (0, *offset)[-2:], (1, *local_shape)[-2:])
     values *= np.float32(init.std)

@@ -1,10 +1,13 @@
-"""Linear layer of one card."""
+"""Linear layers of one card: of all rows, and of rows in groups that have a matrix each."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import paddle
 from paddle import nn
 
+from ppfleetx.nn.grouped_matmul import Counts
 from ppfleetx.nn.matmul import Matmul
 
 
@@ -30,6 +33,30 @@ class Linear(nn.Layer):
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[0]}, out={self.weight.shape[1]}, bias={self.bias is not None}"
+
+
+class GroupedLinear(nn.Layer):
+    """``x @ weight[g] + bias[g]`` of the rows of each group, with ``weight [groups, in, out]``.
+
+    Args:
+        weight, bias: their shapes here; None: there is no bias.
+        matmul: multiplies by the weight.
+    """
+
+    def __init__(self, weight: Sequence[int], bias: Sequence[int] | None, matmul: Matmul) -> None:
+        super().__init__()
+        self.matmul = matmul
+        zeros = nn.initializer.Constant(0.0)  # the real values come from build_stage
+        self.weight = self.create_parameter(list(weight), default_initializer=zeros)
+        self.bias = None if bias is None else self.create_parameter(list(bias), is_bias=True)
+
+    def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
+        """``x [n, in]``, in groups of ``counts`` rows, to ``[n, out]``."""
+        return self.matmul.grouped(x, self.weight, self.bias if adds_bias else None, counts)
+
+    def extra_repr(self) -> str:
+        groups, width_in, width_out = self.weight.shape
+        return f"groups={groups}, in={width_in}, out={width_out}, bias={self.bias is not None}"
 
 
 def trains_on_cpu(x: paddle.Tensor) -> bool:

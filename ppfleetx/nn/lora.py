@@ -14,6 +14,7 @@ import paddle
 from paddle import nn
 
 from ppfleetx.config.sections.lora import LoraConfig
+from ppfleetx.nn.grouped_matmul import Counts
 from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
@@ -21,9 +22,10 @@ from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 class LoraBranch(nn.Layer):
     """``scale * join(dropout(x) A) B`` of the parts of A ``[in, rank]`` and B ``[rank, out]`` held here.
 
+    For experts they have a matrix each: ``[experts, in, rank]`` and ``[experts, rank, out]``.
+
     Args:
-        in_features, out_features: of the linear's part held here.
-        rank: columns of A.
+        a, b: shapes of the parts held here.
         scale: factor of the result.
         dropout: of the input.
         join: from what A gives here to what B takes here; None: the same.
@@ -32,10 +34,9 @@ class LoraBranch(nn.Layer):
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
+        a: Sequence[int],
+        b: Sequence[int],
         *,
-        rank: int,
         scale: float,
         dropout: nn.Layer,
         join: Callable[[paddle.Tensor], paddle.Tensor] | None = None,
@@ -43,17 +44,27 @@ class LoraBranch(nn.Layer):
     ) -> None:
         super().__init__()
         zeros = nn.initializer.Constant(0.0)  # the real values come from build_stage
-        self.a = self.create_parameter([in_features, rank], default_initializer=zeros)
-        self.b = self.create_parameter([rank, out_features], default_initializer=zeros)
+        self.a = self.create_parameter(list(a), default_initializer=zeros)
+        self.b = self.create_parameter(list(b), default_initializer=zeros)
         self.scale, self.dropout, self.join = scale, dropout, join
-        self._linear = (matmul or Matmul()).linear
+        self._matmul = matmul or Matmul()
 
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``scale * dropout(x) A B``, which is added to the linear: ``[..., in]`` to ``[..., out]``."""
-        low = self._linear(self.dropout(x), self.a)
+    def forward(self, x: paddle.Tensor, counts: Counts | None = None) -> paddle.Tensor:
+        """``scale * dropout(x) A B``, which is added to the linear: ``[..., in]`` to ``[..., out]``.
+
+        Args:
+            x: the linear's input.
+            counts: rows of each expert; None: the linear has one matrix.
+        """
+        low = self._times(self.dropout(x), self.a, counts)
         if self.join is not None:
             low = self.join(low)
-        return self._linear(low, self.b) * self.scale
+        return self._times(low, self.b, counts) * self.scale
+
+    def _times(self, x: paddle.Tensor, weight: paddle.Tensor, counts: Counts | None) -> paddle.Tensor:
+        if counts is None:
+            return self._matmul.linear(x, weight)
+        return self._matmul.grouped(x, weight, None, counts)
 
 
 def with_adapters(stages: Sequence[Stage], cfg: LoraConfig, factory: LayerFactory) -> list[Stage]:
@@ -77,4 +88,4 @@ def _adapt(
 
 
 def _add_branch(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle.Tensor) -> paddle.Tensor:
-    return output + linear.lora(inputs[0])
+    return output + linear.lora(*inputs)

@@ -28,6 +28,7 @@ from paddle import _C_ops
 from paddle.autograd import PyLayer
 from paddle.base.framework import EagerParamBase
 
+from ppfleetx.nn import grouped_matmul
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 
 Finish = Callable[[], paddle.Tensor]
@@ -102,6 +103,23 @@ class Matmul:
         """The product with this rank's columns. The sum of the input's gradient over the ranks travels while
         the weight's gradient is computed."""
         return self._multiply(x, weight, bias, is_transposed, exchange)
+
+    def grouped(
+        self,
+        x: paddle.Tensor,
+        weight: paddle.Tensor,
+        bias: paddle.Tensor | None,
+        counts: grouped_matmul.Counts,
+    ) -> paddle.Tensor:
+        """``x [n, in]``, sorted into groups of ``counts`` rows, times ``weight [groups, in, out]``.
+
+        The weight's gradient never goes straight into ``main_grad``.
+        """
+        weight, bias = self._low(weight), None if bias is None else self._low(bias)
+        trains = paddle.is_grad_enabled() and not weight.stop_gradient
+        defers = self.defers and trains and not x.stop_gradient
+        work = _GroupedWork(weight, counts)
+        return _Matmul.apply(x, bias, None if defers else weight, work, self._defer if defers else None)
 
     def _multiply(
         self,
@@ -233,7 +251,7 @@ Add = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], None]
 
 
 class _Work:
-    """What a product's backward pass needs. No tensor to Paddle, so that no gradient is asked for."""
+    """A product with one weight. No tensor to Paddle, so that no gradient is asked for."""
 
     def __init__(
         self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None, add: Add | None
@@ -243,6 +261,47 @@ class _Work:
     @property
     def gathers_again(self) -> bool:
         return self.exchange is not None and self.exchange.gathers_again
+
+    def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
+        return _product(x, self.weight, bias, self.is_transposed)
+
+    def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
+        """The gradient of the input from that of the product."""
+        weight = _in(self.weight.detach(), upstream.dtype)
+        return paddle.matmul(upstream, weight, transpose_y=not self.is_transposed)
+
+    def of_weight(self, x: paddle.Tensor, upstream: paddle.Tensor) -> paddle.Tensor | None:
+        """The gradient of the weight; None where it has been added to the weight's ``main_grad``."""
+        left, right = (upstream, x) if self.is_transposed else (x, upstream)
+        if self.add is not None:
+            self.add(self.weight, left, right)
+            return None
+        left, right = (tensor.reshape([-1, tensor.shape[-1]]) for tensor in (left, right))
+        return paddle.matmul(left, right, transpose_x=True)
+
+    def of_bias(self, upstream: paddle.Tensor) -> paddle.Tensor:
+        """The gradient of the bias."""
+        return upstream.reshape([-1, upstream.shape[-1]]).sum(0)
+
+
+class _GroupedWork(_Work):
+    """A product of sorted rows with one matrix for each group."""
+
+    def __init__(self, weight: paddle.Tensor, counts: grouped_matmul.Counts) -> None:
+        super().__init__(weight, False, None, None)
+        self.counts = counts
+
+    def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
+        return grouped_matmul.product(x, self.weight, bias, self.counts)
+
+    def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
+        return grouped_matmul.input_gradient(upstream, self.weight, self.counts)
+
+    def of_weight(self, x: paddle.Tensor, upstream: paddle.Tensor) -> paddle.Tensor:
+        return grouped_matmul.weight_gradient(x, upstream, self.counts)
+
+    def of_bias(self, upstream: paddle.Tensor) -> paddle.Tensor:
+        return grouped_matmul.bias_gradient(upstream, self.counts)
 
 
 class _WeightGradient:
@@ -254,13 +313,8 @@ class _WeightGradient:
 
     def compute(self) -> paddle.Tensor | None:
         """The gradient; None where it has been added to the weight's ``main_grad``."""
-        work = self.work
-        left, right = (self.upstream, self.x) if work.is_transposed else (self.x, self.upstream)
-        if work.add is not None:
-            work.add(work.weight, left, right)
-            return None
-        left, right = (tensor.reshape([-1, tensor.shape[-1]]) for tensor in (left, right))
-        return _in(paddle.matmul(left, right, transpose_x=True), work.weight.dtype)
+        gradient = self.work.of_weight(self.x, self.upstream)
+        return None if gradient is None else _in(gradient, self.work.weight.dtype)
 
 
 class _Matmul(PyLayer):
@@ -277,7 +331,7 @@ class _Matmul(PyLayer):
         defer: Callable[[_WeightGradient], None] | None,
     ) -> paddle.Tensor:
         whole = x if work.exchange is None else work.exchange.whole(x)
-        result = _product(whole, work.weight, bias, work.is_transposed)
+        result = work.product(whole, bias)
         ctx.tensors = (bias is not None, weight is not None)
         ctx.wants_x, ctx.x_dtype = not x.stop_gradient, x.dtype
         ctx.bias_dtype = None if bias is None or bias.stop_gradient else bias.dtype
@@ -290,11 +344,12 @@ class _Matmul(PyLayer):
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         with paddle.amp.auto_cast(enable=False):
+            work = ctx.work
             of_input, of_weight = _backward(ctx, upstream)
             has_bias, has_weight = ctx.tensors
             gradients = [of_input]
             if has_bias:
-                gradients.append(_of_bias(upstream, ctx.bias_dtype))
+                gradients.append(_of_bias(work, upstream, ctx.bias_dtype))
             if has_weight:
                 gradients.append(of_weight)
         return tuple(gradients)
@@ -307,8 +362,7 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
     gathering = work.exchange.start_whole(x) if work.gathers_again else None
     of_input = finish = None
     if ctx.wants_x:
-        weight = _in(work.weight.detach(), upstream.dtype)
-        of_input = _in(paddle.matmul(upstream, weight, transpose_y=not work.is_transposed), ctx.x_dtype)
+        of_input = _in(work.of_input(upstream), ctx.x_dtype)
     if gathering is not None:
         x = _in(gathering(), upstream.dtype)
     if work.exchange is not None:
@@ -320,11 +374,9 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
     return (of_input if finish is None else finish()), of_weight
 
 
-def _of_bias(upstream: paddle.Tensor, dtype: paddle.dtype | None) -> paddle.Tensor | None:
+def _of_bias(work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None) -> paddle.Tensor | None:
     """The gradient of the bias; None where it is frozen."""
-    if dtype is None:
-        return None
-    return _in(_in(upstream.reshape([-1, upstream.shape[-1]]).sum(0), upstream.dtype), dtype)
+    return None if dtype is None else _in(_in(work.of_bias(upstream), upstream.dtype), dtype)
 
 
 class _Given(PyLayer):

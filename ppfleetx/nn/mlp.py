@@ -54,26 +54,35 @@ def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
     return _C_ops.swiglu(gate, up).reshape([s, b, width // 2])
 
 
-class MLP(nn.Layer):
-    """``fc2(activation(fc1(x)))`` on ``[s, b, h]``.
+class Activation:
+    """The activation that a declaration names, in one kernel where there is one.
 
     Raises:
-        ConfigError: the activation's output does not have the width that it was registered for.
+        ConfigError: its output does not have the width that it was registered for.
     """
+
+    def __init__(self, factory: LayerFactory, name: str) -> None:
+        self.function, self._fused = _checked_activation(name), factory.fused
+
+    def __call__(self, inner: paddle.Tensor) -> paddle.Tensor:
+        """``inner [s, b, width]``, element by element, or half as wide with a gate."""
+        if self.function is swiglu and self._fused.takes("swiglu", inner):
+            return fused_swiglu(inner)
+        return self.function(inner)
+
+
+class MLP(nn.Layer):
+    """``fc2(activation(fc1(x)))`` on ``[s, b, h]``."""
 
     def __init__(self, factory: LayerFactory, spec: MLPSpec) -> None:
         super().__init__()
         factory.local_count(spec.ffn_hidden_size, "feed-forward units")
-        self.activation = _checked_activation(spec.activation)
-        self.fused = factory.fused
+        self.activation = Activation(factory, spec.activation)
         self.fc1, self.fc2 = factory.linear(spec.fc1), factory.linear(spec.fc2)
 
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """``hidden [s, b, h]`` to the same shape."""
-        inner = self.fc1(hidden)
-        if self.activation is swiglu and self.fused.takes("swiglu", inner):
-            return self.fc2(fused_swiglu(inner))
-        return self.fc2(self.activation(inner))
+        return self.fc2(self.activation(self.fc1(hidden)))
 
 
 def _checked_activation(name: str) -> Callable[[paddle.Tensor], paddle.Tensor]:

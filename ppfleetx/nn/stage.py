@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import Form, QuantizationConfig
     from ppfleetx.config.sections.lora import LoraConfig
     from ppfleetx.nn.attention_strategy import AttentionStrategy
+    from ppfleetx.nn.expert_exchange import ExpertExchange
     from ppfleetx.nn.layer_spec import LinearSpec, NormSpec, TableSpec
     from ppfleetx.nn.matmul import Matmul
+    from ppfleetx.nn.moe_spec import GroupedLinearSpec
 
 NameOf = Callable[[str], str]
 """Canonical name of what lies at a path within a layer."""
@@ -85,13 +87,17 @@ class LayerFactory(Protocol):
         sequence_parallel: whether tensor-parallel ranks see other positions of the hidden states.
         fused: the fused operators that its layers take.
         matmul: multiplies by the weights of its layers.
+        keeps_weights: whether weights stay what and where they are once they have been used.
+        experts: brings rows of hidden states to the ranks of their experts, and back.
         hidden_same_on: of the axes that share a micro batch, those whose ranks hold the same hidden states.
     """
 
     attention: AttentionStrategy
     sequence_parallel: bool
+    keeps_weights: bool
     fused: FusedOps
     matmul: Matmul
+    experts: ExpertExchange
     hidden_same_on: tuple[str, ...]
     group: Any
 
@@ -103,6 +109,9 @@ class LayerFactory(Protocol):
 
     def linear(self, spec: LinearSpec) -> nn.Layer:
         """The declared linear; see :class:`LinearSpec` for what is sliced."""
+
+    def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
+        """The declared linears of experts, as far as they live here."""
 
     def whole_linear(
         self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
@@ -151,6 +160,12 @@ class LayerFactory(Protocol):
         """Sums over this rank's positions to sums over whole sequences, float32.
 
         A loss made of them is the same on the axes ``mp`` and ``sep``."""
+
+    def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        """``[s, ...]`` of this rank's positions to those of whole sequences; carries no gradient."""
+
+    def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        """The opposite of :meth:`all_positions`."""
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int

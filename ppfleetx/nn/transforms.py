@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from ppfleetx.config.sections.compress import QUANTIZER, CompressConfig, QuantizationConfig, WeightsConfig
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.nn.init import Constant, Normal
+from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.layer_spec import Specs, within
-from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
+from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamSpec, Shard, dense
 
 _KINDS = {Shard(1): "ColumnParallelLinear", Shard(0): "RowParallelLinear"}
 
@@ -81,6 +81,8 @@ def _named(layer: str, specs: Specs) -> Specs:
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
     """A low-rank adapter of ``matrix [in, out]``, sliced as the matrix is: A where its input features are
     sliced, B where its output features are. A starts as N(0, 1 / in), so that x A is of the size of x."""
+    if len(matrix.shape) == 3:
+        return _adapters_of_experts(matrix, rank)
     width_in, width_out = matrix.shape
     cut = matrix.lies("mp")
     a, b = (cut if cut == Shard(dim) else REPLICATE for dim in (0, 1))
@@ -89,6 +91,21 @@ def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> 
     return {
         "a": dense((width_in, rank), init, "lora", mp=a, partial=partial and a == REPLICATE),
         "b": dense((rank, width_out), Constant(0.0), "lora", mp=b, partial=partial and b == REPLICATE),
+    }
+
+
+def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
+    """One for each expert. What is whole on ranks that slice the experts gets a term of a sum on each."""
+    experts, width_in, width_out = matrix.shape
+
+    def of_experts(shape: tuple[int, ...], init: Init, dim: int) -> ParamSpec:
+        emp = matrix.lies("emp") if matrix.lies("emp") == Shard(dim) else REPLICATE
+        grad = {"edp": PARTIAL} if emp != REPLICATE else {"edp": PARTIAL, "emp": PARTIAL}
+        return ParamSpec(shape, init, "lora", {"ep": Shard(0), "emp": emp}, grad)
+
+    return {
+        "a": of_experts((experts, width_in, rank), Normal(1.0 / math.sqrt(width_in)), 1),
+        "b": of_experts((experts, rank, width_out), Constant(0.0), 2),
     }
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import OPTIMIZERS
-from ppfleetx.config.sections.optimizer import OptimizerConfig
-from ppfleetx.optims.groups import decays
+from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig
+from ppfleetx.nn.param_spec import ParamSpec
+from ppfleetx.optims.groups import decays, fits, layer_factor
 from ppfleetx.optims.optimizer import NamedParams, Optimizer, UpdatePlace
 from ppfleetx.optims.rule import Group, OneByOne, Rule, UpdateRule
 from ppfleetx.utils.log import get_logger
 
 
 def build_optimizer(
-    cfg_optimizer: OptimizerConfig, named_params: NamedParams, place: UpdatePlace | None = None
+    cfg_optimizer: OptimizerConfig,
+    named_params: NamedParams,
+    place: UpdatePlace | None = None,
+    num_layers: int = 0,
 ) -> Optimizer:
     """Optimizer of section `Optimizer` over (canonical name, parameter) pairs.
 
@@ -25,28 +29,57 @@ def build_optimizer(
         cfg_optimizer: the section.
         named_params: parameters; frozen ones (`stop_gradient`) are left out.
         place: where and how it works.
+        num_layers: blocks of the whole model, for layer-wise decay.
 
     Raises:
         ConfigError: the optimizer is not known, or is not what it was registered as.
     """
     place = place or UpdatePlace()
-    groups = _groups(cfg_optimizer)
-    _check(groups, cfg_optimizer.name, place)
+    groups = optimizer_groups(cfg_optimizer)
+    _check_place(groups, place)
     shapes = {name: _global_shape(param) for name, param in named_params}
     return Optimizer(
-        groups, named_params, lambda name: decays(name, shapes[name]), cfg_optimizer.weight_decay, place
+        groups,
+        named_params,
+        lambda name: decays(name, shapes[name]),
+        cfg_optimizer.weight_decay,
+        place,
+        lambda name: layer_factor(name, cfg_optimizer.layer_decay, num_layers),
     )
 
 
-def _groups(cfg: OptimizerConfig) -> Sequence[Group]:
+def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
+    """The groups of section ``Optimizer``: first those of ``groups``, then what the optimizer registered.
+
+    A group of the section takes from each group of its optimizer what fits it.
+    """
+    groups = []
+    for number, own in enumerate(cfg.groups):
+        given = {key: getattr(own, key) for key in ("beta1", "beta2") if getattr(own, key) is not None}
+        changed = cfg.model_copy(update={**given, "name": own.optimizer or cfg.name})
+        for group in _registered(changed):
+            name = f"groups[{number}] {group.name}"
+            takes = partial(_takes_both, own, group)
+            groups.append(Group(name, group.rule, takes, own.lr_factor, own.weight_decay))
+    return [*groups, *_registered(cfg)]
+
+
+def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
+    return fits(own, spec) and group.takes(spec)
+
+
+def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
     """What was registered: a rule for everything, or a function that gives groups."""
     part = OPTIMIZERS.load(cfg.name)
     if not isinstance(part, type):
-        return OPTIMIZERS.make(cfg.name, cfg, gives=list)
-    if issubclass(part, UpdateRule):
+        groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)
+    elif issubclass(part, UpdateRule):
         _warn_of_update_rule(cfg.name)
-        return [Group("all", OneByOne(OPTIMIZERS.make(cfg.name, cfg)))]
-    return [Group("all", OPTIMIZERS.make(cfg.name, cfg, gives=Rule))]
+        groups = [Group("all", OneByOne(OPTIMIZERS.make(cfg.name, cfg)))]
+    else:
+        groups = [Group("all", OPTIMIZERS.make(cfg.name, cfg, gives=Rule))]
+    _check_states(groups, cfg.name)
+    return groups
 
 
 @cache
@@ -57,7 +90,7 @@ def _warn_of_update_rule(name: str) -> None:
     )
 
 
-def _check(groups: Sequence[Group], name: str, place: UpdatePlace) -> None:
+def _check_states(groups: Sequence[Group], name: str) -> None:
     if not groups:
         raise ConfigError("gives no group of parameters", key="Optimizer.name", value=name)
     most = max(sum(not state.is_number for state in group.rule.states) for group in groups)
@@ -68,6 +101,9 @@ def _check(groups: Sequence[Group], name: str, place: UpdatePlace) -> None:
             key="Optimizer.name",
             value=name,
         )
+
+
+def _check_place(groups: Sequence[Group], place: UpdatePlace) -> None:
     for group in groups:
         if group.rule.needs_whole and group.rule.rounds:
             raise TypeError(
@@ -82,8 +118,8 @@ def _check(groups: Sequence[Group], name: str, place: UpdatePlace) -> None:
             raise ConfigError(
                 "needs whole matrices, which tensor parallelism divides; they are not put together in host "
                 "memory. Set Distributed.sharding.sharding_offload to False",
-                key="Optimizer.name",
-                value=name,
+                key="Optimizer",
+                value=type(group.rule).__name__,
             )
 
 

@@ -50,6 +50,23 @@ class UpdatePlace:
     group_of: Callable[[str], Any] = _alone
 
 
+@dataclass(frozen=True)
+class _Members:
+    """Parameters that are updated together.
+
+    Attributes:
+        rule: how they move.
+        lr_factor: of the step's learning rate.
+        weight_decay: of every step; None: the step's.
+        params: the parameters.
+    """
+
+    rule: Rule
+    lr_factor: float
+    weight_decay: float | None
+    params: NamedParams
+
+
 class Optimizer:
     """Moves parameters by the rules of their groups.
 
@@ -59,6 +76,7 @@ class Optimizer:
         decays: whether weight decay applies to a parameter, by canonical name.
         weight_decay: until a step brings another.
         place: where and how it works.
+        layer_factor: of a parameter's learning rate, by canonical name, beside its group's.
     """
 
     def __init__(
@@ -68,10 +86,12 @@ class Optimizer:
         decays: Callable[[str], bool],
         weight_decay: float,
         place: UpdatePlace,
+        layer_factor: Callable[[str], float] = lambda _: 1.0,
     ) -> None:
         self.named_params = _trainable(named_params)
         self._all = [param for _, param in self.named_params]
         self._groups, self._place, self._decays = groups, place, decays
+        self._layer_factor = layer_factor
         self._group_of = {name: _group(name, param, groups) for name, param in self.named_params}
         self._members = self._find_members()
         self._weight_decay = weight_decay
@@ -97,10 +117,11 @@ class Optimizer:
         """Update all parameters that have a gradient; `weight_decay` None keeps the last one."""
         if weight_decay is not None:
             self._weight_decay = float(weight_decay)
-        for rule, decays, members in self._members:
-            views = self._views(members)
+        for each in self._members:
+            views = self._views(each.params)
             if views:
-                self._update(rule, views, lr, self._weight_decay if decays else 0.0)
+                decay = self._weight_decay if each.weight_decay is None else each.weight_decay
+                self._update(each.rule, views, lr * each.lr_factor, decay)
         self._updated()
 
     def clear_grad(self) -> None:
@@ -120,14 +141,21 @@ class Optimizer:
                 state[name, MASTER_WEIGHT] = master
         return state
 
-    def _find_members(self) -> list[tuple[Rule, bool, NamedParams]]:
-        """What is updated together: the rule, whether weight decay applies, and the parameters."""
-        found = []
-        for group in self._groups:
-            members = [pair for pair in self.named_params if self._group_of[pair[0]] is group]
-            for decays in (True, False):
-                found.append((group.rule, decays, [p for p in members if self._decays(p[0]) is decays]))
-        return found
+    def _find_members(self) -> list[_Members]:
+        """What is updated together: by group, learning rate, and whether weight decay applies."""
+        found: dict[tuple[int, float, float | None], NamedParams] = {}
+        for number, group in enumerate(self._groups):
+            for name, param in self.named_params:
+                if self._group_of[name] is group:
+                    decay = group.weight_decay
+                    if decay is None and not self._decays(name):
+                        decay = 0.0
+                    factor = group.lr_factor * self._layer_factor(name)
+                    found.setdefault((number, factor, decay), []).append((name, param))
+        return [
+            _Members(self._groups[number].rule, factor, decay, params)
+            for (number, factor, decay), params in found.items()
+        ]
 
     def _views(self, members: NamedParams) -> list[ParamView]:
         """Those of the parameters that have a gradient."""

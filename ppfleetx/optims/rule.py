@@ -117,11 +117,15 @@ class Group:
         name: of the group.
         rule: how they move.
         takes: whether a parameter belongs to it; the first group of an optimizer that takes one has it.
+        lr_factor: of the step's learning rate.
+        weight_decay: of all its parameters in every step; None: the step's, and none of biases and gains.
     """
 
     name: str
     rule: Rule
     takes: Callable[[ParamSpec], bool] = takes_all
+    lr_factor: float = 1.0
+    weight_decay: float | None = None
 
 
 class SGD(Rule):

@@ -13,6 +13,7 @@ from ppfleetx.config.rules import without_place
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages
+from ppfleetx.models.gpt.spec import model_spec, parameter_specs
 from ppfleetx.models.module import BasicModule
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.nn.column_overlap import column_exchange
@@ -23,6 +24,7 @@ from ppfleetx.nn.matmul import Matmul
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, Stage
 from ppfleetx.optims.build import build_optimizer
+from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.optimizer import Optimizer, UpdatePlace
 from ppfleetx.parallel.first_values import give_values
 from ppfleetx.parallel.grad_sync import GradientSync, whole_model
@@ -138,8 +140,10 @@ def _step_options(cfg: RunConfig, factory: LayerFactory) -> StepOptions:
     clip = cfg.Optimizer.grad_clip
     precision = Precision(cfg.Engine.mix_precision)
     precision.keeps_casts = factory.matmul.kept
-    metrics = ARCHITECTURES.traits(cfg.Model.name).metrics
-    return StepOptions(cfg.Global.seed, clip.clip_norm if clip else 0.0, precision, metrics)
+    spec = model_spec(cfg.Model)
+    metrics = (*ARCHITECTURES.traits(cfg.Model.name).metrics, *spec.metrics)
+    clip_norm = clip.clip_norm if clip else 0.0
+    return StepOptions(cfg.Global.seed, clip_norm, precision, metrics, spec.routers)
 
 
 def _optimizer_and_sync(
@@ -172,9 +176,11 @@ def _optimizer_and_sync(
     seed = cfg.Global.seed if train else None
     masters = give_values(parameters, seed, with_masters, sharding, masters_on_host=on_host)
     if train:
+        if cfg.Optimizer.groups:  # of the whole model, not of this rank's part
+            group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
         fused = "adamw" in factory.fused.taken
         place = UpdatePlace(low, on_host, fused, lambda axis: ctx.group_over((axis,)))
-        optimizer = build_optimizer(cfg.Optimizer, named, place)
+        optimizer = build_optimizer(cfg.Optimizer, named, place, cfg.Model.num_layers)
     if sharding is not None:
         values = _values(sharding, trainable, stages, cfg, ctx)
         if optimizer is not None:

@@ -177,8 +177,8 @@ class Precision:
             if getattr(parameter, "is_quantized", False):
                 parameter.compute_dtype = self._cfg.dtype
                 continue
-            if parameter.info.kind == "quant":
-                continue  # a number of each linear, and an average that 16 bits could not move
+            if parameter.info.kind == "quant" or parameter.spec.dtype == "float32":
+                continue  # few numbers, which small steps move: 16 bits would lose those
             low = paddle.empty(parameter.shape, self._cfg.dtype)
             parameter.get_tensor()._share_data_with(low.get_tensor())
             parameter._clear_data()

@@ -22,6 +22,7 @@ from ppfleetx.models.evaluator import EvalOutput, Metric
 from ppfleetx.nn.aux_loss import StepScope, counts_of, divisors_of
 from ppfleetx.nn.chunked_loss import PieceHead
 from ppfleetx.parallel.activation_scales import ActivationScales
+from ppfleetx.parallel.expert_loads import ExpertLoads
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import Judge, NonFiniteError, StepOutput
@@ -42,12 +43,14 @@ class StepOptions:
         clip_norm: global gradient norm to clip to; 0 measures it only.
         precision: what is computed in which type.
         metrics: names of the metrics that the model's layers give; the task has its own.
+        routers: number of experts of each router of the model, by canonical name.
     """
 
     seed: int = 0
     clip_norm: float = 0.0
     precision: Precision = field(default_factory=Precision)
     metrics: tuple[str, ...] = ()
+    routers: Mapping[str, int] = field(default_factory=dict)
 
 
 class StepRunner(ABC):
@@ -95,6 +98,7 @@ class StepRunner(ABC):
         self._search = NonFiniteSearch(stages)
         self._heads = [layer for _, layer in stages if isinstance(layer, PieceHead)]
         self._scales = ActivationScales(model, ctx)
+        self._loads = ExpertLoads(model, options.routers, ctx, factory.hidden_same_on)
         self.checks = "cheap"
         self.before_update: Callable[[], None] = lambda: None
         self.judge: Judge | None = None
@@ -131,7 +135,7 @@ class StepRunner(ABC):
         counts = self._count_over_job(micro_batches) if counts is None else counts
         num_valid = max(counts[0], 1.0)
         loss, grad_norm, overflow, metrics = self._gradients(micro_batches, counts)
-        more: dict[str, Any] = {"metrics": metrics}
+        more: dict[str, Any] = {"metrics": {**metrics, **self._loads.count()}}
         if self._precision.scaler is not None:
             more["loss_scale"] = self._precision.loss_scale
         accepted = self._accepts(loss, grad_norm, overflow, micro_batches)
@@ -147,6 +151,7 @@ class StepRunner(ABC):
         self.before_update()
         self._optimizer.step(lr=lr, weight_decay=weight_decay)
         self._scales.update()
+        self._loads.update()
         self._optimizer.clear_grad()
         return StepOutput(loss, num_valid, grad_norm, **more)
 
@@ -245,6 +250,7 @@ class StepRunner(ABC):
         """Forward and backward in the types of the precision, of the loss times its scale."""
         self._sync.begin(len(micro_batches))
         self._sums.begin()
+        self._loads.begin()
         scale = self._precision.loss_scale
         num_valid, *of_metrics = counts
         divisors = divisors_of(of_metrics) if of_metrics else None

@@ -1,4 +1,4 @@
-"""Alternatives to a plan: why well-known plans lose against the best, and settings that need less memory."""
+"""Alternatives to a plan: why well-known plans lose to the best one, and settings that save memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ppfleetx.config.plan import ParallelPlan, violations
 from ppfleetx.planner.cards import GIB
-from ppfleetx.planner.case import Case
+from ppfleetx.planner.job import Job
 from ppfleetx.planner.network import rival_groups
 from ppfleetx.planner.prediction import Prediction
 
@@ -18,6 +18,7 @@ _PARTS = {
     "memory": "element-wise operations",
     "tensor_parallel": "sums over tensor-parallel ranks",
     "context_parallel": "exchanges of sequence parts",
+    "expert_parallel": "exchanges of rows with experts",
     "parameters": "fetching parameters",
     "pipeline": "pipeline messages",
     "bubble": "an idle pipeline",
@@ -29,18 +30,18 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """One sentence for each well-known alternative to ``best`` on the same cards."""
-    case, devices = best.case, best.case.plan.world_size
+    """Why each well-known alternative to ``best`` loses on the same cards, one sentence each."""
+    job, devices = best.job, best.job.plan.world_size
     sentences = []
-    for name, plan in _well_known(case, devices, best.cluster.per_node):
-        if plan != case.plan:
+    for name, plan in _well_known(job, devices, best.cluster.per_node):
+        if plan != job.plan:
             sentences.append(f"{name}: {_verdict(best, plan)}")
     return sentences
 
 
-def _well_known(case: Case, devices: int, per_node: int) -> Iterator[tuple[str, ParallelPlan]]:
+def _well_known(job: Job, devices: int, per_node: int) -> Iterator[tuple[str, ParallelPlan]]:
     node = min(per_node, devices)
-    split = case.seq_len % node == 0 and node > 1
+    split = job.seq_len % node == 0 and node > 1
     yield f"Data parallelism alone (dp={devices})", ParallelPlan(dp=devices)
     if devices > 1:
         whole = ParallelPlan(sharding=devices, sharding_stage=3)
@@ -49,40 +50,40 @@ def _well_known(case: Case, devices: int, per_node: int) -> Iterator[tuple[str, 
         if devices % node == 0:
             yield f"Tensor parallelism over a node (mp={node}, dp={devices // node})", tensor
     stages = max(
-        (n for n in range(1, devices + 1) if devices % n == case.model.num_layers % n == 0), default=1
+        (n for n in range(1, devices + 1) if devices % n == job.model.num_layers % n == 0), default=1
     )
     if stages > 1:
         yield f"A pipeline as long as can be (pp={stages})", ParallelPlan(pp=stages, dp=devices // stages)
     wide = 2 * node
     if devices % wide == 0:
-        split = case.seq_len % wide == 0
+        split = job.seq_len % wide == 0
         plan = ParallelPlan(mp=wide, dp=devices // wide, sequence_parallel=split)
         yield f"Tensor parallelism over two nodes (mp={wide})", plan
-    if case.plan.pp_schedule == "zb_h1":
-        yield "The same in the order 1F1B (zb=0)", replace(case.plan, pp_schedule="1f1b")
-    elif case.plan.pp > 1 and case.plan.virtual_pp_degree == 1:
-        yield "The same in the order ZB-H1 (zb=1)", replace(case.plan, pp_schedule="zb_h1")
-    if case.plan.virtual_pp_degree > 1:
-        yield "The same without virtual stages (vpp=1)", replace(case.plan, virtual_pp_degree=1)
-    elif case.plan.sharding > 1:
+    if job.plan.pp_schedule == "zb_h1":
+        yield "The same in the order 1F1B (zb=0)", replace(job.plan, pp_schedule="1f1b")
+    elif job.plan.pp > 1 and job.plan.virtual_pp_degree == 1:
+        yield "The same in the order ZB-H1 (zb=1)", replace(job.plan, pp_schedule="zb_h1")
+    if job.plan.virtual_pp_degree > 1:
+        yield "The same without virtual stages (vpp=1)", replace(job.plan, virtual_pp_degree=1)
+    elif job.plan.sharding > 1:
         yield (
             "The same with replicas instead of sharding",
-            replace(case.plan, dp=case.plan.data_size, sharding=1, sharding_stage=1),
+            replace(job.plan, dp=job.plan.data_size, sharding=1, sharding_stage=1),
         )
 
 
 def _verdict(best: Prediction, plan: ParallelPlan) -> str:
-    case = best.case
-    if case.global_batch % plan.data_size:
-        return f"{case.global_batch} sequences a step cannot be dealt out to {plan.data_size} data ranks."
-    local = case.global_batch // plan.data_size
-    micro = max(m for m in range(1, min(local, case.micro_batch) + 1) if local % m == 0)
-    tried = replace(case, plan=plan, micro_batch=micro, accumulate=local // micro)
+    job = best.job
+    if job.global_batch % plan.data_size:
+        return f"{job.global_batch} sequences a step cannot be split among {plan.data_size} data ranks."
+    local = job.global_batch // plan.data_size
+    micro = max(m for m in range(1, min(local, job.micro_batch) + 1) if local % m == 0)
+    tried = replace(job, plan=plan, micro_batch=micro, accumulate=local // micro)
     broken = violations(plan, tried.workload)
     if broken:
         return f"{broken[0].sentence}."
     fitting = [
-        Prediction(replace(tried, recomputed=(kind,) * case.model.num_layers), best.cluster)
+        Prediction(replace(tried, recomputed=(kind,) * job.model.num_layers), best.cluster)
         for kind in ("none", "core_attn", "full")
     ]
     room = best.cluster.card.memory_gib * GIB
@@ -98,7 +99,7 @@ def _slower(best: Prediction, other: Prediction) -> str:
     if slower <= 0 and other.likely_at_most > best.likely_at_most:
         return (
             f"predicted to take {other.time.seconds:.3f} s, but likely up to {other.likely_at_most:.3f} s, "
-            f"because {rival_groups(other.case.plan, other.cluster)} tensor-parallel groups share a node."
+            f"because {rival_groups(other.job.plan, other.cluster)} tensor-parallel groups share a node."
         )
     if slower <= 0:
         return f"as fast as the best ({other.time.seconds:.3f} s)."
@@ -106,7 +107,7 @@ def _slower(best: Prediction, other: Prediction) -> str:
         name: other.time.parts[name] - best.time.parts[name] for name in _PARTS if name in other.time.parts
     }
     name = max(more, key=lambda part: more[part])
-    kind = next(iter(set(other.case.recomputed)))
+    kind = next(iter(set(other.job.recomputed)))
     with_what = "" if kind == "none" else f", recomputing {kind}"
     return (
         f"{slower:.0%} slower ({other.time.seconds:.3f} s{with_what}), most of all through {_PARTS[name]} "
@@ -115,13 +116,13 @@ def _slower(best: Prediction, other: Prediction) -> str:
 
 
 @dataclass(frozen=True)
-class Relief:
+class MemorySaving:
     """A setting that saves memory.
 
     Attributes:
         options: for the command line.
         saves: bytes on the fullest rank.
-        costs: how much longer a step takes, as a share; at least 0.
+        costs: by which share a step takes longer; at least 0.
     """
 
     options: str
@@ -129,32 +130,32 @@ class Relief:
     costs: float
 
 
-def reliefs(prediction: Prediction) -> list[Relief]:
+def memory_savings(prediction: Prediction) -> list[MemorySaving]:
     """Settings that save memory, the cheapest first; among equally cheap ones, the largest saving."""
     least, seconds = _LEAST_SAVING * prediction.fullest, prediction.time.seconds
     found = []
-    for options, case in _candidates(prediction.case):
-        if violations(case.plan, case.workload):
+    for options, job in _candidates(prediction.job):
+        if violations(job.plan, job.workload):
             continue
-        other = Prediction(case, prediction.cluster)
+        other = Prediction(job, prediction.cluster)
         saves = prediction.fullest - other.fullest
         if saves > least:
-            found.append(Relief(options, saves, max(other.time.seconds / seconds - 1, 0.0)))
+            found.append(MemorySaving(options, saves, max(other.time.seconds / seconds - 1, 0.0)))
     return sorted(found, key=lambda relief: (round(relief.costs, 2), -relief.saves))
 
 
-def _candidates(case: Case) -> Iterator[tuple[str, Case]]:
-    plan, micro, layers = case.plan, case.micro_batch, case.model.num_layers
+def _candidates(job: Job) -> Iterator[tuple[str, Job]]:
+    plan, micro, layers = job.plan, job.micro_batch, job.model.num_layers
     if micro % 2 == 0:
         options = f"-o Global.micro_batch_size={micro // 2}"
-        yield options, replace(case, micro_batch=micro // 2, accumulate=case.accumulate * 2)
-    if case.model.loss_chunks < _CHUNKS:
-        model = case.model.model_copy(update={"loss_chunks": _CHUNKS})
-        yield f"-o Model.loss_chunks={_CHUNKS}", replace(case, model=model)
+        yield options, replace(job, micro_batch=micro // 2, accumulate=job.accumulate * 2)
+    if job.model.loss_chunks < _CHUNKS:
+        model = job.model.model_copy(update={"loss_chunks": _CHUNKS})
+        yield f"-o Model.loss_chunks={_CHUNKS}", replace(job, model=model)
     for kind in ("core_attn", "full_attn", "full"):
-        if case.recomputed != (kind,) * layers:
+        if job.recomputed != (kind,) * layers:
             options = f"-o Model.use_recompute=True -o Model.recompute_granularity={kind}"
-            yield options, replace(case, recomputed=(kind,) * layers)
+            yield options, replace(job, recomputed=(kind,) * layers)
     for stage in (1, 2, 3):
         if plan.data_size > 1 and (plan.sharding < plan.data_size or plan.sharding_stage < stage):
             options = (
@@ -163,8 +164,8 @@ def _candidates(case: Case) -> Iterator[tuple[str, Case]]:
             )
             yield (
                 options,
-                replace(case, plan=replace(plan, dp=1, sharding=plan.data_size, sharding_stage=stage)),
+                replace(job, plan=replace(plan, dp=1, sharding=plan.data_size, sharding_stage=stage)),
             )
-    if plan.sharding > 1 and not plan.sharding_offload and case.kernels != "cpu":
+    if plan.sharding > 1 and not plan.sharding_offload and job.kernels != "cpu":
         options = "-o Distributed.sharding.sharding_offload=True"
-        yield options, replace(case, plan=replace(plan, sharding_offload=True))
+        yield options, replace(job, plan=replace(plan, sharding_offload=True))

@@ -1,8 +1,8 @@
-"""Bytes on each rank of each pipeline stage, part by part, and in host memory.
+"""Memory of a rank on each pipeline stage, part by part, and of its host.
 
-Of a step the worst moment counts: within the passes (a layer's declaration says what it keeps and needs
-for a moment; here is which layers and micro batches are alive then, and which gradients), or
-when packed gradients are on their way. Beside it stands what the start takes, before the first step.
+The peak of a step is reached within the passes, or while packed gradients are in transit. Each layer's
+declaration says what it keeps and what it needs for a moment; this module adds which layers, micro batches
+and gradients are alive at the same time. The peak while the model is built is counted separately.
 """
 
 from __future__ import annotations
@@ -15,36 +15,35 @@ from ppfleetx.models.gpt.spec import BlockSpec, model_spec
 from ppfleetx.nn.cost import Recompute, Work
 from ppfleetx.nn.tape import Tape
 from ppfleetx.planner.cards import GIB
-from ppfleetx.planner.case import Case, SameModel
+from ppfleetx.planner.job import Job, ModelKey
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
-_BUCKET_BYTES = 64 << 20  # parallel sums are packed into pieces of this size (distributed/collectives.py)
-_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # a rank's random generators, and those of mp, as text
+_BUCKET_BYTES = 64 << 20  # size of the buckets that sums are packed into (distributed/collectives.py)
+_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # a rank's random generators and those of mp, as text
 _FRAGMENTS = 0.02
-"""What the allocator loses to fragments, as a share of what it hands out."""
+"""Memory the allocator loses to fragmentation, as a share of what it hands out."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank, by part; :meth:`total` is the peak of a step, :meth:`peak` that of a run.
+    """Bytes of one rank, by part; :attr:`total` is the peak of a step, :attr:`peak` that of a run.
 
     Attributes:
-        parameters: as the passes see them.
-        gradients: as they are kept between passes.
+        parameters: in the type that the passes use.
+        gradients: kept between passes.
         masters: float32 masters of 16-bit parameters.
         optimizer: moments.
         activations: kept for the backward passes of all micro batches in flight.
         logits: logits and what the loss keeps of them.
-        temporary: what exists for a moment at the worst time: recomputed layers, gradients of activations,
-            fetched parameters.
+        temporary: short-lived at the peak: recomputed layers, gradients of activations, fetched parameters.
         buffers: packed communication.
         context: driver and libraries.
-        fragments: what the allocator loses.
-        host: in host memory: offloaded states, copies for saving in the background.
-        whole_gradients: of all parameters, when the last backward pass has ended.
-        start: the most at once while the model is made, context and fragments included.
-        save: the same while a checkpoint is saved between steps.
+        fragments: lost by the allocator.
+        host: host memory: offloaded states, copies for saving in the background.
+        whole_gradients: gradients of all parameters after the last backward pass.
+        start: peak while the model is built, context and fragments included.
+        save: peak while a checkpoint is saved between steps.
     """
 
     parameters: float
@@ -64,7 +63,7 @@ class StageMemory:
 
     @property
     def tensors(self) -> float:
-        """What Paddle's allocator hands out at the peak: all but context and fragments."""
+        """What Paddle's allocator hands out at the peak: everything but context and fragments."""
         return self.total - self.context - self.fragments
 
     @property
@@ -74,7 +73,7 @@ class StageMemory:
 
     @property
     def peak(self) -> float:
-        """What the card must have: for the start and for each step."""
+        """Memory that the card must have, for the start and for each step."""
         return max(self.start, self.total)
 
 
@@ -92,29 +91,29 @@ CARD_PARTS = (
 )
 
 
-def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
+def stage_memory(job: Job, cluster: Cluster, stage: int) -> StageMemory:
     """Memory of a rank of pipeline stage ``stage``."""
-    precision, plan = case.precision, case.plan
-    held = held_parameters(case, stage)
+    precision, plan = job.precision, job.plan
+    held = held_parameters(job, stage)
     masters = held.owned * precision.master_bytes
-    moments = held.owned * 4 * case.moments
+    moments = held.owned * 4 * job.moments
     host = masters + moments if plan.sharding_offload else 0.0
-    if case.async_save:
-        host += held.owned * (4 * case.moments + max(precision.master_bytes, precision.parameter_bytes))
+    if job.async_save:
+        host += held.owned * (4 * job.moments + max(precision.master_bytes, precision.parameter_bytes))
     if plan.sharding_offload:
         masters = moments = 0.0
     parts = {
         "parameters": held.resident * precision.parameter_bytes + held.stored,
         "masters": masters,
         "optimizer": moments,
-        **_worst_moment(case, stage, held),
+        **_worst_moment(job, stage, held),
     }
-    gradients = _kept_gradients(case, held) * precision.gradient_bytes
-    fragments = _fragments(case) * sum(parts.values())
+    gradients = _kept_gradients(job, held) * precision.gradient_bytes
+    fragments = _fragments(job) * sum(parts.values())
     context = cluster.card.context_gib * GIB
     kept = parts["parameters"] + masters
-    start = context + (1 + _fragments(case)) * _start(case, held, kept)
-    save = context + (1 + _fragments(case)) * (kept + moments + _states_of_generators(plan))
+    start = context + (1 + _fragments(job)) * _start(job, held, kept)
+    save = context + (1 + _fragments(job)) * (kept + moments + _states_of_generators(plan))
     return StageMemory(
         **parts,
         context=context,
@@ -127,132 +126,134 @@ def stage_memory(case: Case, cluster: Cluster, stage: int) -> StageMemory:
 
 
 def _states_of_generators(plan: ParallelPlan) -> float:
-    """A save gathers the random generators of all ranks. Tensors are copied to the host one by one, and take
-    nothing beside themselves."""
+    """A save gathers the random generators of all ranks. Tensors are copied to the host one by one and need
+    no extra memory."""
     each = _GENERATORS_BYTES + (_STREAMS_BYTES if plan.mp > 1 else 0)
     return (plan.world_size + 1.0) * each if plan.world_size > 1 else 0.0
 
 
-def _start(case: Case, held: Held, kept: float) -> float:
-    """The largest stage of layers as Paddle makes it, in float32; or all that is kept, or what is kept so far
-    and the float32 values of a 16-bit parameter whose master is not (``parallel/first_values.py``)."""
-    drops = case.precision.parameter_bytes < 4 and (case.plan.sharding_offload or held.owned < held.resident)
+def _start(job: Job, held: Held, kept: float) -> float:
+    """The largest of: a stage of layers as Paddle creates it, in float32; all that is kept; what is kept so
+    far plus the float32 values of a 16-bit parameter whose master is kept elsewhere
+    (``parallel/first_values.py``)."""
+    drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
     return max(4.0 * held.largest_layer, kept, *drawn)
 
 
-def _fragments(case: Case) -> float:
-    if case.fragments is not None:
-        return case.fragments
-    return 0.0 if case.kernels == "cpu" else _FRAGMENTS  # on a CPU what is asked for is what is counted
+def _fragments(job: Job) -> float:
+    if job.fragments is not None:
+        return job.fragments
+    return 0.0 if job.kernels == "cpu" else _FRAGMENTS  # on a CPU, requested bytes are counted
 
 
-def least_memory(case: Case, cluster: Cluster) -> float:
-    """Bytes that the fullest rank needs whatever its micro batch and recompute are: what a search looks at
-    before it varies those."""
-    precision, states = case.precision, 0.0
-    if not case.plan.sharding_offload:
-        states = precision.master_bytes + 4 * case.moments
+def least_memory(job: Job, cluster: Cluster) -> float:
+    """Bytes that the fullest rank needs whatever its micro batch and recompute: a search checks them
+    first."""
+    precision, states = job.precision, 0.0
+    if not job.plan.sharding_offload:
+        states = precision.master_bytes + 4 * job.moments
     most = 0.0
-    for stage in {0, case.plan.pp - 1}:
-        held = held_parameters(case, stage)
+    for stage in {0, job.plan.pp - 1}:
+        held = held_parameters(job, stage)
         most = max(
             most,
             held.resident * precision.parameter_bytes
             + held.stored
-            + _kept_gradients(case, held) * precision.gradient_bytes
+            + _kept_gradients(job, held) * precision.gradient_bytes
             + held.owned * states,
         )
     return most + cluster.card.context_gib * GIB
 
 
-def _kept_gradients(case: Case, held: Held) -> int:
-    """Gradients a rank has when the last backward pass ends: from sharding stage 2 on, the owner's, and of
-    each other owner those that wait for a full bucket."""
-    if case.plan.sharding == 1 or case.plan.sharding_stage == 1:
+def _kept_gradients(job: Job, held: Held) -> int:
+    """Number of gradients on a rank when the last backward pass ends. From sharding stage 2 on these are the
+    ones it owns, and those of other owners that still wait for a full bucket."""
+    if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
-    waiting = (case.plan.sharding - 1) * _BUCKET_BYTES // case.precision.gradient_bytes
+    waiting = (job.plan.sharding - 1) * _BUCKET_BYTES // job.precision.gradient_bytes
     return min(held.trained, held.owned + waiting)
 
 
-def passes_in_flight(case: Case, stage: int) -> float:
-    """Micro batches of one chunk that a stage keeps activations of at the worst time, averaged over chunks
-    (Korthikanti et al. 2022, §4.2.3): p - stage with 1F1B, with v virtual stages of the first stage
-    p (1 + (p - 1) / (p v))."""
-    p, v = case.plan.pp, case.plan.virtual_pp_degree
+def passes_in_flight(job: Job, stage: int) -> float:
+    """Micro batches per chunk whose activations a stage holds at the peak, averaged over chunks (Korthikanti
+    et al. 2022, §4.2.3): p - stage with 1F1B; p (1 + (p - 1) / (p v)) on the first stage with v virtual
+    stages."""
+    p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
-        return min(case.accumulate, p - stage)
-    if case.forwards_first:
-        return case.accumulate
+        return min(job.accumulate, p - stage)
+    if job.forwards_first:
+        return job.accumulate
     ahead = (p - stage - 1) * 2 + (v - 1) * p + 1
-    return min(case.accumulate * v, ahead) / v
+    return min(job.accumulate * v, ahead) / v
 
 
 @dataclass(frozen=True)
 class _Run:
-    """``count`` equal layers one after the other; not ``everywhere``: only the first or last chunk has it."""
+    """``count`` equal layers in a row; ``everywhere``: each chunk has them, not only the first or the
+    last."""
 
     tape: Tape
     count: int
     everywhere: bool = False
 
 
-def _chunk(case: Case, stage: int) -> list[_Run]:
-    """The layers of a stage (with virtual stages, of the chunk that is largest), in order."""
-    v, work = case.plan.virtual_pp_degree, case.work
+def _chunk(job: Job, stage: int) -> list[_Run]:
+    """The layers of a stage in order; with virtual stages, those of its largest chunk."""
+    v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:
-        runs.append(_Run(_embedding_tape(SameModel(case.model), work), 1))
-    kinds = case.layer_kinds(stage).items()
+        runs.append(_Run(_embedding_tape(ModelKey(job.model), work), 1))
+    kinds = job.layer_kinds(stage).items()
     runs += [_Run(block_tape(*layer, work), -(-count // v), True) for layer, count in kinds if count]
-    if stage == case.plan.pp - 1:
-        runs.append(_Run(_end_tape(SameModel(case.model), work), 1))
+    if stage == job.plan.pp - 1:
+        runs.append(_Run(_end_tape(ModelKey(job.model), work), 1))
     return runs
 
 
 @lru_cache(maxsize=2048)
 def block_tape(block: BlockSpec, recompute: Recompute, work: Work) -> Tape:
-    """What a block writes and keeps, worked out once."""
+    """What a block writes and keeps, computed once."""
     return block.tape(work, recompute)
 
 
 @lru_cache(maxsize=1024)
-def _embedding_tape(same: SameModel, work: Work) -> Tape:
+def _embedding_tape(same: ModelKey, work: Work) -> Tape:
     return model_spec(same.model).embedding.tape(work)
 
 
 @lru_cache(maxsize=1024)
-def _end_tape(same: SameModel, work: Work) -> Tape:
+def _end_tape(same: ModelKey, work: Work) -> Tape:
     return model_spec(same.model).end_tape(work)
 
 
-def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
-    """Parts of the memory that differ over a step, when they are most together."""
-    gradients = _kept_gradients(case, held) * case.precision.gradient_bytes
+def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
+    """The parts of memory that vary within a step, at the moment their sum is largest."""
+    gradients = _kept_gradients(job, held) * job.precision.gradient_bytes
     moments = [
         {
             "gradients": gradients,
             "activations": 0.0,
             "logits": 0.0,
             "temporary": 0.0,
-            "buffers": _buffers(case, held),
+            "buffers": _buffers(job, held),
         }
     ]
-    runs, in_flight = _chunk(case, stage), passes_in_flight(case, stage)
-    v, last = case.plan.virtual_pp_degree, stage == case.plan.pp - 1
+    runs, in_flight = _chunk(job, stage), passes_in_flight(job, stage)
+    v, last = job.plan.virtual_pp_degree, stage == job.plan.pp - 1
     kept = sum(run.tape.kept * run.count for run in runs)
     whole = kept + (v - 1) * sum(run.tape.kept * run.count for run in runs if run.everywhere)
-    others = whole * in_flight - kept + _waiting_for_weights(case, stage) + _travelling(case, stage)
+    others = whole * in_flight - kept + _waiting_for_weights(job, stage) + _travelling(job, stage)
     chunk = whole / v
     logits = runs[-1].tape.kept if last else 0.0
     passes = [(others, True)]
-    if case.accumulate > 1:
-        rhythm = case.accumulate > in_flight
+    if job.accumulate > 1:
+        rhythm = job.accumulate > in_flight
         passes.append((others if rhythm else others - chunk, False))
     for beside, first in passes:
         there = 0.0 if first else gradients
-        forward = not first or case.accumulate == 1
-        fetched = _fetched(case, held)
+        forward = not first or job.accumulate == 1
+        fetched = _fetched(job, held)
         peak, grown = _pass_peak(runs, first=first, forward=forward, most_gradients=gradients, values=fetched)
         logits_here = logits if last else 0.0
         kept_here = max(0.0, beside) + kept
@@ -269,31 +270,31 @@ def _worst_moment(case: Case, stage: int, held: Held) -> dict[str, float]:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def _waiting_for_weights(case: Case, stage: int) -> float:
-    """ZB-H1: of as many micro batches as stages come before, the inputs and output gradients of products
-    whose weights have no gradients yet."""
-    if case.plan.pp_schedule != "zb_h1":
+def _waiting_for_weights(job: Job, stage: int) -> float:
+    """ZB-H1: inputs and output gradients of products whose weight gradients are still to be computed, for as
+    many micro batches as there are earlier stages."""
+    if job.plan.pp_schedule != "zb_h1":
         return 0.0
     elements = 0.0
-    for (block, _), count in case.layer_kinds(stage).items():
-        elements += count * sum(operation.operands for operation in block.operations(case.work))
-    if stage == case.plan.pp - 1:
-        elements += sum(operation.operands for operation in case.spec.end_operations(case.work))
-    micro_batches = min(stage, max(0, case.accumulate - (case.plan.pp - stage)))
-    return micro_batches * elements * case.precision.activation_bytes
+    for (block, _), count in job.layer_kinds(stage).items():
+        elements += count * sum(operation.operands for operation in block.operations(job.work))
+    if stage == job.plan.pp - 1:
+        elements += sum(operation.operands for operation in job.spec.end_operations(job.work))
+    micro_batches = min(stage, max(0, job.accumulate - (job.plan.pp - stage)))
+    return micro_batches * elements * job.precision.activation_bytes
 
 
-def _travelling(case: Case, stage: int) -> float:
-    """``overlap_p2p_comm``: an input that came early, and an output on its way."""
-    if not case.computes_on:
+def _travelling(job: Job, stage: int) -> float:
+    """``overlap_p2p_comm``: an input that has arrived early and an output in transit."""
+    if not job.overlaps_messages:
         return 0.0
-    return ((stage > 0) + (stage < case.plan.pp - 1)) * case.message_bytes
+    return ((stage > 0) + (stage < job.plan.pp - 1)) * job.message_bytes
 
 
 def _pass_peak(
     runs: list[_Run], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """(most bytes at once in the passes of one micro batch, of them gradients that have grown with it)."""
+    """(peak bytes in the passes of one micro batch, how many of them are gradients that this pass made)."""
     before, peak, grown_at_peak = 0.0, 0.0, 0.0
     starts = []
     for run in runs:
@@ -305,7 +306,7 @@ def _pass_peak(
     grown = 0.0
     for run, (start, end) in zip(reversed(runs), reversed(starts), strict=True):
         need = run.tape.backward_peak(first=first, values=values)
-        # Within a run activations go as gradients come: the worst is its last layer or its first.
+        # Within a run, activations shrink as gradients grow: the peak is at its last layer or its first.
         for below, later in ((end, 0), (start, run.count - 1)):
             here = min(most_gradients, grown + (later * run.tape.weights if first else 0.0))
             if below + need + here > peak:
@@ -314,19 +315,19 @@ def _pass_peak(
     return peak, grown_at_peak
 
 
-def _fetched(case: Case, held: Held) -> float:
-    """Sharding stage 3: the values of a layer that others own, and those on their way for the next one."""
-    n = case.plan.sharding
-    if n == 1 or case.plan.sharding_stage != 3:
+def _fetched(job: Job, held: Held) -> float:
+    """Sharding stage 3: a layer's fetched parameters, and those of the next layer that are in transit."""
+    n = job.plan.sharding
+    if n == 1 or job.plan.sharding_stage != 3:
         return 0.0
-    ahead = largest_layer(case)[0] if case.overlap.values else 0
-    return (held.largest_layer * (n - 1) / n + ahead) * case.precision.parameter_bytes
+    ahead = largest_layer(job)[0] if job.overlap.values else 0
+    return (held.largest_layer * (n - 1) / n + ahead) * job.precision.parameter_bytes
 
 
-def _buffers(case: Case, held: Held) -> float:
-    """Packed gradients on their way: one bucket, from sharding stage 2 on two."""
-    plan = case.plan
+def _buffers(job: Job, held: Held) -> float:
+    """Packed gradients in transit: one bucket, two from sharding stage 2 on."""
+    plan = job.plan
     if plan.dp == plan.sep == plan.sharding == 1:
         return 0.0
-    buckets = 2 if plan.sharding_stage > 1 and case.overlap.bucket_bytes else 1
-    return min(buckets * _BUCKET_BYTES, held.trained * case.precision.gradient_bytes)
+    buckets = 2 if plan.sharding_stage > 1 and job.overlap.bucket_bytes else 1
+    return min(buckets * _BUCKET_BYTES, held.trained * job.precision.gradient_bytes)

@@ -12,10 +12,10 @@ from typing import Any
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
-from ppfleetx.planner.plan_words import plan_words
+from ppfleetx.planner.plan_option import plan_text
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants
-from ppfleetx.planner.search import Found
+from ppfleetx.planner.search import SearchResult
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.planner.timeline import Span
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
@@ -41,11 +41,11 @@ Figure = tuple[str, str, Callable[..., None]]
 
 
 @os_errors(ConfigError)
-def write_report(directory: Path, prediction: Prediction, found: Found | None) -> list[Path]:
-    """PNG and SVG of each picture and ``index.html``, which holds them and opens without a network.
+def write_report(directory: Path, prediction: Prediction, found: SearchResult | None) -> list[Path]:
+    """Write PNG and SVG of each plot, and ``index.html``, which embeds them and needs no network.
 
     Raises:
-        ConfigError: matplotlib is not installed, the directory has a report, or cannot be written.
+        ConfigError: matplotlib is not installed, or the directory holds a report or cannot be written.
     """
     try:
         from matplotlib.figure import Figure as Canvas
@@ -74,24 +74,24 @@ def write_report(directory: Path, prediction: Prediction, found: Found | None) -
     return [*written, page]
 
 
-def _pictures(prediction: Prediction, found: Found | None) -> list[Figure]:
+def _pictures(prediction: Prediction, found: SearchResult | None) -> list[Figure]:
     pictures: list[Figure] = [
         ("memory", "Memory of a device, by part and pipeline stage", _draw_memory),
         ("step", "Time of a step, by part, on the fullest stage", _draw_step),
     ]
-    if prediction.case.plan.pp > 1:
+    if prediction.job.plan.pp > 1:
         pictures.insert(0, ("timeline", "The pipeline: who computes when", _draw_timeline))
     if found is not None and len(found.best) > 1:
         pictures.append(("frontier", "The best plans: memory against time", _draw_frontier))
     return pictures
 
 
-def _draw_timeline(axes: Any, prediction: Prediction, _: Found | None) -> None:
-    """The timeline of a step of a few micro batches, so that each is visible."""
-    case, plan = prediction.case, prediction.case.plan
-    count = min(case.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
+def _draw_timeline(axes: Any, prediction: Prediction, _: SearchResult | None) -> None:
+    """Draw the timeline of a step with few enough micro batches to see each of them."""
+    job, plan = prediction.job, prediction.job.plan
+    count = min(job.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
     count -= count % plan.pp if plan.virtual_pp_degree > 1 else 0
-    shown = step_time(replace(case, accumulate=count), prediction.cluster, whole_timeline=True)
+    shown = step_time(replace(job, accumulate=count), prediction.cluster, whole_timeline=True)
     spans, end = shown.timeline.spans, shown.timeline.seconds
     again = shown.parts["recompute"] / max(1e-12, sum(_backward_of(spans)))
     axes.broken_barh([(0, end)], (-0.5, plan.pp), facecolors=_IDLE, label="idle, or waiting for a message")
@@ -107,15 +107,14 @@ def _draw_timeline(axes: Any, prediction: Prediction, _: Found | None) -> None:
             axes.broken_barh(starts, (stage - 0.42, 0.84), facecolors=_AGAIN)
     axes.set(xlabel="seconds", ylabel="pipeline stage", xlim=(0, end), ylim=(plan.pp - 0.5, -0.5))
     axes.set_title(
-        f"{count} of {case.accumulate} micro batches; over the whole step {prediction.time.bubble:.1%} "
-        f"is idle"
+        f"{count} of {job.accumulate} micro batches; over the whole step {prediction.time.bubble:.1%} is idle"
     )
     axes.yaxis.get_major_locator().set_params(integer=True)
     _legend(axes, again, divided=plan.pp_schedule == "zb_h1")
 
 
 def _backward_of(spans: tuple[Span, ...]) -> list[float]:
-    """Seconds of the backward passes of the busiest stage."""
+    """Seconds of each backward pass of the busiest stage."""
     stages: dict[int, list[float]] = {}
     for span in spans:
         if not span.is_forward and not span.is_weights:
@@ -140,7 +139,7 @@ def _legend(axes: Any, again: float, *, divided: bool) -> None:
     axes.figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
 
 
-def _draw_memory(axes: Any, prediction: Prediction, _: Found | None) -> None:
+def _draw_memory(axes: Any, prediction: Prediction, _: SearchResult | None) -> None:
     stages = range(len(prediction.memory))
     bottom = [0.0] * len(stages)
     for part, colour in zip(CARD_PARTS, _PALETTE, strict=True):
@@ -157,7 +156,7 @@ def _draw_memory(axes: Any, prediction: Prediction, _: Found | None) -> None:
     axes.figure.legend(loc="outside right upper", frameon=False)
 
 
-def _draw_step(axes: Any, prediction: Prediction, _: Found | None) -> None:
+def _draw_step(axes: Any, prediction: Prediction, _: SearchResult | None) -> None:
     parts = [(name, s) for name, s in prediction.time.parts.items() if s > 0 and name != "recompute"]
     names = [name.replace("_", " ") for name, _ in parts][::-1]
     seconds = [value for _, value in parts][::-1]
@@ -170,7 +169,7 @@ def _draw_step(axes: Any, prediction: Prediction, _: Found | None) -> None:
     axes.set_title(f"step {middle:.3f} s, likely {low:.3f} to {high:.3f} s{recomputed}")
 
 
-def _draw_frontier(axes: Any, prediction: Prediction, found: Found | None) -> None:
+def _draw_frontier(axes: Any, prediction: Prediction, found: SearchResult | None) -> None:
     points = [(one.fullest / GIB, one.time.seconds) for one in found.best]
     for number, (memory, seconds) in enumerate(points, start=1):
         axes.scatter(memory, seconds, color=_PALETTE[0], s=36, zorder=3)
@@ -194,14 +193,14 @@ def _section(words: str, path: Path) -> str:
 
 
 def _page(prediction: Prediction, sections: list[str]) -> str:
-    title = html.escape(plan_words(prediction.case))
+    title = html.escape(plan_text(prediction.job))
     text = html.escape(f"{account(prediction)}\n\n{constants(prediction.cluster)}")
     pictures = "\n".join(sections)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Plan {title}</title>
 <style>body{{font:16px/1.5 sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}}
 img{{max-width:100%}}pre{{overflow-x:auto;background:#f5f5f5;padding:1rem;font-size:13px}}</style></head>
-<body><h1>{prediction.case.plan.world_size} x
+<body><h1>{prediction.job.plan.world_size} x
 {html.escape(prediction.cluster.card.name)}</h1><p><code>{title}</code></p> {pictures} <h2>The whole
 account</h2><pre>{text}</pre></body></html>
 """

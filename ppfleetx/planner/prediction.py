@@ -1,4 +1,4 @@
-"""One plan's account: memory of each stage, time of a step, and what follows from both."""
+"""The prediction for one job: memory of each stage, time of a step, and what follows from both."""
 
 from __future__ import annotations
 
@@ -6,76 +6,77 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
-from ppfleetx.planner.cards import GIB
-from ppfleetx.planner.case import Case
-from ppfleetx.planner.flops import model_flops_utilization, step_flops, tflops_per_device
+from ppfleetx.planner.cards import GIB, Card, any_card, card_of_device, load_card
+from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.memory import CARD_PARTS, StageMemory, stage_memory
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_words import plan_words
+from ppfleetx.planner.plan_option import plan_text
 from ppfleetx.planner.step_time import StepTime, quick_seconds, spread, step_time
+from ppfleetx.planner.utilization import model_flops_utilization, step_flops, tflops_per_device
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says of ``case`` on ``cluster``. Parts are computed when they are asked for."""
+    """What the planner predicts for ``job`` on ``cluster``. Each part is computed on first use."""
 
-    case: Case
+    job: Job
     cluster: Cluster
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Of a rank of each pipeline stage."""
-        return tuple(stage_memory(self.case, self.cluster, stage) for stage in range(self.case.plan.pp))
+        """Memory of a rank on each pipeline stage."""
+        return tuple(stage_memory(self.job, self.cluster, stage) for stage in range(self.job.plan.pp))
 
     @cached_property
     def fullest(self) -> float:
-        """Bytes that the fullest rank needs, at the start or in a step. With equal stages that is one of the
-        first (most micro batches in flight) or of the last (logits)."""
-        plan = self.case.plan
+        """Bytes that the fullest rank needs, at the start or in a step. With equal stages it is on the first
+        (most micro batches in flight) or the last one (logits)."""
+        plan = self.job.plan
         stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
-        return max(stage_memory(self.case, self.cluster, stage).peak for stage in stages)
+        return max(stage_memory(self.job, self.cluster, stage).peak for stage in stages)
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank has the memory."""
+        """Whether the fullest rank fits into the card's memory."""
         return self.fullest <= self.cluster.card.memory_gib * GIB
 
     @cached_property
     def time(self) -> StepTime:
-        """Of one optimizer step."""
-        return step_time(self.case, self.cluster)
+        """Time of one optimizer step."""
+        return step_time(self.job, self.cluster)
 
     @property
     def likely_at_most(self) -> float:
-        """Seconds that a step is likely to take at most: what plans are ranked by."""
+        """Upper end of the likely seconds of a step; plans are ranked by it."""
         return self.time.interval[2]
 
     @cached_property
     def quickly_at_most(self) -> float:
-        """About :attr:`likely_at_most`, without playing the schedule."""
-        return quick_seconds(self.case, self.cluster) * spread(self.case, self.cluster)[1]
+        """An estimate of :attr:`likely_at_most` without simulating the schedule."""
+        return quick_seconds(self.job, self.cluster) * spread(self.job, self.cluster)[1]
 
     @property
     def host(self) -> float:
-        """Bytes of host memory that a rank needs: offloaded states, copies for saving in the background."""
+        """Host memory that a rank needs, for offloaded states and copies for saving in the background."""
         return max(stage.host for stage in self.memory)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
-        return self.case.tokens / self.time.seconds
+        """Tokens per second of the whole job."""
+        return self.job.tokens / self.time.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, full attention."""
-        return model_flops_utilization(self.case, self.time.seconds, self.cluster.card)
+        """Model FLOPs utilisation, counted with full attention."""
+        return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float | None = None) -> dict[str, Any]:
-        """The documented object of ``plan --json``; ``tokens`` of the whole run give days and card-hours."""
-        flops, seconds = step_flops(self.case), self.time.seconds
+        """The object that ``plan --json`` prints; ``tokens`` of the whole run add days and card-hours."""
+        flops, seconds = step_flops(self.job), self.time.seconds
         return {
-            "plan": plan_words(self.case),
+            "plan": plan_text(self.job),
             "step_time_s": [round(value, 6) for value in self.time.interval],
             "step_parts_s": {name: round(value, 6) for name, value in self.time.parts.items()},
             "memory_gib": [round(stage.total / GIB, 4) for stage in self.memory],
@@ -88,24 +89,61 @@ class Prediction:
             "fits": self.fits,
             "mfu": round(self.mfu, 6),
             "tflops_per_device": {
-                "full_attention": round(tflops_per_device(flops.full, seconds, self.case), 4),
-                "causal_attention": round(tflops_per_device(flops.causal, seconds, self.case), 4),
-                "with_recompute": round(tflops_per_device(flops.hardware, seconds, self.case), 4),
+                "full_attention": round(tflops_per_device(flops.full, seconds, self.job), 4),
+                "causal_attention": round(tflops_per_device(flops.causal, seconds, self.job), 4),
+                "with_recompute": round(tflops_per_device(flops.hardware, seconds, self.job), 4),
             },
             "bubble": round(self.time.bubble, 6),
             "exposed_comm_s": round(self.time.exposed_communication, 6),
             "tokens_per_second": round(self.tokens_per_second, 3),
-            "parameters": parameter_count(self.case.model),
-            "devices": self.case.plan.world_size,
-            "global_batch_size": self.case.global_batch,
+            "parameters": parameter_count(self.job.model),
+            "devices": self.job.plan.world_size,
+            "global_batch_size": self.job.global_batch,
             **({} if tokens is None else self._run(tokens)),
         }
 
     def _run(self, tokens: float) -> dict[str, float]:
         seconds = tokens / self.tokens_per_second
-        cards = self.case.plan.world_size
+        cards = self.job.plan.world_size
         return {
             "tokens": tokens,
             "days": round(seconds / 86_400, 4),
             "card_hours": round(seconds / 3_600 * cards, 2),
         }
+
+
+def run_prediction(
+    cfg: RunConfig, device: str, card: Card | None = None, *, device_name: str = ""
+) -> Prediction | None:
+    """The prediction for the run of ``cfg`` under its own plan.
+
+    Args:
+        cfg: the configuration.
+        device: ``cpu`` or anything else.
+        card: the card of the run; None: ``Global.card``, else that of ``device_name``, else a typical one.
+        device_name: the driver's name of the device.
+
+    Returns:
+        None if the run does not train our own GPT, or the card does not compute in its type.
+
+    Raises:
+        ConfigError: ``Global.card`` is no card.
+    """
+    prediction = prediction_of_memory(cfg, device, card, device_name)
+    if prediction is None or prediction.job.precision.compute not in prediction.cluster.card.peak_tflops:
+        return None
+    return prediction
+
+
+def prediction_of_memory(
+    cfg: RunConfig, device: str, card: Card | None = None, device_name: str = ""
+) -> Prediction | None:
+    """Like :func:`run_prediction`, but also for cards without a known speed in this type: memory needs
+    none."""
+    if cfg.Data.Train is None or cfg.Model.name != "GPT":
+        return None
+    if card is None:
+        name = cfg.Global.card or card_of_device(device_name)
+        asked_in = cfg.origins.get("Global.card")
+        card = any_card(device) if name is None else load_card(name, key="Global.card", asked_in=asked_in)
+    return Prediction(job_of(cfg, card), Cluster(card))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from ppfleetx.config.counts import bytes_text, counted
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.cards import GIB
+from ppfleetx.planner.job import EXPERT_IMBALANCE
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_words import plan_words
-from ppfleetx.planner.prediction import Prediction
-from ppfleetx.planner.search import Found
+from ppfleetx.planner.plan_option import plan_text
+from ppfleetx.planner.prediction import Prediction, prediction_of_memory
+from ppfleetx.planner.search import SearchResult
 
 _BESIDE = ("total", "start", "host")
 
 
-def ranking(found: Found, cluster: Cluster, devices: int, goal: str) -> str:
-    """A table of the best plans, the best first."""
+def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> str:
+    """A table of the best plans, best first."""
     card = cluster.card
     lines = [
         f"{found.plans:,} legal plans for {devices:,} x {card.name} ({cluster.per_node} a node), "
@@ -42,7 +45,7 @@ def ranking(found: Found, cluster: Cluster, devices: int, goal: str) -> str:
         lines.append(
             f"{time.seconds:9.3f} {prediction.likely_at_most:9.3f} {prediction.fullest / GIB:6.1f}{host} "
             f"{prediction.tokens_per_second:11,.0f} {prediction.mfu:6.1%} {time.bubble:7.1%} "
-            f"{time.exposed_communication:8.3f}  {plan_words(prediction.case)}"
+            f"{time.exposed_communication:8.3f}  {plan_text(prediction.job)}"
         )
     if goal == "time":
         lines.append(
@@ -53,14 +56,14 @@ def ranking(found: Found, cluster: Cluster, devices: int, goal: str) -> str:
 
 
 def account(prediction: Prediction) -> str:
-    """All details of one plan: parameters, memory of each stage by part, step time by part."""
-    case, cluster, time = prediction.case, prediction.cluster, prediction.time
+    """Everything about one plan: parameters, memory of each stage by part, step time by part."""
+    job, cluster, time = prediction.job, prediction.cluster, prediction.time
     low, middle, high = time.interval
     lines = [
-        f"plan        {plan_words(case)} on {case.plan.world_size} x {cluster.card.name}",
-        f"model       {parameter_count(case.model):,} parameters, sequences of {case.seq_len}",
-        f"batch       {case.global_batch} sequences a step = {case.micro_batch} x {case.accumulate} micro "
-        f"batches x {case.plan.data_size} data ranks",
+        f"plan        {plan_text(job)} on {job.plan.world_size} x {cluster.card.name}",
+        f"model       {parameter_count(job.model):,} parameters, sequences of {job.seq_len}",
+        f"batch       {job.global_batch} sequences a step = {job.micro_batch} x {job.accumulate} micro "
+        f"batches x {job.plan.data_size} data ranks",
         f"step        {middle:.3f} s, likely {low:.3f} to {high:.3f}; "
         f"{prediction.tokens_per_second:,.0f} tokens/s, MFU {prediction.mfu:.1%}",
         "time by part, of the fullest stage:",
@@ -71,6 +74,11 @@ def account(prediction: Prediction) -> str:
     for stage, memory in enumerate(prediction.memory):
         values = [getattr(memory, part) for part in (*CARD_PARTS, *_BESIDE)]
         lines.append(f"  {stage:5} " + " ".join(f"{value / GIB:10.2f}" for value in values))
+    if job.plan.ep > 1:
+        lines.append(
+            f"experts     memory is for a rank that gets {EXPERT_IMBALANCE:g} times the mean rows of its ep "
+            f"group; all of them are {job.plan.ep} times the mean"
+        )
     verdict = "fits" if prediction.fits else "does not fit"
     lines.append(
         f"fullest rank {prediction.fullest / GIB:.1f} GiB: {verdict} into {cluster.card.memory_gib:g} GiB"
@@ -79,7 +87,7 @@ def account(prediction: Prediction) -> str:
 
 
 def constants(cluster: Cluster) -> str:
-    """The constants of the card that the prediction uses."""
+    """The card's constants that the prediction uses."""
     card = cluster.card
     peaks = ", ".join(f"{name} {value:g}" for name, value in card.peak_tflops.items())
     links = ", ".join(f"{size} cards {speed:g}" for size, speed in card.link_gb_s.items())
@@ -97,4 +105,44 @@ def constants(cluster: Cluster) -> str:
             f"  network {network:g} Gbit/s a node, of which {card.network_efficiency:.0%}; "
             f"{card.network_latency_us:g} us; {card.collective_loss:.0%} a doubling of nodes",
         ]
+    )
+
+
+def memory_lines(cfg: RunConfig, device: str) -> list[str]:
+    """Memory of the fullest device, and whether it fits the card that ``Global.card`` names."""
+    prediction = prediction_of_memory(cfg, device)
+    if prediction is None:
+        return []
+    stages, card = prediction.memory, prediction.cluster.card
+    fullest = max(range(len(stages)), key=lambda number: stages[number].peak)
+    worst = stages[fullest]
+    where = f" on the fullest of {counted(len(stages), 'stage')} (stage {fullest})" if len(stages) > 1 else ""
+    states = worst.parameters + worst.gradients + worst.masters + worst.optimizer
+    passing = worst.activations + worst.logits + worst.temporary + worst.buffers
+    lines = [
+        f"about {bytes_text(worst.total)} a device{where}: parameters, gradients and states "
+        f"{bytes_text(states)}, activations and temporaries {bytes_text(passing)}, driver and fragments "
+        f"{bytes_text(worst.context + worst.fragments)}"
+    ]
+    if worst.host:
+        lines.append(
+            f"and {bytes_text(worst.host)} of host memory a process (states, or a copy while saving)"
+        )
+    if worst.start > worst.total:
+        lines.append(f"and {bytes_text(worst.start)} while the model is made, before the first step")
+    if cfg.Global.card is not None:
+        lines.append(verdict(worst.peak, card.memory_gib * GIB, card.name))
+    elif card.kernels != "cpu":
+        attention = "flash" if prediction.job.flash else "the reference"
+        lines.append(f"counted with {attention} attention; Global.card says what it has to fit into")
+    return lines
+
+
+def verdict(needed: float, there: float, card: str) -> str:
+    """A sentence: whether ``needed`` bytes fit into the ``there`` bytes of the card."""
+    if needed <= there:
+        return f"it fits {card}, of which {bytes_text(there)} can be used"
+    return (
+        f"it does NOT fit {card}, of which {bytes_text(there)} can be used: try a smaller "
+        "Global.micro_batch_size, Model.use_recompute or more devices (ppfleetx plan ranks what fits)"
     )

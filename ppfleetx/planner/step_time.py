@@ -1,8 +1,10 @@
 """Seconds of one optimizer step under a plan, part by part.
 
-Tensor-parallel sums are waited for where they stand, as in the engine, and so are pipeline messages unless
-the configuration lets them travel meanwhile (``overlap_p2p_comm``). Sums of gradients and values of sharding
-count as far as the passes do not hide them (``overlapped_time.py``); of published runs, nothing is hidden.
+Tensor-parallel sums are waited for where they occur, as in the engine. So are pipeline messages, unless
+``overlap_p2p_comm`` lets them travel while the stages compute. Sums of gradients and parameter values under
+sharding count only as far as the passes do not hide them (``parallel/overlap.py``, ``param_broadcast.py``,
+``zero3.py``). Links and devices are assumed not to slow each other down, which has not been measured. For
+published runs nothing is hidden.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from functools import lru_cache, partial
 
 from ppfleetx.models.gpt.spec import BlockSpec
 from ppfleetx.nn.cost import Operation, Recompute
-from ppfleetx.planner.case import Alike, Case
+from ppfleetx.nn.moe_spec import MoESpec
+from ppfleetx.planner.job import Job, PassKey
 from ppfleetx.planner.network import (
     Cluster,
     all_reduce_seconds,
@@ -25,57 +28,101 @@ from ppfleetx.planner.network import (
     message_seconds,
     rival_groups,
 )
-from ppfleetx.planner.overlapped_time import (
-    PassSeconds,
-    waited_for_gradients,
-    waited_for_layer,
-    waited_for_values,
-)
-from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
-from ppfleetx.planner.timeline import Messages, Timeline, play
+from ppfleetx.planner.parameters import Held, embedding_bytes, held_parameters, largest_layer
+from ppfleetx.planner.timeline import Messages, Timeline, simulate
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Seconds of one micro batch's passes through all chunks of a rank."""
+
+    forward: float
+    backward: float
+
+
+def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
+    """Exposed seconds of the sums of gradients.
+
+    Args:
+        one_sum: seconds to sum all gradients once, with nothing to overlap with.
+    """
+    rounds = job.accumulate if _leaves_in_every_pass(job) else 1
+    bucket, whole = job.overlap.bucket_bytes, held.dense * job.precision.gradient_bytes
+    if bucket is None or not whole:
+        return rounds * one_sum
+    if _leaves_in_every_pass(job):
+        # Each owner has a bucket that fills up; what is left in it is sent when the step ends.
+        last = min(1.0, job.plan.sharding * bucket / 2 / whole)
+        between = max(0.0, one_sum - passes.forward - passes.backward)
+        return (rounds - 1) * between + max(one_sum - passes.backward, one_sum * last)
+    # Nothing is sent before the first bucket is full; the last bucket is sent after the pass.
+    first = min(1.0, bucket / 2 / whole)
+    last = min(1.0, max(bucket / 2, embedding_bytes(job, stage)) / whole)
+    return max(one_sum - passes.backward * (1 - first), one_sum * last)
+
+
+def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
+    """Exposed seconds of sending updated parameters (sharding stages 1 and 2) during the next forward
+    pass."""
+    whole = held.trained * job.precision.gradient_bytes
+    if not job.overlap.values or not whole:
+        return sending
+    return max(sending - passes.forward, sending * min(1.0, embedding_bytes(job, stage) / whole))
+
+
+def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
+    """Seconds that a layer waits for its parameters (stage 3), which arrive while the previous layer
+    computes."""
+    return max(0.0, fetching - computing) if job.overlap.values else fetching
+
+
+def _leaves_in_every_pass(job: Job) -> bool:
+    return job.plan.sharding > 1 and job.plan.sharding_stage > 1
+
 
 _LOW, _HIGH = 0.93, 1.10
-"""Low and high end of the interval around the predicted step, from the errors on published runs
-(``docs/planner.md``): nine of ten measurements lie within."""
+"""Ends of the interval around the predicted step, from the errors on published runs (``docs/planner.md``):
+nine of ten measurements lie within it."""
 _HIGH_PER_DOUBLING = 0.12
-"""What is added to the high end each time the tensor-parallel groups double that share a node and its
-network (:func:`ppfleetx.planner.network.rival_groups`)."""
+"""Added to the high end for each doubling of the tensor-parallel groups that share a node's network
+(:func:`ppfleetx.planner.network.rival_groups`)."""
 
 
-def spread(case: Case, cluster: Cluster) -> tuple[float, float]:
-    """Low and high end of the interval, as shares of the predicted step.
+def spread(job: Job, cluster: Cluster) -> tuple[float, float]:
+    """Low and high end of the interval, relative to the predicted step.
 
-    The time of plans whose tensor-parallel groups share a node is less certain: the same plan was measured as
-    predicted with some micro batches, and a fifth to two thirds slower with others, which no number of bytes
-    explains. Nine of ten such runs lie below the high end.
+    Plans whose tensor-parallel groups share a node are less certain: with some micro batches a plan was
+    measured as predicted, with others a fifth to two thirds slower, which the bytes sent do not explain. Nine
+    of ten such runs lie below the high end.
     """
-    return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(rival_groups(case.plan, cluster))
+    return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(rival_groups(job.plan, cluster))
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of a forward or backward pass of one micro batch, by what they are spent on."""
+    """Seconds of a forward or backward pass of one micro batch, by kind of work."""
 
     matmul: float = 0.0
     memory: float = 0.0
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
+    expert_parallel: float = 0.0
     parameters: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.matmul + self.memory + self.tensor_parallel + self.context_parallel + self.parameters
+        return sum(getattr(self, name) for name in PARTS)
 
     def __add__(self, other: Passes) -> Passes:
         return Passes(*(getattr(self, name) + getattr(other, name) for name in PARTS))
 
     def times(self, factor: float) -> Passes:
-        """So many of them."""
+        """All parts multiplied by ``factor``."""
         return Passes(*(getattr(self, name) * factor for name in PARTS))
 
 
-PARTS = ("matmul", "memory", "tensor_parallel", "context_parallel", "parameters")
+PARTS = ("matmul", "memory", "tensor_parallel", "context_parallel", "expert_parallel", "parameters")
 
 
 @dataclass(frozen=True)
@@ -84,10 +131,11 @@ class StepTime:
 
     Attributes:
         seconds: the whole step.
-        parts: what the fullest stage spends it on; they add up to ``seconds``.
+        parts: what the busiest stage spends it on; they add up to ``seconds`` (``recompute`` is counted in
+            others).
         timeline: the passes of the pipeline.
         bubble: idle share of the passes' time.
-        spread: low and high end of what is likely, as shares of ``seconds``.
+        spread: ends of the likely interval, relative to ``seconds``.
     """
 
     seconds: float
@@ -104,37 +152,37 @@ class StepTime:
     @property
     def exposed_communication(self) -> float:
         """Seconds in which a rank waits for communication."""
-        names = ("tensor_parallel", "context_parallel", "parameters", "pipeline", "gradients", "values")
+        names = (*PARTS[2:], "pipeline", "gradients", "values")
         return sum(self.parts[name] for name in names)
 
 
-def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> StepTime:
-    """Predict the time of one optimizer step of ``case`` on ``cluster``."""
-    plan = case.plan
-    forward, backward, again = _stage_passes(case, cluster)
+def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> StepTime:
+    """Predict the time of one optimizer step of ``job`` on ``cluster``."""
+    plan = job.plan
+    forward, backward, again = _stage_passes(job, cluster)
     f_seconds = [[p.total for p in stage] for stage in forward]
     b_seconds = [[p.total for p in stage] for stage in backward]
     schedule = partial(
-        play,
+        simulate,
         f_seconds,
         b_seconds,
-        case.accumulate,
+        job.accumulate,
         whole=whole_timeline,
-        forwards_first=case.forwards_first,
-        weights=_weight_seconds(case, cluster) if plan.pp_schedule == "zb_h1" else None,
+        forwards_first=job.forwards_first,
+        weights=_weight_seconds(job, cluster) if plan.pp_schedule == "zb_h1" else None,
     )
-    sent = _messages(case, cluster)
+    sent = _messages(job, cluster)
     timeline = schedule(sent)
     worst = max(range(plan.pp), key=lambda i: sum(f_seconds[i]) + sum(b_seconds[i]))
-    spent = sum((*forward[worst], *backward[worst]), Passes()).times(case.accumulate)
-    repeated = sum(p.total for p in again[worst]) * case.accumulate
-    messages = 2 * sent.seconds * case.accumulate * plan.virtual_pp_degree
-    if case.computes_on:
+    spent = sum((*forward[worst], *backward[worst]), Passes()).times(job.accumulate)
+    repeated = sum(p.total for p in again[worst]) * job.accumulate
+    messages = 2 * sent.seconds * job.accumulate * plan.virtual_pp_degree
+    if job.overlaps_messages:
         messages = timeline.seconds - schedule(Messages(0.0)).seconds
-    held = [held_parameters(case, stage) for stage in range(plan.pp)]
+    held = [held_parameters(job, stage) for stage in range(plan.pp)]
     ways = [PassSeconds(sum(f), sum(b)) for f, b in zip(f_seconds, b_seconds, strict=True)]
     gradients, update, values, after = _after_passes(
-        case, cluster, dict(enumerate(zip(held, ways, strict=True)))
+        job, cluster, dict(enumerate(zip(held, ways, strict=True)))
     )
     parts = {name: getattr(spent, name) for name in PARTS}
     parts |= {"pipeline": messages, "bubble": timeline.seconds - spent.total - messages}
@@ -142,71 +190,71 @@ def step_time(case: Case, cluster: Cluster, *, whole_timeline: bool = False) -> 
     seconds = timeline.seconds + after
     parts["stragglers"] = seconds * (cluster.straggling(plan.world_size) - 1)
     seconds += parts["stragglers"]
-    busy = sum(sum(f) + sum(b) for f, b in zip(f_seconds, b_seconds, strict=True)) * case.accumulate / plan.pp
+    busy = sum(sum(f) + sum(b) for f, b in zip(f_seconds, b_seconds, strict=True)) * job.accumulate / plan.pp
     share = max(0.0, 1 - (busy + messages) / timeline.seconds) if plan.pp > 1 else 0.0
-    return StepTime(seconds, {**parts, "recompute": repeated}, timeline, share, spread(case, cluster))
+    return StepTime(seconds, {**parts, "recompute": repeated}, timeline, share, spread(job, cluster))
 
 
-def quick_seconds(case: Case, cluster: Cluster) -> float:
-    """About the seconds of :func:`step_time`, without playing the schedule: what a search looks at first.
+def quick_seconds(job: Job, cluster: Cluster) -> float:
+    """An estimate of :func:`step_time` without simulating the schedule, for the first pass of a search.
 
-    The fullest stage sets the rhythm, the others' passes fill and drain the pipeline once.
+    The busiest stage sets the pace; the passes of the others fill and drain the pipeline once.
     """
-    plan, same = case.plan, Alike(case)
-    layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in case.kinds}
+    plan, same = job.plan, PassKey(job)
+    layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
     ranks: dict[int, tuple[Held, PassSeconds]] = {}
     for stage in (0, plan.pp - 1) if plan.pp > 1 else (0,):
-        counts = case.layer_kinds(stage).items()
+        counts = job.layer_kinds(stage).items()
         parts = [tuple(count * seconds for seconds in layer[kind]) for kind, count in counts]
         parts += [_seconds(_edge_passes(same, cluster, "first"))] if stage == 0 else []
         parts += [_seconds(_edge_passes(same, cluster, "last"))] if stage == plan.pp - 1 else []
         ranks[stage] = (
-            held_parameters(case, stage),
+            held_parameters(job, stage),
             PassSeconds(*(sum(way) for way in zip(*parts, strict=True))),
         )
     stages = [ways.forward + ways.backward for _, ways in ranks.values()]
-    total = case.accumulate * max(stages)
+    total = job.accumulate * max(stages)
     if plan.pp > 1:
-        message = _messages(case, cluster).seconds
-        shown = 1 - 1 / plan.pp if case.computes_on else 1.0  # as many micro batches go round as stages
-        total += 2 * message * (shown * plan.virtual_pp_degree * case.accumulate + plan.pp - 1)
+        message = _messages(job, cluster).seconds
+        shown = 1 - 1 / plan.pp if job.overlaps_messages else 1.0  # one micro batch per stage is in flight
+        total += 2 * message * (shown * plan.virtual_pp_degree * job.accumulate + plan.pp - 1)
         filling = min(stages) / plan.virtual_pp_degree
         if plan.pp_schedule == "zb_h1":
-            filling -= 2 * min(_weight_seconds(case, cluster))
+            filling -= 2 * min(_weight_seconds(job, cluster))
         total += (plan.pp - 1) * filling
-    total += _after_passes(case, cluster, ranks)[-1]
+    total += _after_passes(job, cluster, ranks)[-1]
     return total * cluster.straggling(plan.world_size)
 
 
 def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
-    """Forward and backward pass."""
+    """Seconds of the forward and the backward pass."""
     return passes[0].total, passes[1].total
 
 
 def _after_passes(
-    case: Case, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
+    job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """Seconds of the sums of gradients, the update, the new values' way to their users, and all three, of the
-    slowest of some stages."""
-    gradients = max(_gradient_seconds(case, cluster, stage, *rank) for stage, rank in ranks.items())
-    update = max(_update_seconds(case, cluster, held) for held, _ in ranks.values())
-    values = max(_value_seconds(case, cluster, stage, *rank) for stage, rank in ranks.items())
+    """Seconds of the sums of gradients, of the update, of sending updated parameters, and of all three
+    together, each on the slowest of the stages."""
+    gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
+    update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
+    values = max(_value_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     return gradients, update, values, gradients + update + values
 
 
-def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
-    """Forward passes, backward passes and the recomputed share of the latter, ``[stage][virtual stage]``."""
-    same = Alike(case)
-    once = {kind: _layer_passes(same, cluster, *kind) for kind in case.kinds}
+def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
+    """Forward passes, backward passes and the recomputation within these, ``[stage][virtual stage]``."""
+    same = PassKey(job)
+    once = {kind: _layer_passes(same, cluster, *kind) for kind in job.kinds}
     forward, backward, again = [], [], []
-    last = case.plan.pp - 1
-    for stage in range(case.plan.pp):
-        chunks = case.layers_of_stage(stage)
+    last = job.plan.pp - 1
+    for stage in range(job.plan.pp):
+        chunks = job.layers_of_stage(stage)
         rows: tuple[list[Passes], ...] = ([], [], [])
         for number, layers in enumerate(chunks):
             sums = [Passes(), Passes(), Passes()]
-            here = Counter(case.layers[layer] for layer in layers)
-            for kind in case.kinds:
+            here = Counter(job.layers[layer] for layer in layers)
+            for kind in job.kinds:
                 sums = [s + p.times(here[kind]) for s, p in zip(sums, once[kind], strict=True)]
             if stage == 0 and number == 0:
                 sums = [s + p for s, p in zip(sums, _edge_passes(same, cluster, "first"), strict=True)]
@@ -220,72 +268,72 @@ def _stage_passes(case: Case, cluster: Cluster) -> tuple[list[list[Passes]], ...
     return forward, backward, again
 
 
-def _weight_seconds(case: Case, cluster: Cluster) -> list[float]:
-    """Of each stage, the part of a backward pass that computes gradients of weights: half of what the
-    products with weights take."""
-    same, stages = Alike(case), range(case.plan.pp)
-    layer = {block: _products_seconds(same, cluster, block) for block, _ in case.kinds}
-    kinds = [case.layer_kinds(stage).items() for stage in stages]
+def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
+    """For each stage, the part of a backward pass that computes weight gradients: half of the time of the
+    products with weights."""
+    same, stages = PassKey(job), range(job.plan.pp)
+    layer = {block: _products_seconds(same, cluster, block) for block, _ in job.kinds}
+    kinds = [job.layer_kinds(stage).items() for stage in stages]
     seconds = [sum(layer[block] * count for (block, _), count in here) for here in kinds]
     seconds[-1] += _products_seconds(same, cluster, None)
     return seconds
 
 
 @lru_cache(maxsize=4096)
-def _products_seconds(same: Alike, cluster: Cluster, block: BlockSpec | None) -> float:
-    """Forward products with weights (None: of the end of the model), which take as long as one of the two
-    products of the backward pass."""
-    case = same.case
-    operations = block.operations(case.work) if block else case.spec.end_operations(case.work)
-    return _forward([o for o in operations if o.kind == "matmul"], case, cluster).total
+def _products_seconds(same: PassKey, cluster: Cluster, block: BlockSpec | None) -> float:
+    """Seconds of the forward products with weights (``block`` None: those at the end of the model); each of
+    the two backward products takes as long."""
+    job = same.job
+    operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
+    return _forward([o for o in operations if o.kind == "matmul"], job, cluster).total
 
 
 @lru_cache(maxsize=4096)
 def _layer_passes(
-    same: Alike, cluster: Cluster, block: BlockSpec, recompute: Recompute
+    same: PassKey, cluster: Cluster, block: BlockSpec, recompute: Recompute
 ) -> tuple[Passes, Passes, Passes]:
-    case = same.case
-    operations = list(block.operations(case.work))
-    communication = _layer_communication(case, cluster, block)
-    forward = _forward(operations, case, cluster) + communication
-    again = _forward([one for one in operations if one.is_repeated(recompute)], case, cluster)
+    job = same.job
+    operations = list(block.operations(job.work))
+    communication = _layer_communication(job, cluster, block)
+    forward = _forward(operations, job, cluster) + communication
+    again = _forward([one for one in operations if one.is_repeated(recompute)], job, cluster)
     if recompute == "full":
         again += communication
     elif recompute == "full_attn":
         again += communication.times(0.5)
-    backward = _backward(operations, case, cluster)
-    backward += _layer_communication(case, cluster, block, backward=True) + again
-    fetch = _fetch_seconds(case, cluster)
-    before, later = (waited_for_layer(case, fetch, passes.total) for passes in (forward, backward))
+    backward = _backward(operations, job, cluster)
+    backward += _layer_communication(job, cluster, block, backward=True) + again
+    fetch = _fetch_seconds(job, cluster)
+    before, later = (waited_for_layer(job, fetch, passes.total) for passes in (forward, backward))
     return forward + Passes(parameters=before), backward + Passes(parameters=later), again
 
 
 @lru_cache(maxsize=4096)
-def _edge_passes(same: Alike, cluster: Cluster, edge: str) -> tuple[Passes, Passes, Passes]:
-    case, spec, work = same.case, same.case.spec, same.case.work
+def _edge_passes(same: PassKey, cluster: Cluster, edge: str) -> tuple[Passes, Passes, Passes]:
+    job, spec, work = same.job, same.job.spec, same.job.work
     operations = spec.embedding.operations(work) if edge == "first" else spec.end_operations(work)
-    sums = Passes(tensor_parallel=_activation_sum(case, cluster))
-    return _forward(operations, case, cluster) + sums, _backward(operations, case, cluster) + sums, Passes()
+    sums = Passes(tensor_parallel=_activation_sum(job, cluster))
+    return _forward(operations, job, cluster) + sums, _backward(operations, job, cluster) + sums, Passes()
 
 
-def _forward(operations: list[Operation], case: Case, cluster: Cluster) -> Passes:
-    return sum((_price(o, o.flops, o.num_bytes, o.kernels, case, cluster) for o in operations), Passes())
+def _forward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes:
+    return sum((_price(o, o.flops, o.num_bytes, o.kernels, job, cluster) for o in operations), Passes())
 
 
-def _backward(operations: list[Operation], case: Case, cluster: Cluster) -> Passes:
-    """Two products for each of the forward pass: the input's gradient and the weight's."""
+def _backward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes:
+    """Each forward product has two backward products: for the input's gradient and for the weight's."""
     total = Passes()
     for o in operations:
-        total += _price(o, o.backward_flops, o.backward_bytes, 2 * o.kernels, case, cluster)
+        total += _price(o, o.backward_flops, o.backward_bytes, 2 * o.kernels, job, cluster)
     return total
 
 
 _SCORES_STREAMED = 0.2
-"""Share of the scores' bytes whose way to memory and back the products of attention do not hide (fitted)."""
+"""Share of the attention scores' memory traffic that the products do not hide (fitted)."""
 
 
-def _price(o: Operation, flops: float, moved: float, kernels: int, case: Case, cluster: Cluster) -> Passes:
-    card, dtype = cluster.card, case.precision.compute
+def _price(o: Operation, flops: float, moved: float, kernels: int, job: Job, cluster: Cluster) -> Passes:
+    card, dtype = cluster.card, job.precision.compute
     if o.kind == "elementwise":
         return Passes(memory=card.memory_seconds(moved, kernels))
     if o.kind == "flash":
@@ -296,86 +344,107 @@ def _price(o: Operation, flops: float, moved: float, kernels: int, case: Case, c
     return Passes(matmul=seconds + streamed)
 
 
-def _activation_sum(case: Case, cluster: Cluster) -> float:
-    """One tensor-parallel sum of the hidden states; with sequence parallelism as scatter and gather."""
-    return all_reduce_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster), cluster)
+def _activation_sum(job: Job, cluster: Cluster) -> float:
+    """Seconds of one tensor-parallel sum of the hidden states; under sequence parallelism, of scatter and
+    gather."""
+    return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
 
-def _layer_communication(case: Case, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
-    """Communication of one layer in one pass: two all-reduces along mp and two all-to-alls along sep. With
-    sequence parallelism the backward pass all-gathers the inputs of both column-parallel products again."""
-    sums = 2 * _activation_sum(case, cluster)
-    if backward and case.plan.sequence_parallel:
-        mp = group_of(case.plan, "mp", cluster)
-        sums += 2 * gather_seconds(case.trunk_bytes, mp, cluster)
+def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
+    """Communication of one layer in one pass: an all-reduce along mp of attention and of an MLP, and two
+    all-to-alls along sep. With sequence parallelism the backward pass all-gathers the inputs of both
+    column-parallel products again."""
+    routed = isinstance(block.mlp, MoESpec)
+    pairs = 1 if routed and block.mlp.shared is None else 2
+    sums = pairs * _activation_sum(job, cluster)
+    if backward and job.plan.sequence_parallel:
+        mp = group_of(job.plan, "mp", cluster)
+        sums += pairs * gather_seconds(job.hidden_bytes, mp, cluster)
     exchanges = 0.0
-    if case.plan.sep > 1:
-        group = group_of(case.plan, "sep", cluster)
-        qkv, context = block.attention.exchanged_bytes(case.work)
+    if job.plan.sep > 1:
+        group = group_of(job.plan, "sep", cluster)
+        qkv, context = block.attention.exchanged_bytes(job.work)
         exchanges = all_to_all_seconds(qkv, group, cluster) + all_to_all_seconds(context, group, cluster)
-    return Passes(tensor_parallel=sums, context_parallel=exchanges)
+    experts = _expert_exchange(job, cluster, block.mlp) if routed else 0.0
+    return Passes(tensor_parallel=sums, context_parallel=exchanges, expert_parallel=experts)
 
 
-def _messages(case: Case, cluster: Cluster) -> Messages:
-    """Activations to the next stage, whose tensor ranks gather what came in parts, and gradients back. ZB-H1
-    waits for what it sends forward alone (``parallel/pipeline_schedules.py``)."""
-    if case.plan.pp == 1:
+def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
+    """Rows to their experts and back; where experts are sliced, a gather and a sum of what slices make of
+    them; where tensor ranks hold the same positions, a gather of what each has made of its share."""
+    plan, sent = job.plan, mlp.sent_bytes(job.work)
+    seconds = 2 * all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
+    seconds += 2 * gather_seconds(sent * plan.emp, group_of(plan, "emp", cluster), cluster)
+    if not plan.sequence_parallel:
+        seconds += gather_seconds(job.hidden_bytes, group_of(plan, "mp", cluster), cluster)
+    return seconds
+
+
+def _messages(job: Job, cluster: Cluster) -> Messages:
+    """Messages between stages: activations, which the receiver's tensor ranks gather if they came in parts,
+    and gradients back. ZB-H1 waits only for what it sends forward (``parallel/pipeline_schedules.py``)."""
+    if job.plan.pp == 1:
         return Messages(0.0)
-    seconds = message_seconds(case.message_bytes, case.plan, cluster)
-    if case.message_parts > 1:
-        seconds += gather_seconds(case.trunk_bytes, group_of(case.plan, "mp", cluster), cluster)
-    waits = not case.computes_on
-    return Messages(seconds, waits, waits and case.plan.pp_schedule == "1f1b")
+    seconds = message_seconds(job.message_bytes, job.plan, cluster)
+    if job.message_parts > 1:
+        seconds += gather_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
+    waits = not job.overlaps_messages
+    return Messages(seconds, waits, waits and job.plan.pp_schedule == "1f1b")
 
 
-def _fetch_seconds(case: Case, cluster: Cluster) -> float:
-    """Sharding stage 3: a layer's parameters come from their owners before each pass, one message each
-    that has something of it."""
-    if case.plan.sharding_stage != 3 or case.plan.sharding == 1:
+def _fetch_seconds(job: Job, cluster: Cluster) -> float:
+    """Sharding stage 3: seconds to fetch a layer's parameters before a pass, one message from each owner."""
+    if job.plan.sharding_stage != 3 or job.plan.sharding == 1:
         return 0.0
-    size, tensors = largest_layer(case)
-    group = group_of(case.plan, "sharding", cluster)
-    messages = min(tensors, case.plan.sharding)
+    size, tensors = largest_layer(job)
+    group = group_of(job.plan, "sharding", cluster)
+    messages = min(tensors, job.plan.sharding)
     latency = cluster.card.link_latency_us * 0.5e-6 * (messages - 1)
-    return gather_seconds(size * case.precision.parameter_bytes, group, cluster) + latency
+    return gather_seconds(size * job.precision.parameter_bytes, group, cluster) + latency
 
 
-def _gradient_seconds(case: Case, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
+def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
     """Sums of gradients that a rank waits for: into the owners, over sep and replicas. Those over the
-    replicas of owners come when the passes are over."""
-    plan, each = case.plan, case.precision.gradient_bytes
+    replicas of owners come when the passes are over, and so do those of experts."""
+    plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
-        into_owners = gather_seconds(held.trained * each, group_of(plan, "sharding", cluster), cluster)
-        early, late = into_owners, _replica_seconds(case, cluster, held.owned * each)
+        early = gather_seconds(held.dense * each, group_of(plan, "sharding", cluster), cluster)
+        late = _replica_seconds(job, cluster, held.owned * each * held.dense / max(held.trained, 1))
     else:
-        early, late = _replica_seconds(case, cluster, held.trained * each), 0.0
-    return waited_for_gradients(case, stage, held, early, passes) + late
+        early, late = _replica_seconds(job, cluster, held.dense * each), 0.0
+    if held.experts:
+        sum_seconds = gather_seconds if plan.sharding > 1 else all_reduce_seconds
+        late += sum_seconds(held.experts * each, group_of(plan, "edp", cluster), cluster)
+    return waited_for_gradients(job, stage, held, early, passes) + late
 
 
-def _replica_seconds(case: Case, cluster: Cluster, num_bytes: float) -> float:
+def _replica_seconds(job: Job, cluster: Cluster, num_bytes: float) -> float:
     return sum(
-        all_reduce_seconds(num_bytes, group_of(case.plan, axis, cluster), cluster) for axis in ("sep", "dp")
+        all_reduce_seconds(num_bytes, group_of(job.plan, axis, cluster), cluster) for axis in ("sep", "dp")
     )
 
 
-def _value_seconds(case: Case, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Sharding stages 1 and 2: new values from their owners."""
-    if case.plan.sharding == 1 or case.plan.sharding_stage == 3:
+def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
+    """Sharding stages 1 and 2: exposed seconds of sending updated parameters from their owners."""
+    if job.plan.sharding == 1 or job.plan.sharding_stage == 3:
         return 0.0
-    group = group_of(case.plan, "sharding", cluster)
-    sending = gather_seconds(held.trained * case.precision.parameter_bytes, group, cluster)
-    return waited_for_values(case, stage, held, sending, passes)
+    group = group_of(job.plan, "sharding", cluster)
+    each = job.precision.parameter_bytes
+    sending = gather_seconds(held.dense * each, group, cluster)
+    if held.experts:
+        sending += gather_seconds(held.experts * each, group_of(job.plan, "edp", cluster), cluster)
+    return waited_for_values(job, stage, held, sending, passes)
 
 
 _HOST_SECONDS_PER_PARAMETER = 11e-9
-"""AdamW on the host, one thread (measured, ``docs/parallelism.md``)."""
+"""AdamW on the host with one thread (measured, ``docs/parallelism.md``)."""
 
 
-def _update_seconds(case: Case, cluster: Cluster, held: Held) -> float:
-    """Norm, scaling and update: every state is read and written once, gradients are read twice."""
-    p, precision = held.owned, case.precision
-    if case.plan.sharding_offload:
+def _update_seconds(job: Job, cluster: Cluster, held: Held) -> float:
+    """Seconds of norm, scaling and update: each state is read and written once, gradients are read twice."""
+    p, precision = held.owned, job.precision
+    if job.plan.sharding_offload:
         return p * _HOST_SECONDS_PER_PARAMETER
-    states = 2 * (4 * case.moments + max(precision.master_bytes, precision.parameter_bytes))
+    states = 2 * (4 * job.moments + max(precision.master_bytes, precision.parameter_bytes))
     moved = p * (states + precision.parameter_bytes + 2 * precision.gradient_bytes)
     return cluster.card.memory_seconds(moved, 12 * held.num_tensors)

@@ -1,38 +1,81 @@
-"""What part of a device's arithmetic a run uses, from the time of its steps."""
+"""Floating-point operations of a step, in the conventions that papers use, and a run's share of the peak."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.planner.cards import load_card
-from ppfleetx.planner.case import Case, case_of
-from ppfleetx.planner.flops import StepFlops, step_flops, tflops_per_device
-from ppfleetx.planner.summary import any_card, card_of_device
+from ppfleetx.models.gpt.spec import flops_per_step, matrix_size
+from ppfleetx.planner.cards import Card, any_card, card_of_device, load_card
+from ppfleetx.planner.job import Job, job_of
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Floating-point operations of one step of the whole job; a multiply-add counts as two.
+
+    Attributes:
+        causal: model FLOPs with the causal half of attention (Megatron-LM since 2024; the log's convention).
+        full: model FLOPs with all pairs of positions: 72 B s l h^2 (1 + s / 6h + V / 12lh) for a plain GPT
+            (Narayanan et al. 2021, Korthikanti et al. 2022). MFU in this package is computed from it.
+        hardware: ``full`` plus recomputation: 96 B s l h^2 (1 + s / 6h + V / 16lh) with full recompute.
+    """
+
+    causal: int
+    full: int
+    hardware: int
+
+
+def step_flops(job: Job) -> StepFlops:
+    """Count the operations of a step of ``job``."""
+    batch, tokens = job.global_batch, job.global_batch * job.seq_len
+    causal = flops_per_step(job.model, batch, job.seq_len)
+    full = hardware = causal
+    for block, recompute in job.layers:
+        core = 2 * tokens * job.seq_len * block.attention.score_width  # of a forward pass, all pairs
+        again = {
+            "none": 0,
+            "core_attn": core,
+            "full_attn": core + 2 * tokens * matrix_size(block.attention),
+            "full": core + 2 * tokens * matrix_size(block),
+        }
+        full += core * 3 // 2
+        hardware += core * 3 // 2 + again[recompute]
+    return StepFlops(causal, full, hardware)
+
+
+def tflops_per_device(flops: float, seconds: float, job: Job) -> float:
+    """TFLOP/s of each device."""
+    return flops / seconds / job.plan.world_size / 1e12
+
+
+def model_flops_utilization(job: Job, seconds: float, card: Card) -> float:
+    """MFU (Chowdhery et al. 2022, §4.1): full-attention model FLOPs over the peak, between 0 and 1."""
+    return tflops_per_device(step_flops(job).full, seconds, job) * 1e12 / card.peak(job.precision.compute)
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """Rates of a run's steps.
+    """How well a run uses its devices.
 
     Attributes:
-        case: the run.
-        flops: of a step, in each convention.
-        peak: FLOP/s of one device; None: not known.
-        peak_of: where the peak is from, for people.
+        job: the run.
+        flops: FLOPs of a step, in each convention.
+        peak: peak FLOP/s of one device; None if unknown.
+        peak_of: the source of the peak, for messages.
     """
 
-    case: Case
+    job: Job
     flops: StepFlops
     peak: float | None
     peak_of: str
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """TFLOP/s of each device and shares of the peak (0 to 1) of a step that took ``seconds``.
+        """TFLOP/s of each device, and shares of the peak (0 to 1), for a step that took ``seconds``.
 
         ``tflops_per_device`` and ``mfu`` count all pairs of positions in attention, as in Narayanan et al.
-        (2021) and Chowdhery et al. (2022); those with ``_causal`` the causal half, as Megatron-LM does;
-        ``tflops_per_device_with_recompute`` and ``hfu`` what is computed a second time as well.
+        (2021) and Chowdhery et al. (2022). Names with ``_causal`` count the causal half, as Megatron-LM does;
+        ``tflops_per_device_with_recompute`` and ``hfu`` also count recomputation.
         """
         kinds = (
             ("", "mfu", "full"),
@@ -40,7 +83,7 @@ class Utilization:
             ("_with_recompute", "hfu", "hardware"),
         )
         tflops = {
-            name: tflops_per_device(getattr(self.flops, kind), seconds, self.case) for name, _, kind in kinds
+            name: tflops_per_device(getattr(self.flops, kind), seconds, self.job) for name, _, kind in kinds
         }
         found = {f"tflops_per_device{name}": value for name, value in tflops.items()}
         if self.peak is not None:
@@ -48,11 +91,11 @@ class Utilization:
         return found
 
     def describe(self) -> str:
-        """The counts and the peak, for the start of a log."""
+        """FLOPs of a step and the peak, as one line for the start of the log."""
         flops = self.flops
         again = "" if flops.hardware == flops.full else f", {flops.hardware:.4e} with recomputation"
         peak = (
-            "the peak of a device is not known (Global.card or Global.peak_tflops tells it)"
+            "the peak of a device is not known (set Global.card or Global.peak_tflops)"
             if self.peak is None
             else f"peak of a device {self.peak / 1e12:g} TFLOP/s ({self.peak_of})"
         )
@@ -63,7 +106,7 @@ class Utilization:
 
 
 def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utilization | None:
-    """What is needed to compute TFLOP/s and MFU of the run of ``cfg``.
+    """FLOPs and peak for the run of ``cfg``.
 
     Args:
         cfg: the configuration.
@@ -71,27 +114,28 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
         device_name: what the driver calls the device.
 
     Returns:
-        None where a step's operations are not known: another network than our GPT, a classifier, frozen
-        weights beside adapters, and sequences of texts, which are as long as they are.
+        None where the FLOPs of a step are not known: another network than our GPT, a classifier, adapters
+            beside
+        frozen weights, or training texts of varying length.
     """
     train = cfg.Data.Train
     if train is None or not train.dataset.is_corpus or cfg.Model.name != "GPT" or cfg.Model.lora is not None:
         return None
     if cfg.Model.task.classifies:
         return None
-    case = case_of(cfg, any_card(device))
-    return Utilization(case, step_flops(case), *_peak(cfg, case, device_name))
+    job = job_of(cfg, any_card(device))
+    return Utilization(job, step_flops(job), *_peak(cfg, job, device_name))
 
 
-def _peak(cfg: RunConfig, case: Case, device_name: str) -> tuple[float | None, str]:
-    """FLOP/s of one device in the run's type, and who says so."""
+def _peak(cfg: RunConfig, job: Job, device_name: str) -> tuple[float | None, str]:
+    """Peak FLOP/s of one device in the run's type, and its source."""
     if cfg.Global.peak_tflops is not None:
         return cfg.Global.peak_tflops * 1e12, "Global.peak_tflops"
     name = cfg.Global.card or card_of_device(device_name)
     if name is None:
         return None, ""
     card = load_card(name, key="Global.card", asked_in=cfg.origins.get("Global.card"))
-    dtype = case.precision.compute
+    dtype = job.precision.compute
     if dtype == "float32" and cfg.Global.allow_tf32 and "tf32" in card.peak_tflops:
         dtype = "tf32"
     return (card.peak(dtype), f"{card.name}, {dtype}") if dtype in card.peak_tflops else (None, "")

@@ -48,7 +48,7 @@ def adapt(config: str, plan: Sequence[str], world: int) -> list[float]:
 
     from ppfleetx.commands.training import build_runner
     from ppfleetx.config.loader import load_config
-    from ppfleetx.core.engine.start import find_start
+    from ppfleetx.core.engine.restore import find_start
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.distributed.init import init_distributed
 

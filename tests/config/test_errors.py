@@ -71,7 +71,7 @@ WRONG_OVERRIDES = [
     ("Optimizer.lr.max_lr=.inf", ["Optimizer.lr.max_lr = inf", "a number"]),
     ("Optimizer.lr.wsd_decay_steps=5", ["wsd_decay_steps = 5", "no meaning with decay_style 'cosine'"]),
     ("Optimizer.beta2=1", ["Optimizer.beta2 = 1", "[0, 1)"]),
-    ("Optimizer.name=Adan", ["Optimizer.name = 'Adan'", "one of AdamW, SGD"]),
+    ("Optimizer.name=Adan", ["Optimizer.name = 'Adan'", "one of AdamW, Muon, SGD"]),
     ("Distributed.mp_degree=8", ["Distributed.mp_degree = 8", "4 attention heads", "small.yaml:10"]),
     (
         "Distributed.pp_degree=3",

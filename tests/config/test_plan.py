@@ -79,6 +79,14 @@ def test_workload_rules():
     assert first(ParallelPlan(pp=5, pp_layers=(3, 3, 2, 2, 2))) == ""
     assert "multiple of pp_degree 3" in first(ParallelPlan(pp=3, virtual_pp_degree=2))
     assert first(ParallelPlan(pp=4, virtual_pp_degree=3)) == ""
+    of_experts = {"num_experts": 6, "expert_size": 64}
+    assert "has none" in first(ParallelPlan(dp=2, ep=2), num_experts=0)
+    assert "has none" in first(ParallelPlan(mp=2, expert_mp=1), num_experts=0)
+    assert "6 experts" in first(ParallelPlan(dp=4, ep=4), **of_experts)
+    assert "width of an expert 63" in first(ParallelPlan(dp=2, expert_mp=2), num_experts=6, expert_size=63)
+    assert "the 2 ranks" in first(ParallelPlan(mp=2, pp=2, ep=2), **of_experts)
+    assert first(ParallelPlan(mp=2, pp=2, ep=2, expert_mp=1), **of_experts) == ""
+    assert first(ParallelPlan(dp=3, mp=2, ep=3), **of_experts) == ""
 
 
 def test_every_rule_refuses_something():
@@ -96,7 +104,10 @@ def test_every_rule_refuses_something():
         Workload(7, 5, 5, 7, 7, 7, 7),
         Workload(7, 6, 3, 7, 7, 6, 7),
         Workload(7, 6, 6, 7, 7, 6, 7),
+        Workload(num_experts=0),
+        Workload(num_experts=4, expert_size=7),
     ]
+    plans += [ParallelPlan(dp=6, ep=ep, expert_mp=emp) for ep, emp in ((2, None), (3, None), (2, 2))]
     sentences = {v.sentence for plan in plans for work in works for v in violations(plan, work)}
     for rule in LEGAL:
         head = rule.sentence.partition("{")[0]

@@ -19,6 +19,8 @@ RECORDS = f"{{{DATASET}, sampler: {{shuffle: True, drop_last: False}}}}"
 CASES = [
     (["Optimizer.name=SGD", "Optimizer.beta1=0.5", "Optimizer.weight_decay=0.01"], "beta1 weight_decay"),
     (["Optimizer.name=SGD"], ""),
+    (["Optimizer.muon.momentum=0.9"], "muon.momentum"),
+    (["Optimizer.name=Muon", "Optimizer.muon.momentum=0.9"], ""),
     (
         ["Optimizer.weight_decay=0.2", "Optimizer.weight_decay_schedule={start: 0, end: 0.1}"],
         "Optimizer.weight_decay",
@@ -89,6 +91,8 @@ CASES = [
     (["Engine.test_iters=3"], "Engine.test_iters"),
     (["Profiler.scheduler=[2, 3]", "Profiler.summary.mem=True"], "scheduler Profiler.summary"),
     (["Model.rotary_base=1e6"], "Model.rotary_base"),
+    (["Model.moe={num_experts: 2, aux_loss: {kind: none, weight: 1}}"], "Model.moe.aux_loss.weight"),
+    (["Model.moe={num_experts: 2, router: {group_score: max}}"], "Model.moe.router.group_score"),
     (["Model.rotary_base=1e6", "Model.position_embedding_type=rope"], ""),
     (
         [

@@ -110,7 +110,7 @@ def test_published_files_have_no_key_that_is_not_known(name):
         ),
         ("hf_llama", {"n_embd": 48}, "n_embd"),
         ("hf_gpt2", {"rope_theta": 1e4}, "rope_theta"),
-        ("hf_gpt2", {"hidden_size": 64}, "hidden_size .*n_embd .*are one size"),
+        ("hf_gpt2", {"hidden_size": 64}, "hidden_size .*n_embd .*are the same key"),
         ("hf_gpt2", {"scale_attn_weights": False}, "scale_attn_weights: False"),
         ("hf_gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("hf_gpt2", {"add_cross_attention": True}, "add_cross_attention"),

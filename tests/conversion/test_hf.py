@@ -114,7 +114,7 @@ def test_a_checkpoint_of_our_own_gets_a_configuration_made_for_it(tmp_path, name
     "name, change, message",
     [
         ("hf_llama", {"hidden_act": "gelu"}, "hidden_act"),
-        ("hf_llama", {"model_type": "mixtral"}, "mixtral"),
+        ("hf_llama", {"model_type": "gemma"}, "gemma"),
         ("hf_llama", {"attention_bias": True}, r"lacks the tensor .*bias"),
         ("hf_llama", {"num_hidden_layers": 1}, "does not have"),
         ("hf_llama", {"vocab_size": 96}, "embed_tokens.*97, 48.*96, 48"),

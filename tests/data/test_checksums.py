@@ -132,7 +132,7 @@ def test_checksums_can_be_damaged_themselves(toy_prefix: str) -> None:
             assert "itself is damaged" in str(error)
     for content in (b"", b"[]", b"[" * 2000, b"{}", b"\xff", sound[:-40], b" " * 10_000_000):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"itself is damaged|more than such a file has"):
+        with pytest.raises(DataError, match=r"itself is damaged|too large for such a file"):
             read_checksums(toy_prefix)
 
 

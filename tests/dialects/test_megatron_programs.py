@@ -14,7 +14,7 @@ import pytest
 from ppfleetx.commands.dialects import megatron
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_tree
-from ppfleetx.core.engine.callbacks.other_logs import MegatronLog, MindSpeedLog
+from ppfleetx.core.engine.callbacks.log_lines import MegatronLog, MindSpeedLog
 from ppfleetx.core.engine.run import EvalRecord, StepRecord
 from ppfleetx.dialects.megatron import gpt2_sizes
 from ppfleetx.dialects.megatron.dialect import of_arguments
@@ -163,7 +163,7 @@ def record(step: int, **keys) -> StepRecord:
 def test_megatrons_lines(monkeypatch):
     said = []
     monkeypatch.setattr(
-        "ppfleetx.core.engine.callbacks.other_logs.get_logger", lambda: SimpleNamespace(info=said.append)
+        "ppfleetx.core.engine.callbacks.log_lines.get_logger", lambda: SimpleNamespace(info=said.append)
     )
     log = MegatronLog(2, 16)
     run = SimpleNamespace(max_steps=3, state=SimpleNamespace(consumed_samples=32))

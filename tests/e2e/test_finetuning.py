@@ -254,7 +254,7 @@ def test_a_pretrained_model_gets_a_new_head(pools, files, base, tmp_path):
         ({}, "holds adapters alone; name the checkpoint"),
         (
             {"Model__lora__base": "{base}", "Model__lora__alpha": 4.0},
-            "the adapters would have another weight",
+            "the adapters would count differently",
         ),
     ],
 )

@@ -16,10 +16,9 @@ from ppfleetx.config.config_notes import refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.registries import LOGGERS, LoggerTraits
-from ppfleetx.core.engine.callbacks.records import numbers_of
+from ppfleetx.core.engine.callbacks.records import build_writers, numbers_of
 from ppfleetx.core.loggers.base import LogStart
-from ppfleetx.core.loggers.build import build_writers
-from ppfleetx.core.loggers.csv_file import CsvFile
+from ppfleetx.core.loggers.files import CsvFile
 from tests.docs.blocks import blocks
 from tests.e2e.conftest import NANO, ROOT, Tool, records
 

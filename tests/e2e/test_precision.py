@@ -145,9 +145,8 @@ def test_weights_go_between_precisions_without_loss(train, pools, dtype):
 
 def test_the_log_line():
     """loss_scale and found_inf come after the learning rate, as in metrics.jsonl."""
-    from ppfleetx.core.engine.callbacks.train_log import train_line
-    from ppfleetx.core.engine.callbacks.window import Window
-    from ppfleetx.core.engine.run import StepRecord
+    from ppfleetx.core.engine.callbacks.log_lines import train_line
+    from ppfleetx.core.engine.run import StepRecord, Window
 
     names = {field.name for field in fields(StepRecord)} - {"step", "loss_scale", "skipped"}
     numbers = {**dict.fromkeys(names, 0), "data_size": 1, "batch_cost": 1.0}

@@ -110,7 +110,7 @@ def test_what_the_operator_does_not_do_is_left_to_the_layers() -> None:
     hooked.stages[1].mlp.register_forward_post_hook(lambda *_: None)
     assert fused_trunk(hooked.stages[1:-1]) is None
     other = _model()
-    other.stages[1].mlp.activation = paddle.nn.functional.sigmoid
+    other.stages[1].mlp.activation.function = paddle.nn.functional.sigmoid
     assert fused_trunk(other.stages[1:-1]) is None
     assert fused_trunk(other.stages[2:-1]) is not None
 

@@ -21,4 +21,5 @@ def hf_to_canonical(hf_config: Mapping[str, Any], get_tensor: GetTensor) -> Iter
 def canonical_to_hf(hf_config: Mapping[str, Any], get_tensor: GetTensor) -> Iterator[tuple[str, np.ndarray]]:
     """All parameters under Hugging Face's names."""
     for rule in rules(hf_config):
-        yield from zip(rule.theirs, rule.split(get_tensor(rule.ours)), strict=True)
+        for index, name in enumerate(rule.theirs):
+            yield name, rule.split(get_tensor(rule.ours), index)

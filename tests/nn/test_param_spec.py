@@ -200,7 +200,7 @@ SHARED = ParamSpec((6,), Constant(), "bias", {}, {"edp": PARTIAL, "ep": PARTIAL,
 )
 @pytest.mark.parametrize("spec", [EXPERT, CUT_EXPERT, SHARED], ids=["whole", "cut", "shared"])
 def test_of_experts_each_element_is_written_and_counted_once(plan, ep, emp, spec):
-    mesh = Mesh(plan, ep, emp)
+    mesh = Mesh(replace(plan, ep=ep, expert_mp=emp))
     ranks = [rank for rank in range(plan.world_size) if plan.coordinates(rank)["pp"] == 0]
     assert mesh.size_of("edp") * ep * emp == len(ranks)
     axes = owner_axes(spec, mesh)
@@ -224,13 +224,13 @@ def test_of_experts_each_element_is_written_and_counted_once(plan, ep, emp, spec
 
 
 def test_the_views_are_the_same_ranks():
-    mesh = Mesh(ParallelPlan(dp=2, pp=2, sharding=2, mp=2), ep=2, emp=2)
+    mesh = Mesh(ParallelPlan(dp=2, pp=2, sharding=2, mp=2, ep=2))
     dense = [mesh.ranks_over(5, (axis,)) for axis in ("mp", "sharding")]
     assert [mesh.ranks_over(5, (axis,)) for axis in ("emp", "ep")] == dense
     assert mesh.ranks_over(5, ("edp",)) == mesh.ranks_over(5, ("dp",)) == (5, 13)
-    assert Mesh(ParallelPlan(dp=2, mp=2), ep=2).ranks_over(0, ("ep",)) == (0, 1)
+    assert Mesh(ParallelPlan(dp=2, mp=2, ep=2, expert_mp=1)).ranks_over(0, ("ep",)) == (0, 1)
     with pytest.raises(ValueError, match="do not divide by ep 3"):
-        Mesh(ParallelPlan(dp=4), ep=3)
+        Mesh(ParallelPlan(dp=4, ep=3))
     with pytest.raises(ValueError, match="no view"):
         mesh.ranks_over(0, ("ep", "mp"))
     odd = ParamSpec((7, 6), Constant(), "matrix", {"ep": Shard(0)}, name="experts")

@@ -122,7 +122,7 @@ def test_sgd_and_unknown_names():
     optimizer.step(0.5, 0.1)
     np.testing.assert_allclose(params[1][1].numpy(), before - 0.5 * grads[params[1][0]], rtol=1e-6)
     assert optimizer.state() == {}
-    with pytest.raises(ConfigError, match="must be one of AdamW, SGD"):
+    with pytest.raises(ConfigError, match="must be one of AdamW, Muon, SGD"):
         build_optimizer(section().model_copy(update={"name": "Lion"}), params)
 
 

@@ -83,7 +83,8 @@ def steps(
 
     with paddle.utils.unique_name.guard():
         cfg = load_config(CONFIG, overrides(plan, "gpt", "adamw", 2, {}), world_size=world_size)
-        ctx = replace(init_distributed(cfg), ep=ep)
+        ctx = init_distributed(cfg)
+        ctx = replace(ctx, plan=replace(ctx.plan, ep=ep, expert_mp=1))
         factory = layer_factory(ctx)
         layer = toy(factory, ctx)
         optimizer, sync = parallelize._optimizer_and_sync(

@@ -75,8 +75,8 @@ def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]
     from paddle.base import core
 
     from ppfleetx.core.engine.rank_consistency import Watch
-    from ppfleetx.core.engine.signals import StopRequest
     from ppfleetx.distributed import transfer
+    from ppfleetx.resilience.stop_request import StopRequest
     from tests.parity.training import build, micro_batches, take_step
 
     copies: list[tuple[paddle.Tensor, paddle.Tensor]] = []

@@ -89,7 +89,7 @@ def start(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[
     from paddle.base import core
 
     from ppfleetx.planner.cards import load_card
-    from ppfleetx.planner.case import case_of
+    from ppfleetx.planner.job import job_of
     from ppfleetx.planner.memory import stage_memory
     from ppfleetx.planner.network import Cluster
     from tests.helpers.low_precision import emulated
@@ -104,7 +104,7 @@ def start(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[
         peak = core.host_memory_stat_peak_value("Allocated", 0) - before
         gc.collect()
         kept = core.host_memory_stat_current_value("Allocated", 0) - before
-        memory = stage_memory(case_of(cfg, card), Cluster(card), ctx.rank_on("pp"))
+        memory = stage_memory(job_of(cfg, card), Cluster(card), ctx.rank_on("pp"))
         states = runner.optimizer_state() if ctx.plan.sharding_offload else {}
     on_host = sum(4 * tensor.size for (_, name), tensor in states.items() if name == "master_weight")
     return {"peak": peak, "kept": kept, "predicted": memory.start - memory.context + on_host}

@@ -64,6 +64,10 @@ class Option:
 
 
 _SHARDED = {"sharding": 2}
+EXPERTS = {
+    "Model.moe": "{num_experts: 4, expert_ffn_size: 32, layers: [1, 3], router: {bias: True}, "
+    "shared_experts: {ffn_size: 16}, bias_update_rate: 0.01, z_loss_weight: 0.01}"
+}
 OPTIONS: dict[str, Option] = {
     "main_gradients": Option("linear_grad_add", types=("O2",)),
     "weight_cast": Option("weight_cast", types=("O1",)),
@@ -138,6 +142,10 @@ OPTIONS: dict[str, Option] = {
     ),
     "distillation": Option(
         "ppfleetx.compress.distill:_Divergence.apply", {"Compress.Distill": f"{{teacher: {TEACHER}}}"}
+    ),
+    "experts": Option("ppfleetx.nn.matmul:Matmul.grouped", EXPERTS),
+    "expert_parallel": Option(
+        "ppfleetx.nn.expert_exchange:ParallelExperts.dispatch", EXPERTS, {"dp": 2, "ep": 2}
     ),
     "window": Option("ppfleetx.nn.attention:window_start", {"Model.attention_window": 5}),
     "documents": Option("ppfleetx.nn.masks:attention_mask", documents=True),

@@ -60,7 +60,7 @@ def test_the_planner_sees_which_blocks_a_stage_has() -> None:
     from ppfleetx.planner.network import Cluster
     from ppfleetx.planner.parameters import held_parameters
     from ppfleetx.planner.prediction import Prediction
-    from tests.planner.test_parts import case
+    from tests.planner.test_parts import small_job
 
     def wide_spec(cfg: Any) -> Any:
         spec = gpt_spec(cfg)
@@ -70,7 +70,7 @@ def test_the_planner_sees_which_blocks_a_stage_has() -> None:
 
     traits = ArchitectureTraits(spec=wide_spec)
     ARCHITECTURES.register("OneWideBlock", "ppfleetx.models.gpt.stages:gpt_stages", traits=traits)
-    plain, wide = (case(Plan(pp=2), name=name) for name in ("GPT", "OneWideBlock"))
+    plain, wide = (small_job(Plan(pp=2), name=name) for name in ("GPT", "OneWideBlock"))
     first, last = ([held_parameters(one, stage).values for one in (plain, wide)] for stage in (0, 1))
     assert first[1] - first[0] == parameter_count(wide.model) - parameter_count(plain.model) > 0
     assert last[1] == last[0]

@@ -44,6 +44,7 @@ NO_OPTIONS = {
     "how an option that is here is set": """
         Model.recompute_layers Model.no_recompute_layers Model.recompute_interval Model.lora.alpha
         Model.lora.targets Model.lora.base Distributed.bucket_size Distributed.pp_layers
+        Distributed.expert_mp_degree
         Distributed.noop_layers
         Engine.mix_precision.scale_loss Engine.mix_precision.use_dynamic_loss_scaling
         Engine.mix_precision.incr_every_n_steps Engine.mix_precision.hysteresis

@@ -1,4 +1,4 @@
-"""`examples/whole_matrix_rule.py`: an optimizer with groups of its own, of which one needs whole matrices."""
+"""Optimizers with groups, of which one needs whole matrices: Muon, and `examples/whole_matrix_rule.py`."""
 
 import pytest
 
@@ -7,6 +7,13 @@ from tests.parity import training
 
 TRAIN_PART = "tests.parity.test_whole_matrices:train_part"
 OPTIMIZER = {"Optimizer.name": "NormalizedMatrices", "Optimizer.lr.max_lr": 0.01, "Model.num_layers": 2}
+MUON = {
+    **OPTIMIZER,
+    "Optimizer.name": "Muon",
+    "Optimizer.groups": [{"kinds": ["word_embedding"], "lr_factor": 0.5}],
+    "Optimizer.layer_decay": 0.9,
+    "Model.hidden_act": "swiglu",
+}
 
 
 def train_part(**arguments):
@@ -15,6 +22,7 @@ def train_part(**arguments):
     return training.train_part(**arguments)
 
 
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, MUON], ids=["example", "Muon"])
 @pytest.mark.parametrize(
     "plan",
     [
@@ -25,9 +33,11 @@ def train_part(**arguments):
     ],
     ids=str,
 )
-def test_whole_matrices_move_as_on_one_card_and_a_run_resumes_bit_for_bit(comparison, tmp_path, plan):
+def test_whole_matrices_move_as_on_one_card_and_a_run_resumes_bit_for_bit(
+    comparison, tmp_path, plan, optimizer
+):
     def run(plan, first, end, **more):
-        return comparison.train_part(plan, first, end, train=TRAIN_PART, extra=OPTIMIZER, **more)
+        return comparison.train_part(plan, first, end, train=TRAIN_PART, extra=optimizer, **more)
 
     one = run(Plan(), 0, 4)
     whole = run(plan, 0, 4, save_to=str(tmp_path / "whole"))

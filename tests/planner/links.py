@@ -20,7 +20,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.distributed.cpu.handshake import DIRECT_VARIABLE
 from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import load_card
-from ppfleetx.planner.case import case_of
+from ppfleetx.planner.job import job_of
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.step_time import step_time
 from tests.e2e.conftest import ROOT, environment, records
@@ -92,7 +92,7 @@ def _compare(directory: Path, megabits: float, delay: float, steps: int, share: 
     there = Cluster(fitted, per_node=2, network=cluster.network)
     pairs = []
     for plan, run in zip(PLANS, runs, strict=True):
-        predicted = step_time(case_of(load_config(run / "config.yaml"), fitted), there).seconds
+        predicted = step_time(job_of(load_config(run / "config.yaml"), fitted), there).seconds
         pairs.append((predicted, _median_step(run)))
         print(f"  {plan}: predicted {pairs[-1][0]:.3f} s, measured {pairs[-1][1]:.3f} s", flush=True)
     print(f"  rank correlation {_spearman(pairs):.2f}", flush=True)

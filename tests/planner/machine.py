@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.planner.cards import load_card
-from ppfleetx.planner.case import Case, case_of
+from ppfleetx.planner.cards import any_card, load_card
+from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.summary import any_card
-from ppfleetx.planner.traffic import sent_bytes
 from tests.distributed import volume
 from tests.helpers.ranks import Pools
 from tests.planner import measured
 from tests.planner.plans import overrides, world_size
+from tests.planner.traffic import sent_bytes
 
 CARD = load_card("CPU")
 SMALL_LLAMA = {
@@ -42,20 +41,20 @@ class Compared:
         return self.predicted / self.measured - 1 if self.measured else float("inf")
 
 
-def case_for(config: Any, settings: list[str], plan: dict[str, Any]) -> Case:
-    """The planner's case of a configuration that ``settings`` change."""
-    return case_of(load_config(config, settings, world_size=world_size(plan)), CARD)
+def case_for(config: Any, settings: list[str], plan: dict[str, Any]) -> Job:
+    """The planner's job for a configuration that ``settings`` change."""
+    return job_of(load_config(config, settings, world_size=world_size(plan)), CARD)
 
 
 def compare_memory(pools: Pools, plan: dict[str, Any], family: str) -> list[Compared]:
     """Parameters, states, gradients, and the peaks of a step and of the start, of each stage's fullest
     rank."""
     given, world = overrides(plan), world_size(plan)
-    case = case_for(measured.CONFIG, measured.settings(given, family), plan)
+    job = case_for(measured.CONFIG, measured.settings(given, family), plan)
     found = pools(world).run("tests.planner.measured:memory", overrides=given, family=family, world=world)
     rows = []
-    for stage in range(case.plan.pp):
-        predicted = stage_memory(case, Cluster(CARD), stage)
+    for stage in range(job.plan.pp):
+        predicted = stage_memory(job, Cluster(CARD), stage)
         mine = [result for result in found if result["stage"] == stage]
         for what, value in (
             ("parameters", predicted.parameters),
@@ -70,7 +69,7 @@ def compare_memory(pools: Pools, plan: dict[str, Any], family: str) -> list[Comp
 
 def compare_device_memory(
     pools: Pools,
-    case: tuple[str, dict[str, Any], dict[str, Any]],
+    job: tuple[str, dict[str, Any], dict[str, Any]],
     device: str,
     corpus: Path,
     output: Path,
@@ -79,7 +78,7 @@ def compare_device_memory(
 ) -> list[Compared]:
     """The most memory of a card before the first step, in a step and in a save, of each stage's fullest
     rank: a row of ``DEVICE_PLANS``."""
-    family, plan, more = case
+    family, plan, more = job
     world = world_size(plan)
     values = {
         **measured.SIZES,
@@ -104,7 +103,7 @@ def compare_device_memory(
     )
     cfg = load_config(measured.CONFIG, [f"{key}={value}" for key, value in values.items()], world_size=world)
     card = any_card(device).model_copy(update={"context_gib": 0.0})
-    predicted_case = replace(case_of(cfg, card), fragments=0.0)
+    predicted_case = replace(job_of(cfg, card), fragments=0.0)
     rows = []
     for stage in range(predicted_case.plan.pp):
         predicted = stage_memory(predicted_case, Cluster(card), stage)
@@ -121,13 +120,13 @@ def compare_device_memory(
 def compare_traffic(pools: Pools, plan: dict[str, Any], family: str) -> list[Compared]:
     """Bytes that a rank sends in one step, by stage and axis, the mean over a stage's ranks."""
     given, world = {**overrides(plan), **(SMALL_LLAMA if family == "llama" else {})}, world_size(plan)
-    case = case_for(volume.CONFIG, volume.settings(given, 2), plan)
+    job = case_for(volume.CONFIG, volume.settings(given, 2), plan)
     found = pools(world).run(
         "tests.distributed.volume:step", overrides=given, micro_batch_size=2, world=world
     )
     rows = []
-    for stage in range(case.plan.pp):
-        predicted = sent_bytes(case, stage)
+    for stage in range(job.plan.pp):
+        predicted = sent_bytes(job, stage)
         mine = [result["sent"] for result in found if result["stage"] == stage]
         sent = {axis: sum(each.get(axis, 0.0) for each in mine) / len(mine) for axis in mine[0]}
         noticed = {axis for axis, number in sent.items() if number > 300}  # the job's scalars aside

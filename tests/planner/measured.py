@@ -49,7 +49,7 @@ FAMILIES["mixed"] = {
 
 
 def settings(overrides: dict[str, Any], family: str) -> list[str]:
-    """``-o`` of a case."""
+    """``-o`` of a job."""
     return [f"{key}={value}" for key, value in {**SIZES, **FAMILIES[family], **overrides}.items()]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ppfleetx.config.plan import AXES, ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.planner.cards import load_card
-from ppfleetx.planner.case import Case, Precision
+from ppfleetx.planner.job import Job, Precision
 from ppfleetx.planner.network import Cluster, rival_groups
 from ppfleetx.planner.step_time import StepTime, step_time
 
@@ -109,7 +109,7 @@ def mpt_errors(card: str) -> list[float]:
 
 def _mpt_seconds(row: dict[str, str]) -> float:
     number = {key: int(row[key]) for key in ("hidden", "layers", "heads", "seq_len", "micro", "accumulate")}
-    case = Case(
+    job = Job(
         model=ModelConfig(
             vocab_size=50_368,
             hidden_size=number["hidden"],
@@ -128,7 +128,7 @@ def _mpt_seconds(row: dict[str, str]) -> float:
         recomputed=(row["recompute"],) * number["layers"],
         flash=True,
     )
-    found = step_time(case, Cluster(load_card(row["card"])))
+    found = step_time(job, Cluster(load_card(row["card"])))
     return found.seconds - found.parts["parameters"] - found.parts["gradients"]
 
 
@@ -155,7 +155,7 @@ def ascend_error() -> float:
         attention_probs_dropout_prob=0.0,
     )
     layers = (4,) * 15 + (2,)
-    case = Case(
+    job = Job(
         model=model,
         plan=ParallelPlan(dp=4, mp=8, pp=4, virtual_pp_degree=4, pp_layers=layers, sequence_parallel=True),
         micro_batch=2,
@@ -166,7 +166,7 @@ def ascend_error() -> float:
         flash=True,
         kernels="fused",
     )
-    return step_time(case, Cluster(load_card("910B-64GB"), axes=MEGATRON_AXES)).seconds / 11.5 - 1
+    return step_time(job, Cluster(load_card("910B-64GB"), axes=MEGATRON_AXES)).seconds / 11.5 - 1
 
 
 @cache
@@ -188,13 +188,13 @@ def _is_of_sweep(row: dict[str, str]) -> bool:
 
 
 def _bloom_seconds(row: dict[str, str]) -> float:
-    case = case_of_row(row, 250_880)
+    job = case_of_row(row, 250_880)
     layers, pp = int(row["layers"]), int(row["pp"])
     share, rest = divmod(layers, pp)
     uneven = tuple(share + (stage < rest) for stage in range(pp)) if rest else None
-    plan = replace(case.plan, dp=1, sharding=int(row["dp"]), pp_layers=uneven)
-    case = replace(case, plan=plan, precision=Precision("bfloat16", lowers_parameters=True, main_grads=True))
-    return step_time(case, Cluster(load_card("A100-80GB"), network=400e9 / 8, axes=MEGATRON_AXES)).seconds
+    plan = replace(job.plan, dp=1, sharding=int(row["dp"]), pp_layers=uneven)
+    job = replace(job, plan=plan, precision=Precision("bfloat16", lowers_parameters=True, main_grads=True))
+    return step_time(job, Cluster(load_card("A100-80GB"), network=400e9 / 8, axes=MEGATRON_AXES)).seconds
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
@@ -203,7 +203,7 @@ def rows_of(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def case_of_row(row: dict[str, str], vocab_size: int) -> Case:
+def case_of_row(row: dict[str, str], vocab_size: int) -> Job:
     """The run of a row: 16 bits with gradients of 2 bytes, unfused attention, as those programs had."""
     number = {key: int(row[key]) for key in row if key not in ("model", "recompute", "seconds", "tflops")}
     hidden, heads = number["hidden"], number["heads"]
@@ -223,7 +223,7 @@ def case_of_row(row: dict[str, str], vocab_size: int) -> Case:
         virtual_pp_degree=number["vpp"],
         sequence_parallel=bool(number["sp"]),
     )
-    return Case(
+    return Job(
         model=model,
         plan=plan,
         micro_batch=number["micro"],

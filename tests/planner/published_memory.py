@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.planner.cards import GIB, load_card
-from ppfleetx.planner.case import Case, Precision
+from ppfleetx.planner.job import Job, Precision
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster
 from tests.planner.published import SEQ_LEN, rows_of
@@ -46,7 +46,7 @@ def bloom_memory() -> list[PublishedMemory]:
         hidden, layers, pp = number["hidden"], number["layers"], number["pp"]
         share, rest = divmod(layers, pp)
         uneven = tuple(share + (stage < rest) for stage in range(pp)) if rest else None
-        case = Case(
+        job = Job(
             model=_model(hidden, layers, 64, 250_880, SEQ_LEN),
             plan=ParallelPlan(sharding=number["dp"], mp=number["mp"], pp=pp, pp_layers=uneven),
             micro_batch=number["micro"],
@@ -58,7 +58,7 @@ def bloom_memory() -> list[PublishedMemory]:
             flat_states=True,
             fragments=BLOOM_FRAGMENTS,
         )
-        most = max(stage_memory(case, cluster, stage).total for stage in (0, pp - 1)) / GIB
+        most = max(stage_memory(job, cluster, stage).total for stage in (0, pp - 1)) / GIB
         measured = None if row["memory"] == "OOM" else float(row["memory"])
         name = f"dp {row['dp']}, mp {row['mp']}, pp {row['pp']}, micro {row['micro']}"
         found.append(PublishedMemory(name, most, measured, fitted=bool(number["fitted"])))
@@ -93,7 +93,7 @@ def nanotron_memory() -> list[PublishedMemory]:
             pp=pp,
             sequence_parallel=row["mp"] != "1",
         )
-        case = Case(
+        job = Job(
             model=model,
             plan=plan,
             micro_batch=int(row["micro"]),
@@ -106,7 +106,7 @@ def nanotron_memory() -> list[PublishedMemory]:
             flat_states=True,
             fragments=NANOTRON_FRAGMENTS,
         )
-        most = max(stage_memory(case, cluster, stage).total for stage in {0, pp - 1}) / 1e9
+        most = max(stage_memory(job, cluster, stage).total for stage in {0, pp - 1}) / 1e9
         name = f"{row['model']}, {plan}, micro {row['micro']}"
         found.append(PublishedMemory(name, most, float(row["memory"]), fitted=number % 2 == 0))
     return found
@@ -120,7 +120,7 @@ def fleetx_memory() -> list[PublishedMemory]:
     """
     cluster, found = Cluster(load_card("V100-32GB")), []
     for name, hidden, recompute, measured in (("345M", 1024, "none", 30.9), ("1.3B", 2048, "full", 26.0)):
-        case = Case(
+        job = Job(
             model=_model(hidden, 24, 16, 50_304, 1024),
             plan=ParallelPlan(),
             micro_batch=8,
@@ -130,7 +130,7 @@ def fleetx_memory() -> list[PublishedMemory]:
             recomputed=(recompute,) * 24,
             kernels="fused",
         )
-        found.append(PublishedMemory(name, stage_memory(case, cluster, 0).total / GIB, measured))
+        found.append(PublishedMemory(name, stage_memory(job, cluster, 0).total / GIB, measured))
     return found
 
 

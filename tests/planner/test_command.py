@@ -10,12 +10,11 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import load_card
-from ppfleetx.planner.case import case_of
+from ppfleetx.planner.job import job_of
 from ppfleetx.planner.long_run import failures, run_length
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.prediction import Prediction
+from ppfleetx.planner.prediction import Prediction, run_prediction
 from ppfleetx.planner.step_time import step_time
-from ppfleetx.planner.summary import run_prediction
 from tests.planner.test_parts import planned
 
 BIG = "ppfleetx/configs/nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml"
@@ -175,7 +174,7 @@ def test_calibration_finds_the_card_that_made_the_times(tmp_path):
         directory = tmp_path / f"run{number}"
         directory.mkdir()
         cfg = load_config(NANO, plan)
-        seconds = step_time(case_of(cfg, slow), Cluster(slow)).seconds
+        seconds = step_time(job_of(cfg, slow), Cluster(slow)).seconds
         settings = {"_base_": str(_nano()), "Distributed": {"mp_degree": 1 + number}}
         (directory / "config.yaml").write_text(yaml.safe_dump(settings))
         record = {"kind": "train", "batch_cost": seconds + 0.5, "reader_cost": 0.5}
@@ -187,9 +186,9 @@ def test_calibration_finds_the_card_that_made_the_times(tmp_path):
     assert again.link_gb_s == fitted.link_gb_s
     assert fitted.network_latency_us == card.network_latency_us, "no run used the network"
     for plan in ([], ["Distributed.mp_degree=2"]):
-        case = case_of(load_config(NANO, plan), slow)
-        true = step_time(case, Cluster(slow)).seconds
-        assert Prediction(case, Cluster(fitted)).time.seconds == pytest.approx(true, rel=0.05)
+        job = job_of(load_config(NANO, plan), slow)
+        true = step_time(job, Cluster(slow)).seconds
+        assert Prediction(job, Cluster(fitted)).time.seconds == pytest.approx(true, rel=0.05)
 
 
 def test_json_says_what_calibration_found(capsys, tmp_path):

@@ -13,56 +13,111 @@ from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.planner.cards import card_names, load_card
-from ppfleetx.planner.case import Case, Precision, case_of, uses_flash
-from ppfleetx.planner.flops import step_flops
+from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Precision, job_of, uses_flash
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.prediction import Prediction
-from ppfleetx.planner.timeline import Messages, play
-from ppfleetx.planner.traffic import sent_bytes
+from ppfleetx.planner.search import search
+from ppfleetx.planner.timeline import Messages, simulate
+from ppfleetx.planner.utilization import step_flops
+from tests.planner.traffic import sent_bytes
 
 H, LAYERS, VOCAB, LENGTH = 64, 4, 512, 32
 CONFIG = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
 
 
-def case(plan=ParallelPlan(), recompute="none", **model):  # noqa: B008
+def small_job(plan=ParallelPlan(), recompute="none", **model):  # noqa: B008
     sizes = {"vocab_size": VOCAB, "hidden_size": H, "num_layers": LAYERS, "num_attention_heads": 4, **model}
     shape = ModelConfig(max_position_embeddings=LENGTH, softmax_in_fp32=False, **sizes)
     precision = Precision("bfloat16", lowers_parameters=True)
-    return Case(shape, plan, 2, 4, LENGTH, precision, (recompute,) * LAYERS)
+    return Job(shape, plan, 2, 4, LENGTH, precision, (recompute,) * LAYERS)
 
 
 def test_a_layer_keeps_what_the_formula_says():
     """34 s b h + 5 a s^2 b bytes (Korthikanti et al. 2022, equation 1)."""
-    published = replace(case(), kernels="fused")
+    published = replace(small_job(), kernels="fused")
     block, work = published.spec.blocks[0], published.work
     assert block.tape(work, "none").kept == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
     assert block.tape(work, "core_attn").kept == 34 * LENGTH * 2 * H
     assert block.tape(work, "full").kept == 2 * LENGTH * 2 * H
 
 
+MOE = {"moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 32, "first_dense_layers": 1}}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp=4, ep=2),
+        ParallelPlan(mp=2, dp=2, ep=2),
+        ParallelPlan(mp=2, dp=2, ep=4, expert_mp=1),
+        ParallelPlan(sharding=4, ep=2),
+    ],
+    ids=str,
+)
+def test_ranks_hold_their_slices_of_experts(plan):
+    one, held = (held_parameters(small_job(each, **MOE), 0) for each in (ParallelPlan(), plan))
+    each = 2 * H * 32 + 32 + H
+    assert one.experts == 3 * 8 * each
+    bias = 3 * 8 * H // plan.ep * (1 - 1 / plan.emp)  # the last bias is whole where matrices are sliced
+    assert held.experts == one.experts / (plan.ep * plan.emp) + bias
+    assert (
+        held.owned == held.trained if plan.sharding == 1 else held.owned < held.dense / 3 + held.experts / 2
+    )
+
+
+def test_experts_exchange_rows_and_need_memory_for_more_than_the_mean():
+    cluster = Cluster(load_card("A100-80GB"), per_node=2)
+    inside, outside = (
+        Prediction(small_job(plan, **MOE), cluster)
+        for plan in (
+            ParallelPlan(dp=2, sharding=2, ep=2),
+            ParallelPlan(dp=2, mp=2, ep=2, sequence_parallel=True),
+        )
+    )
+    assert 0 < inside.time.parts["expert_parallel"] < outside.time.parts["expert_parallel"]
+    assert Prediction(small_job(ParallelPlan(dp=2), **MOE), cluster).time.parts["expert_parallel"] == 0
+    mixture = small_job(ParallelPlan(dp=2, ep=2), **MOE)
+    mlp, work = mixture.spec.blocks[1].mlp, mixture.work
+    assert mlp.sent_bytes(work) == 2 * 2 * LENGTH * H * 2  # two rows for each of the positions, in 16 bits
+    worst, mean = (
+        sum(step.size for step in mlp.tape(each, "out", "in"))
+        for each in (work, replace(work, imbalance=1.0))
+    )
+    assert work.imbalance == EXPERT_IMBALANCE and worst > mean
+
+
+def test_a_search_divides_experts():
+    job = replace(small_job(**MOE), precision=Precision(), kernels="cpu", micro_batch=8, accumulate=1)
+    plans = [p.job.plan for p in search(job, Cluster(load_card("CPU"), per_node=4), 4, keep=1000).best]
+    assert {plan.ep for plan in plans} == {1, 2, 4}
+    assert any(plan.emp == 1 < plan.mp for plan in plans)
+
+
 def test_operations_follow_the_papers():
     batch = 8
     full = 72 * batch * LAYERS * LENGTH * H**2 * (1 + LENGTH / (6 * H) + VOCAB / (12 * H * LAYERS))
-    assert step_flops(case()).full == full
-    assert step_flops(case()).causal == flops_per_step(case().model, batch, LENGTH)
+    assert step_flops(small_job()).full == full
+    assert step_flops(small_job()).causal == flops_per_step(small_job().model, batch, LENGTH)
     again = 96 * batch * LAYERS * LENGTH * H**2 * (1 + LENGTH / (6 * H) + VOCAB / (16 * H * LAYERS))
-    assert step_flops(case(recompute="full")).hardware == again
+    assert step_flops(small_job(recompute="full")).hardware == again
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_hold_the_whole_model(tied):
-    one = held_parameters(case(tie_word_embeddings=tied), 0)
-    assert one.values == one.owned == parameter_count(case(tie_word_embeddings=tied).model)
-    two = [held_parameters(case(ParallelPlan(pp=2), tie_word_embeddings=tied), stage) for stage in (0, 1)]
+    one = held_parameters(small_job(tie_word_embeddings=tied), 0)
+    assert one.values == one.owned == parameter_count(small_job(tie_word_embeddings=tied).model)
+    two = [
+        held_parameters(small_job(ParallelPlan(pp=2), tie_word_embeddings=tied), stage) for stage in (0, 1)
+    ]
     copies = VOCAB * H if tied else 0
     assert sum(held.values for held in two) == one.values + copies
 
 
 def test_frozen_small_weights_take_their_own_bytes():
     """Adapters on weights of 4 bits: codes and scales as they are stored, the rest in the model's type."""
-    plain = case(lora={"rank": 4})
+    plain = small_job(lora={"rank": 4})
     small = replace(plain, compress=CompressConfig(Weights={"bits": 4, "group_size": 16}))
     before, after = (held_parameters(one, 0) for one in (plain, small))
     matrices = LAYERS * 12 * H**2
@@ -75,16 +130,16 @@ def test_frozen_small_weights_take_their_own_bytes():
 
 
 def test_sharding_divides_states():
-    held = held_parameters(case(ParallelPlan(sharding=2)), 0)
-    assert held.values == parameter_count(case().model)
+    held = held_parameters(small_job(ParallelPlan(sharding=2)), 0)
+    assert held.values == parameter_count(small_job().model)
     assert held.values / 2 <= held.owned < held.values * 0.6
 
 
 def test_an_empty_pipeline_has_the_bubble_of_the_textbook():
     """(p - 1) / m more than the passes, with equal stages and no messages (Narayanan et al. 2021, §2.2.1)."""
     forward, backward = [[1.0]] * 4, [[2.0]] * 4
-    assert play(forward, backward, 8, Messages(0.0)).seconds == pytest.approx((8 + 3) * 3.0)
-    halves = play([[0.5, 0.5]] * 4, [[1.0, 1.0]] * 4, 8, Messages(0.0)).seconds
+    assert simulate(forward, backward, 8, Messages(0.0)).seconds == pytest.approx((8 + 3) * 3.0)
+    halves = simulate([[0.5, 0.5]] * 4, [[1.0, 1.0]] * 4, 8, Messages(0.0)).seconds
     assert halves == pytest.approx((8 + 3 / 2) * 3.0)
 
 
@@ -92,16 +147,16 @@ def test_gradients_of_weights_fill_the_bubble():
     """(p - 1)(F + B - W) remains (Qi et al. 2023, table 2), B the backward pass without W, for any times."""
     for forward, inputs, weights in ((1.0, 1.0, 1.0), (1.0, 1.3, 0.9)):
         times = [[forward]] * 4, [[inputs + weights]] * 4, 8, Messages(0.0)
-        played = play(*times, weights=[weights] * 4)
+        played = simulate(*times, weights=[weights] * 4)
         busy = 8 * (forward + inputs + weights)
         assert played.seconds == pytest.approx(busy + 3 * (forward + inputs - weights), rel=0.01)
         assert sum(span.is_weights for span in played.spans) == 4 * 8
-        long = play(times[0], times[1], 64, Messages(0.0), weights=[weights] * 4).seconds
+        long = simulate(times[0], times[1], 64, Messages(0.0), weights=[weights] * 4).seconds
         assert long == pytest.approx(busy * 8 + 3 * (forward + inputs - weights), rel=0.01)
 
 
 def test_zero_bubble_is_predicted_faster_and_larger_in_its_last_stages():
-    plain = case(ParallelPlan(pp=2))
+    plain = small_job(ParallelPlan(pp=2))
     divided = replace(plain, plan=replace(plain.plan, pp_schedule="zb_h1"))
     cluster = Cluster(load_card("A100-80GB"))
     times = [Prediction(one, cluster).time for one in (plain, divided)]
@@ -114,11 +169,11 @@ def test_zero_bubble_is_predicted_faster_and_larger_in_its_last_stages():
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_zero_bubble_sends_whole_activations_where_each_tensor_rank_holds_them(sequence_parallel):
-    plain = case(ParallelPlan(mp=4, pp=2, sequence_parallel=sequence_parallel))
+    plain = small_job(ParallelPlan(mp=4, pp=2, sequence_parallel=sequence_parallel))
     divided = replace(plain, plan=replace(plain.plan, pp_schedule="zb_h1"))
     plain_bytes, bytes_ = sent_bytes(plain, 0), sent_bytes(divided, 0)
     assert bytes_["pp"] == pytest.approx(plain_bytes["pp"] * (1 if sequence_parallel else 4))
-    gathered = plain.accumulate * plain.trunk_bytes * 3 / 4  # gradients that come back in four parts
+    gathered = plain.accumulate * plain.hidden_bytes * 3 / 4  # gradients that come back in four parts
     assert plain_bytes["mp"] - bytes_["mp"] == pytest.approx(0 if sequence_parallel else gathered)
 
 
@@ -129,7 +184,7 @@ def test_messages_that_travel_while_stages_compute():
 
     def four_more(seconds: float, *, waits: bool) -> float:
         messages = Messages(seconds, output_waits=waits, gradient_waits=waits)
-        return play(*times, 68, messages).seconds - play(*times, 64, messages).seconds
+        return simulate(*times, 68, messages).seconds - simulate(*times, 64, messages).seconds
 
     assert four_more(0.25, waits=False) == pytest.approx(4 * 3.0 + 2 * 3 * 0.25)
     assert four_more(0.25, waits=True) == pytest.approx(4 * (3.0 + 2 * 0.25))
@@ -140,8 +195,8 @@ def test_messages_that_travel_while_stages_compute():
 def test_a_long_step_is_not_played_to_its_end_and_takes_as_long(chunks):
     forward = [[(1.0 + 0.1 * stage) / chunks] * chunks for stage in range(4)]
     backward = [[2.0 / chunks] * chunks for _ in range(4)]
-    whole = play(forward, backward, 64, Messages(0.1), whole=True).seconds
-    assert play(forward, backward, 64, Messages(0.1)).seconds == pytest.approx(whole, rel=1e-9)
+    whole = simulate(forward, backward, 64, Messages(0.1), whole=True).seconds
+    assert simulate(forward, backward, 64, Messages(0.1)).seconds == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_ring_moves_its_bytes_twice():
@@ -189,7 +244,7 @@ def test_one_plan_as_json(capsys):
 def test_no_start_takes_more_than_a_step(stage, offload):
     """Of 1.3 billion parameters; before, a start took 6 bytes of each on every rank."""
     card = load_card("A100-80GB")
-    given = case_of(load_config(CONFIG, world_size=8), card)
+    given = job_of(load_config(CONFIG, world_size=8), card)
     least = replace(given, micro_batch=1, recomputed=("full",) * len(given.recomputed))
     for sharding, pp in ((2, 1), (8, 1), (64, 1), (4, 4), (16, 8)):
         plan = ParallelPlan(sharding=sharding, sharding_stage=stage, pp=pp, sharding_offload=offload)
@@ -199,7 +254,7 @@ def test_no_start_takes_more_than_a_step(stage, offload):
 
 def test_a_plan_has_to_fit_at_its_start_too(monkeypatch):
     """Of a step and of the start, whichever needs more."""
-    small = case(ParallelPlan(sharding=4, sharding_stage=3))
+    small = small_job(ParallelPlan(sharding=4, sharding_stage=3))
     before = Prediction(small, Cluster(load_card("V100-16GB")))
     held = held_parameters(small, 0)
     assert before.fits and before.memory[0].peak == before.memory[0].total > before.memory[0].start
@@ -226,7 +281,7 @@ def test_plans_are_ranked(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--plan", "dp=3"), "cannot be dealt out"),
+        (("--plan", "dp=3"), "cannot be split"),
         (("--plan", "mp=3,dp=1"), "must divide by mp_degree"),
         (("--plan", "dq=3"), "must be dp, mp"),
         (("--plan", "dp=1,dp=1"), "names dp twice"),
@@ -247,7 +302,7 @@ def test_ascend_cards_say_what_is_a_guess_and_have_no_fused_attention():
     for name in ("910B-64GB", "910C-64GB"):
         card = load_card(name)
         assert any("Guess" in source for source in card.sources)
-        assert not uses_flash(case().model, Precision("bfloat16", lowers_parameters=True), card)
+        assert not uses_flash(small_job().model, Precision("bfloat16", lowers_parameters=True), card)
     pair, eight = load_card("910B-64GB").link_bandwidth(2), load_card("910B-64GB").link_bandwidth(8)
     assert eight == 7 * pair
     assert load_card("910C-64GB").link_bandwidth(2) == load_card("910C-64GB").link_bandwidth(16) == eight
@@ -256,7 +311,7 @@ def test_ascend_cards_say_what_is_a_guess_and_have_no_fused_attention():
 def test_the_tensor_parallel_loss_of_a_plugins_device_takes_three_more_copies_of_the_logits():
     """Paddle composes it there."""
     plan = ParallelPlan(mp=2)
-    wide = case(plan, vocab_size=65_536)
+    wide = small_job(plan, vocab_size=65_536)
     logits = wide.micro_batch * wide.seq_len * 65_536 / plan.mp * 4
     cluster = Cluster(load_card("A100-80GB"))
     taken = [stage_memory(replace(wide, kernels=kind), cluster, 0).tensors for kind in ("gpu", "plugin")]

@@ -8,9 +8,9 @@ import pytest
 
 from ppfleetx.config.plan import AXES
 from ppfleetx.planner.cards import load_card
-from ppfleetx.planner.flops import step_flops, tflops_per_device
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.prediction import Prediction
+from ppfleetx.planner.utilization import step_flops, tflops_per_device
 from tests.planner.accuracy import PAGE, published_rows
 from tests.planner.published import (
     MEGATRON_AXES,
@@ -68,8 +68,8 @@ def test_a_plan_whose_time_is_less_certain_has_to_be_better_by_as_much(axes):
         dp = 512 // mp // pp
         if 1536 % (dp * micro) == 0:
             changed = {"dp": dp, "mp": mp, "pp": pp, "micro": micro}
-            case = case_of_row(row | {key: str(value) for key, value in changed.items()}, VTRAIN.vocab_size)
-            found[mp, pp, micro] = Prediction(case, cluster)
+            job = case_of_row(row | {key: str(value) for key, value in changed.items()}, VTRAIN.vocab_size)
+            found[mp, pp, micro] = Prediction(job, cluster)
     fitting = {plan: one for plan, one in found.items() if one.fits}
     by_time = sorted(fitting, key=lambda plan: fitting[plan].time.seconds)
     by_end = sorted(fitting, key=lambda plan: fitting[plan].likely_at_most)
@@ -110,8 +110,8 @@ def test_nanotron_memory():
 
 def test_bloom_counted_the_same_operations():
     for row in filter(lambda row: row["tflops"], rows_of("bloom.csv")):
-        case = case_of_row(row, 250_880)
-        counted = tflops_per_device(step_flops(case).hardware, float(row["seconds"]), case)
+        job = case_of_row(row, 250_880)
+        counted = tflops_per_device(step_flops(job).hardware, float(row["seconds"]), job)
         assert counted == pytest.approx(float(row["tflops"]), rel=0.005)
 
 

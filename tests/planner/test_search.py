@@ -6,10 +6,9 @@ import pytest
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.planner.cards import load_card
-from ppfleetx.planner.case import case_of
-from ppfleetx.planner.configured import read_written
+from ppfleetx.planner.job import job_of
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_words import plan_words
+from ppfleetx.planner.plan_option import plan_text, read_unresolved
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
 
@@ -24,26 +23,28 @@ SHORT = [
 
 
 @pytest.fixture(scope="module")
-def case():
-    return case_of(load_config(BIG, SHORT, world_size=1), CLUSTER.card)
+def job():
+    return job_of(load_config(BIG, SHORT, world_size=1), CLUSTER.card)
 
 
-def test_zero_bubble_is_tried_where_stages_are_whole(case):
+def test_zero_bubble_is_tried_where_stages_are_whole(job):
     """It wins where there are few micro batches and no layers left for virtual stages."""
-    found = search(case, CLUSTER, 16, keep=40)
+    found = search(job, CLUSTER, 16, keep=40)
     best = found.best[0]
-    assert best.case.plan.pp == 16 and best.case.plan.pp_schedule == "zb_h1"
-    assert ",zb=1," in plan_words(best.case)
-    twin = Prediction(replace(best.case, plan=replace(best.case.plan, pp_schedule="1f1b")), CLUSTER)
+    assert best.job.plan.pp == 16 and best.job.plan.pp_schedule == "zb_h1"
+    assert ",zb=1," in plan_text(best.job)
+    twin = Prediction(replace(best.job, plan=replace(best.job.plan, pp_schedule="1f1b")), CLUSTER)
     assert best.time.seconds < 0.9 * twin.time.seconds and best.time.bubble < twin.time.bubble
     assert best.fullest >= twin.fullest and best.fits
-    orders = {(p.case.plan.virtual_pp_degree > 1, p.case.plan.pp_schedule) for p in found.best}
+    orders = {(p.job.plan.virtual_pp_degree > 1, p.job.plan.pp_schedule) for p in found.best}
     assert (False, "zb_h1") in orders and (True, "zb_h1") not in orders and (True, "1f1b") in orders
-    least = search(case, CLUSTER, 16, goal="memory").best
-    assert {prediction.case.plan.pp_schedule for prediction in least} == {"1f1b"}
+    least = search(job, CLUSTER, 16, goal="memory").best
+    assert {prediction.job.plan.pp_schedule for prediction in least} == {"1f1b"}
 
 
-def test_a_found_zero_bubble_is_written_as_a_configuration(case):
-    best = search(case, CLUSTER, 16, keep=1).best[0].case
-    cfg = read_written(BIG, SHORT).under(best.plan, best.micro_batch, best.global_batch, best.recomputed[0])
+def test_a_found_zero_bubble_is_written_as_a_configuration(job):
+    best = search(job, CLUSTER, 16, keep=1).best[0].job
+    cfg = read_unresolved(BIG, SHORT).under(
+        best.plan, best.micro_batch, best.global_batch, best.recomputed[0]
+    )
     assert (cfg.Distributed.pp_schedule, cfg.Distributed.pp_degree) == ("zb_h1", 16)

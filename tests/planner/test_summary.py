@@ -8,9 +8,10 @@ import pytest
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.core.engine.callbacks.forecast import Forecast
+from ppfleetx.core.engine.callbacks.device_usage import Forecast
 from ppfleetx.planner.cards import GIB, load_card
-from ppfleetx.planner.summary import run_prediction, verdict
+from ppfleetx.planner.prediction import run_prediction
+from ppfleetx.planner.report import verdict
 
 SHIPPED = "ppfleetx/configs/nlp/gpt/pretrain_gpt_{}.yaml"
 NANO = "ppfleetx/configs/debug/gpt_nano.yaml"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ppfleetx.config.loader import load_config
-from ppfleetx.planner.cards import load_card
-from ppfleetx.planner.flops import model_flops_utilization
-from ppfleetx.planner.summary import card_of_device
-from ppfleetx.planner.utilization import run_utilization
+from ppfleetx.planner.cards import card_of_device, load_card
+from ppfleetx.planner.utilization import model_flops_utilization, run_utilization
 
 GPT = "ppfleetx/configs/nlp/gpt/pretrain_gpt_345M_single_card.yaml"
 # 345M: h 1024, 24 layers, f 4096, vocabulary 50304 padded to 128; 8 sequences of 1024.
@@ -41,7 +39,7 @@ def test_the_peak_is_that_of_the_card() -> None:
     half = ["Engine.mix_precision.enable=True", "Engine.mix_precision.dtype=bfloat16"]
     named = run_utilization(load_config(GPT, ["Global.card=A100-80GB", *half]), "gpu")
     card = load_card("A100-80GB")
-    assert named.rates(0.7)["mfu"] == pytest.approx(model_flops_utilization(named.case, 0.7, card), rel=1e-12)
+    assert named.rates(0.7)["mfu"] == pytest.approx(model_flops_utilization(named.job, 0.7, card), rel=1e-12)
     assert "peak of a device 312 TFLOP/s (A100-80GB, bfloat16)" in named.describe()
     assert rates(*half, "Global.card=null", name="NVIDIA A100-SXM4-40GB") == named.rates(2.0)
     single = ["Engine.mix_precision.enable=False", "Global.card=A100-80GB"]

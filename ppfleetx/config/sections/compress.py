@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -95,18 +95,19 @@ class QuantizationConfig(Section):
             for linear in linears:
                 yield f"*.layers.{int(block.removeprefix('block_'))}.mlp.{_MLP_LINEARS[linear]}"
 
-    def check_layers(self, num_layers: int) -> None:
-        """Raise RuleError (keys relative to this section) when a layer to skip is not one of the model."""
+    def check_layers(self, num_layers: int, names: Sequence[str]) -> None:
+        """Raise RuleError (keys relative to this section) when a layer to skip is not one of the model, or a
+        pattern fits none of the linears' ``names``."""
         for block in self.skip_tensor_map:
             if int(block.removeprefix("block_")) >= num_layers:
                 raise RuleError(
                     (f"skip_tensor_map.{block}",),
                     f"the model has the layers block_0 to block_{num_layers - 1} (Model.num_layers)",
                 )
-        names = [f"decoder.layers.{i}.{linear}" for i in range(num_layers) for linear in BLOCK_LINEARS]
         for pattern in self.skip_layers:
             if not any(fnmatchcase(name, pattern) for name in names):
-                known = [f"*.{linear}" for linear in BLOCK_LINEARS] + names
+                ends = dict.fromkeys(name.split(".", 3)[-1] for name in names)
+                known = [*(f"*.{end}" for end in ends), *names]
                 near = get_close_matches(pattern, known, n=2, cutoff=0.0)
                 raise RuleError(
                     ("skip_layers",),

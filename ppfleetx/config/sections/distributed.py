@@ -29,7 +29,7 @@ class ShardingConfig(Section):
 
 
 class DistributedConfig(Section):
-    """World size = dp x mp x pp x sharding x sep."""
+    """World size = dp x mp x pp x sharding x sep. Experts divide the ranks of a pipeline stage anew."""
 
     dp_degree: Degree | None = None
     """Data parallel replicas; null: what the world size leaves (1 when it is not known)."""
@@ -54,6 +54,13 @@ class DistributedConfig(Section):
     gradient of the input is computed. No number changes."""
     sep_degree: Degree = 1
     """Ranks that split each sequence."""
+    ep_degree: Degree = 1
+    """Ranks among which the experts of a layer (`Model.moe`) are divided; tokens travel to their experts and
+    back. They are ranks of one pipeline stage: `ep_degree` x `expert_mp_degree` divides dp x sharding x sep
+    x mp, and the job needs no more processes."""
+    expert_mp_degree: Degree | None = None
+    """Ranks that slice the matrices of each expert; null: `mp_degree`. 1 keeps experts whole where attention
+    is sliced: fewer messages, larger products."""
     sharding: ShardingConfig = ShardingConfig()
     bucket_size: PositiveFloat = 64.0
     """MiB of gradients that travel in two messages, one of which fills up while the other is on its way; with

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from fnmatch import translate
 from functools import lru_cache
 
@@ -11,8 +12,12 @@ from pydantic import model_validator
 
 from ppfleetx.config.fields import Fraction, PathText, PositiveFloat, RuleError, Section, Size, Text
 
-BLOCK_LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
-"""Linears of one block that can have an adapter; canonical names without ``decoder.layers.{i}.``."""
+BLOCK_LINEARS = (
+    *("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2"),
+    *("mlp.experts.fc1", "mlp.experts.fc2", "mlp.shared.fc1", "mlp.shared.fc2"),
+)
+"""Linears that blocks can have, for adapters and quantisation; canonical names without
+``decoder.layers.{i}.``."""
 
 
 class LoraConfig(Section):
@@ -30,7 +35,8 @@ class LoraConfig(Section):
     """Dropout on the adapters' input."""
     targets: tuple[Text, ...] = tuple(f"*.{name}" for name in BLOCK_LINEARS)
     """Patterns (`*`, `?`, `[...]`) of the linears with an adapter, by canonical name, e.g.
-    `decoder.layers.*.attention.qkv`; each must fit at least one linear of the blocks."""
+    `decoder.layers.*.attention.qkv`; each must fit at least one linear of the blocks. By default they
+    are all of them. Each expert has an adapter of its own."""
     base: PathText | None = None
     """Checkpoint of the frozen weights (any plan; also converted from Hugging Face, or of FleetX).
     Checkpoints of the run then hold what trains alone, and the fingerprint of this one. null: frozen weights
@@ -45,12 +51,15 @@ class LoraConfig(Section):
         """Whether the linear of this canonical name has an adapter."""
         return name.endswith(BLOCK_LINEARS) and _any_of(self.targets).match(name) is not None
 
-    def check_targets(self, num_layers: int) -> None:
-        """Raise RuleError (keys relative to this section's parent) when a pattern fits no linear."""
-        names = [f"decoder.layers.{i}.{linear}" for i in range(num_layers) for linear in BLOCK_LINEARS]
+    def check_targets(self, names: Sequence[str]) -> None:
+        """Raise RuleError (keys relative to this section's parent) when a pattern fits none of the linears'
+        ``names``; of the default, one that fits is enough."""
+        if self.targets == LoraConfig.model_fields["targets"].default:
+            return
         for pattern in self.targets:
             if not any(map(_any_of((pattern,)).match, names)):
-                known = [f"*.{linear}" for linear in BLOCK_LINEARS] + names[: len(BLOCK_LINEARS)]
+                ends = dict.fromkeys(name.split(".", 3)[-1] for name in names)
+                known = [*(f"*.{end}" for end in ends), *names]
                 near = difflib.get_close_matches(pattern, known, n=2, cutoff=0.0)
                 raise RuleError(
                     ("lora.targets",),

@@ -127,11 +127,84 @@ class WeightDecayScheduleConfig(Section):
         return self
 
 
+ParamKind = Literal[
+    "matrix", "bias", "norm", "word_embedding", "position_embedding", "head", "router", "lora"
+]
+MuonScale = Literal["match_rms_adamw", "original", "spectral", "unit_rms_norm"]
+Coefficients = Literal["simple", "quintic", "polar_express", "aol"]
+
+
+class MuonConfig(Section):
+    """Muon, for `Optimizer.name: Muon`: m = momentum m + (1 - momentum) g, orthogonalised."""
+
+    momentum: Fraction = 0.95
+    """Decay of the momentum."""
+    nesterov: Bool = True
+    """Orthogonalise (1 - momentum) g + momentum m; False: m."""
+    scale: MuonScale = "match_rms_adamw"
+    """Factor of the change of a matrix [out, in]. `match_rms_adamw`: 0.2 sqrt(max(out, in)), with which rates
+    of AdamW carry over; `original`: sqrt(max(1, out / in)); `spectral`: sqrt(max(out, in)); `unit_rms_norm`:
+    sqrt(out / in)."""
+    steps: PositiveInt = 5
+    """Newton-Schulz iterations."""
+    coefficients: Coefficients = "simple"
+    """Table of the iterations' coefficients. `polar_express` wants 8 steps or more, `quintic` a multiple of
+    5, `aol` of 4."""
+    split: Literal["parts", "heads", "none"] = "parts"
+    """What of a fused weight is a matrix: queries, keys, values, gate and up, each as a whole; each head of
+    queries, keys and values; or the weight as it is."""
+    epsilon: PositiveFloat = 1e-7
+    """Smallest norm that a matrix is divided by."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MuonConfig:
+        rules = {"quintic": 5, "aol": 4}
+        if self.steps % rules.get(self.coefficients, 1):
+            unit = rules[self.coefficients]
+            raise RuleError(
+                ("steps", "coefficients"), f"{self.coefficients} needs a multiple of {unit} steps"
+            )
+        if self.coefficients == "polar_express" and self.steps < 8:
+            raise RuleError(("steps", "coefficients"), "polar_express needs at least 8 steps")
+        return self
+
+
+class ParamGroupConfig(Section):
+    """Parameters that train otherwise than the others. The first group that takes a parameter has it."""
+
+    parameters: Text | tuple[Text, ...] | None = None
+    """Patterns of canonical names, with `*` and `?`, e.g. `decoder.layers.*.attention.*`."""
+    kinds: tuple[ParamKind, ...] | None = None
+    """Kinds of parameters; with `parameters` both must fit."""
+    lr_factor: NonNegativeFloat = 1.0
+    """Factor of the learning rate."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay in every step, of biases and norms too; null: as for the others."""
+    optimizer: Annotated[str, Registered(OPTIMIZERS)] | None = None
+    """Another optimizer; null: `Optimizer.name`."""
+    beta1: Fraction | None = None
+    """AdamW's; null: `Optimizer.beta1`."""
+    beta2: Fraction | None = None
+    """AdamW's; null: `Optimizer.beta2`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ParamGroupConfig:
+        if not self.parameters and not self.kinds:
+            raise RuleError(("parameters", "kinds"), "say which parameters: by name, by kind, or both")
+        return self
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns of names; none: every name."""
+        return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
+
+
 class OptimizerConfig(Section):
     """Update rule."""
 
     name: Annotated[str, Registered(OPTIMIZERS)] = "AdamW"
-    """AdamW with decoupled weight decay, plain gradient descent, or one of your own (docs/extending.md)."""
+    """AdamW with decoupled weight decay; Muon for the matrices of the blocks and AdamW for the rest; plain
+    gradient descent (SGD); or one of your own (docs/extending.md)."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices and embeddings; biases and norms have none."""
     beta1: Fraction = 0.9
@@ -142,9 +215,25 @@ class OptimizerConfig(Section):
     """AdamW: added to the root of the second moment."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Further options of an optimizer of your own, as it was registered with."""
+    muon: MuonConfig = MuonConfig()
+    groups: tuple[ParamGroupConfig, ...] = ()
+    """Parameters with rates, decays or optimizers of their own."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Layer-wise decay of the learning rate, for finetuning: of L blocks, block i (from 0) has the rate times
+    layer_decay ** (L - i), the embedding layer_decay ** (L + 1), what follows the blocks 1."""
     lr: LRConfig = LRConfig()
     grad_clip: GradClipConfig | None = GradClipConfig()
     weight_decay_schedule: WeightDecayScheduleConfig | None = None
+
+    @property
+    def names(self) -> set[str]:
+        """All optimizers in use."""
+        return {self.name, *(group.optimizer or self.name for group in self.groups)}
+
+    @property
+    def num_states(self) -> int:
+        """Float32 tensors of a parameter's shape that it keeps for each parameter, at most."""
+        return max(OPTIMIZERS.traits(name).states for name in self.names)
 
     @model_validator(mode="after")
     def _check_options(self) -> OptimizerConfig:

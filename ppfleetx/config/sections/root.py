@@ -155,6 +155,8 @@ def plan_of(cfg: RunConfig) -> ParallelPlan:
         pp=distributed.pp_degree,
         sharding=sharding.sharding_degree,
         sep=distributed.sep_degree,
+        ep=distributed.ep_degree,
+        expert_mp=distributed.expert_mp_degree,
         sharding_stage=sharding.sharding_stage,
         sharding_offload=sharding.sharding_offload,
         sequence_parallel=cfg.Model.sequence_parallel,

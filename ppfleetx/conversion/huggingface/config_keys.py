@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.conversion.huggingface.families import FAMILIES, Family, with_gpt2_sizes
+from ppfleetx.conversion.huggingface.families import FAMILIES
+from ppfleetx.conversion.huggingface.family import Family
 from ppfleetx.conversion.huggingface.generation import KEYS as GENERATION_KEYS
 from ppfleetx.conversion.huggingface.values import check_values
 
@@ -71,11 +72,9 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
 # Options of networks that are not ours, which are accepted when they are off (false, 0, empty) ...
 _OF_OTHER_NETWORKS = {
     # experts
-    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "moe_num_experts", "moe_layer_freq", "shared_expert_intermediate_size",
-    "first_k_dense_replace", "mlp_only_layers",
+    "moe_num_experts", "moe_layer_freq", "swiglu_limit",
     # attention
-    "qk_norm", "use_qk_norm", "qk_layernorm", "clip_qkv", "attn_logit_softcapping", "query_pre_attn_scalar",
+    "qk_norm", "qk_layernorm", "clip_qkv", "attn_logit_softcapping", "query_pre_attn_scalar",
     "attention_multiplier", "use_mrope", "mrope_section", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
     "qk_nope_head_dim", "v_head_dim", "multi_query", "new_decoder_architecture", "attention_chunk_size",
     "attention_types", "window_size", "sliding_window_pattern", "global_attn_every_n_layers", "attn_config",
@@ -84,7 +83,7 @@ _OF_OTHER_NETWORKS = {
     "no_rope_layers", "no_rope_layer_interval", "rotary_dim", "rotary_percent", "rope_pct", "rope_ratio",
     "rope_base", "rope_local_base_freq",
     # biases, norms, residual branches, activations
-    "bias", "use_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias", "add_bias_linear", "attention_out_bias",
+    "bias", "use_bias", "use_qkv_bias", "add_qkv_bias", "add_bias_linear", "attention_out_bias",
     "attention_output_bias", "parallel_attn", "sandwich_norm", "post_norm", "use_post_norm", "norm_after",
     "norm_type", "norm_eps", "norm_epsilon", "rms_norm", "hidden_activation", "ffn_type", "mlp_type",
     # scales
@@ -108,6 +107,13 @@ _WHY = {
     "auto_map": "it brings its own code. Without auto_map it is read as its model_type",
 }
 _LAYER_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}
+_REFUSED = {
+    "gpt_oss": "each of its attention heads has a sink, a learned logit that takes part of the softmax; its "
+    "experts clamp what goes into their gate; and every second layer has a window. None of these is built",
+    "olmoe": "it normalises all queries of a layer together, and all keys; Model.qk_layernorm normalises "
+    "those of each head",
+}
+"""Networks that are often asked for, and why they are not read."""
 
 
 def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,16 +124,14 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise CheckpointError(
-            f"model_type {shown(kind)} is not supported; those that are: {', '.join(FAMILIES)}"
-        )
+        others = f"; those that are: {', '.join(FAMILIES)}"
+        why = f": {_REFUSED[kind]}" if isinstance(kind, str) and kind in _REFUSED else others
+        raise CheckpointError(f"model_type {shown(kind)} is not supported{why}")
     family = FAMILIES[kind]
     check_values(hf_config)
     if absent := [key for key in family.required if key not in hf_config]:
         raise CheckpointError(f"config.json lacks {', '.join(absent)}")
-    config = {key: value for key, value in hf_config.items() if value is not None}
-    if kind == "gpt2":
-        config = with_gpt2_sizes(config)
+    config = family.without_aliases({key: value for key, value in hf_config.items() if value is not None})
     _classify(config, kind, family)
     return family.model_keys(config)
 

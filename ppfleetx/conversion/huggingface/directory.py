@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.documents import copy_tokenizer, tokenizer_files
-from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.checkpoint.lazy import KeptTensor, LazyTensor, derive
+from ppfleetx.checkpoint.slices import Index
 from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys, without_paddle
+from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -23,9 +26,10 @@ from ppfleetx.conversion.huggingface.files import (
     read_stored,
 )
 from ppfleetx.conversion.huggingface.generation import generation_defaults
+from ppfleetx.conversion.huggingface.mixtures import NEXT_TOKENS
 from ppfleetx.conversion.huggingface.paddle_layout import in_hf_layout
 from ppfleetx.conversion.huggingface.rope import rope_notes
-from ppfleetx.conversion.huggingface.tensors import Rule, rules
+from ppfleetx.conversion.huggingface.tensors import Rule, loads, rules
 from ppfleetx.conversion.safetensors_file import write_sharded
 from ppfleetx.utils.files import atomic_write
 
@@ -50,16 +54,18 @@ def read_hf(directory: str | Path) -> Weights:
     keys = _model_keys(config, files.tensors, directory)
     stored = in_hf_layout(files, config, keys, directory)
     vocab = keys["vocab_size"]
-    tensors = {}
+    tensors = loads(config)
     used: set[str] = set()
     for rule in rules(config):
         theirs = [_present(stored, name, directory) for name in rule.theirs]
         used.update(theirs)
         tensors[rule.ours] = _joined(rule, [stored[name] for name in theirs], directory)
-    _check_left_over(set(stored) - used, keys, stored, directory)
+    next_tokens = _of_next_tokens(set(stored) - used, config, keys)
+    _check_left_over(set(stored) - used - next_tokens, keys, stored, directory)
     own = read_generation_config(directory)
     generation, notes = generation_defaults(own, config)
-    source: dict[str, Any] = {"format": "hf", "config": without_paddle(config, keys)}
+    kept = without_paddle(config, keys) | ({NEXT_TOKENS: 0} if next_tokens else {})
+    source: dict[str, Any] = {"format": "hf", "config": kept}
     if own is not None:
         source["generation_config"] = own
     return Weights(
@@ -70,7 +76,7 @@ def read_hf(directory: str | Path) -> Weights:
         source=source,
         tokenizer_dir=directory if tokenizer_files(directory) else None,
         generation=generation,
-        notes=(*_notes(config), *notes),
+        notes=(*_notes(config), *notes, *[_WITHOUT_NEXT_TOKENS] * bool(next_tokens)),
     )
 
 
@@ -126,9 +132,9 @@ def write_hf(
         CheckpointError: none of Hugging Face's networks can express this one.
     """
     directory = Path(directory)
-    kinds = sorted({tensor.dtype for tensor in tensors.values()})
+    (dtype, _), *_ = Counter(tensor.dtype for tensor in tensors.values()).most_common()
     source = source or {}
-    config = hf_config(model, kinds[-1], original=source.get("config"), token_ids=token_ids)
+    config = hf_config(model, dtype, original=source.get("config"), token_ids=token_ids)
     theirs: dict[str, LazyTensor] = {}
     for rule in rules(config):
         theirs |= _split(rule, tensors[rule.ours])
@@ -167,10 +173,24 @@ def _joined(rule: Rule, parts: list[LazyTensor], directory: Path) -> LazyTensor:
 
 
 def _split(rule: Rule, tensor: LazyTensor) -> dict[str, LazyTensor]:
-    def part(index: int) -> LazyTensor:
-        return LazyTensor(tensor.dtype, rule.shapes[index], lambda: rule.split(tensor.read())[index])
+    whole = KeptTensor(tensor, readings=len(rule.theirs))
 
-    return {name: part(index) for index, name in enumerate(rule.theirs)}
+    def part(index: int, shape: Index) -> LazyTensor:
+        return LazyTensor(tensor.dtype, shape, lambda: rule.split(whole.read(), index))
+
+    return {name: part(index, rule.shapes[index]) for index, name in enumerate(rule.theirs)}
+
+
+_WITHOUT_NEXT_TOKENS = (
+    f"its layers that predict several tokens ({NEXT_TOKENS} in config.json) are left out, as in transformers"
+)
+
+
+def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[str, Any]) -> set[str]:
+    """The tensors of layers that stand behind the last one and predict several tokens."""
+    further = FAMILIES[config["model_type"]].without_aliases(config).get(NEXT_TOKENS) or 0
+    layers = tuple(f"model.layers.{keys['num_layers'] + number}." for number in range(further))
+    return {name for name in names if name.startswith(layers)}
 
 
 def _check_left_over(

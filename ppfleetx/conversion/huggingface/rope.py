@@ -19,8 +19,7 @@ PLACES = ("rope_scaling", "rope_parameters")
 DEFAULT_BASE = 10000.0
 _TYPES = ("default", "linear", "llama3", "yarn")
 _ORIGINAL = "original_max_position_embeddings"
-_TURNS_A_PART = ("gpt_neox",)
-_NEOX_PART = 0.25  # the default of transformers
+_TURNED_PART = {"gpt_neox": 0.25, "glm4_moe": 0.5}  # of each head, where config.json does not say
 # Keys that transformers knows; those of another type of scaling have no effect.
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",
@@ -45,14 +44,14 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: {place} has {', '.join(shown(key) for key in unknown)}, which means nothing here"
         )
     keys = {"rotary_base": _base(config), "rope_scaling": _scaling(place, given, config)}
-    if config.get("model_type") in _TURNS_A_PART:
-        part = _first(given.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
-        return keys | {"rotary_percent": float(part)}
+    kind = config.get("model_type")
+    if kind in _TURNED_PART:
+        places = (given.get("partial_rotary_factor"), config.get("partial_rotary_factor"))
+        return keys | {"rotary_percent": float(_first(*places, _TURNED_PART[kind]))}
     for where in (config, given):
         if where.get("partial_rotary_factor") not in (None, 1.0):
             raise CheckpointError(
-                f"config.json: partial_rotary_factor of this {config.get('model_type')} is not supported; "
-                "whole heads are turned"
+                f"config.json: partial_rotary_factor of this {kind} is not supported; whole heads are turned"
             )
     return keys
 
@@ -96,6 +95,11 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": given.pop("type"), **given}}
 
 
+def hf_partial_rope(model: ModelConfig) -> dict[str, Any]:
+    """:func:`hf_rope` of a family that turns a part of each head."""
+    return {**hf_rope(model), "partial_rotary_factor": model.rotary_percent}
+
+
 def hf_neox_rope(model: ModelConfig) -> dict[str, Any]:
     """:func:`hf_rope` under GPT-NeoX's names."""
     keys = hf_rope(model)
@@ -107,8 +111,8 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("model_type") != "gpt_neox" or "partial_rotary_factor" in config:
         return config
     names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
-    usual = {"partial_rotary_factor": _NEOX_PART, **config}
-    return usual | {names[key]: value for key, value in config.items() if key in names and value is not None}
+    usual = {names[key]: value for key, value in config.items() if key in names and value is not None}
+    return {**config, **usual}
 
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -10,17 +10,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.fused import join_parts, split_parts
 from ppfleetx.conversion.huggingface.config_keys import model_keys
-from ppfleetx.conversion.huggingface.families import FAMILIES, Family
+from ppfleetx.conversion.huggingface.families import FAMILIES
+from ppfleetx.conversion.huggingface.family import Family
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.nn.param_spec import ParamSpec, Part, Shape
+
+_LOAD = "router_load"
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,12 @@ class Rule:
 
     Attributes:
         ours: canonical name.
-        theirs: Hugging Face's names; several where it stores the parts of a fused parameter apart.
+        theirs: Hugging Face's names; several where it stores experts, or the parts of a fused parameter,
+            apart: all parts of the first expert, then those of the next.
         shape: of ours, without vocabulary padding.
         parts: of a fused parameter that is laid out in another way there.
         is_transposed: whether its tensors are ``[out, in]``.
+        num_experts: the first dimension of ours, where experts are tensors of their own.
     """
 
     ours: str
@@ -40,33 +47,57 @@ class Rule:
     shape: Shape
     parts: tuple[Part, ...]
     is_transposed: bool
+    num_experts: int | None = None
 
     @property
     def shapes(self) -> list[Shape]:
         """Shapes of Hugging Face's tensors."""
-        shapes = [self.shape]
-        if len(self.theirs) > 1:
-            shapes = [(*self.shape[:-1], self.shape[-1] // part.period * part.width) for part in self.parts]
-        return [shape[::-1] for shape in shapes] if self.is_transposed else shapes
+        shapes = [self._shape]
+        if self._count > 1:
+            shapes = [(*self._shape[:-1], self._shape[-1] // part.period * part.width) for part in self.parts]
+        return [shape[::-1] if self.is_transposed else shape for shape in shapes] * (self.num_experts or 1)
 
     def join(self, *arrays: np.ndarray) -> np.ndarray:
         """Ours from theirs. Moves elements, and never computes with them."""
+        if self.num_experts is None:
+            return self._join(*arrays)
+        experts = np.empty(self.shape, arrays[0].dtype)
+        for expert in range(self.num_experts):
+            experts[expert] = self._join(*arrays[expert * self._count : (expert + 1) * self._count])
+        return experts
+
+    def split(self, array: np.ndarray, index: int) -> np.ndarray:
+        """The ``index``-th of theirs from ours, which may have vocabulary padding."""
+        if self.num_experts is not None:
+            array = array[index // self._count]
+        return self._split(array)[index % self._count]
+
+    @property
+    def _shape(self) -> Shape:
+        """Of ours, or of one expert of it."""
+        return self.shape if self.num_experts is None else self.shape[1:]
+
+    @property
+    def _count(self) -> int:
+        """Tensors of one expert, or of the parameter."""
+        return len(self.theirs) // (self.num_experts or 1)
+
+    def _join(self, *arrays: np.ndarray) -> np.ndarray:
         if self.is_transposed:
             arrays = tuple(array.T for array in arrays)
         if not self.parts:
             return arrays[0]
         if len(arrays) == 1:
-            groups = self.shape[-1] // self.parts[0].period
+            groups = self._shape[-1] // self.parts[0].period
             ends = np.cumsum([groups * part.width for part in self.parts])[:-1]
             arrays = tuple(np.split(arrays[0], ends, axis=-1))
         return join_parts(self.parts, arrays)
 
-    def split(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Theirs from ours, without vocabulary padding."""
-        arrays = (array[tuple(map(slice, self.shape))],)
+    def _split(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
+        arrays = (array[tuple(map(slice, self._shape))],)
         if self.parts:
             arrays = split_parts(self.parts, array)
-            if len(self.theirs) == 1:
+            if self._count == 1:
                 arrays = (np.concatenate(arrays, axis=-1),)
         return tuple(one.T for one in arrays) if self.is_transposed else arrays
 
@@ -77,17 +108,36 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
     Raises:
         UserError: ``config.json`` is not that of a network of ours.
     """
-    model = section_of(ModelConfig, model_keys(hf_config) | {"vocab_size_divisible_unit": 1})
-    family = FAMILIES[hf_config["model_type"]]
-    return [_rule(family, name, spec) for name, spec in parameter_specs(model).items()]
+    family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(_model(hf_config)).items()
+    return [_rule(family, name, spec) for name, spec in specs if spec.kind != _LOAD]
+
+
+def loads(hf_config: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    """The shares of experts in the step before, which a balancing loss may count by and no file has: as
+    before the first step."""
+    return {
+        name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
+        for name, spec in parameter_specs(_model(hf_config)).items()
+        if spec.kind == _LOAD
+    }
+
+
+def _model(hf_config: Mapping[str, Any]) -> ModelConfig:
+    return section_of(ModelConfig, model_keys(hf_config) | {"vocab_size_divisible_unit": 1})
 
 
 def _rule(family: Family, ours: str, spec: ParamSpec) -> Rule:
     layer, _, kind = ours.rpartition(".")
     number = re.search(r"\.(\d+)\.", layer)
     row = re.sub(r"\.\d+\.", ".{}.", layer)
-    theirs = f"{family.names[row]}.{kind}".replace("{}", number[1] if number else "")
+    theirs = family.names.get(f"{row}.{kind}") or f"{family.names[row]}.{kind}"
+    theirs = theirs.replace("{}", number[1] if number else "")
     parts = spec.parts if "{part}" in theirs or family.has_parts_in_a_row else ()
-    names = [theirs.replace("{part}", part.name) for part in parts] if "{part}" in theirs else [theirs]
-    is_linear = spec.kind == "matrix" and not family.has_in_out_linears
-    return Rule(ours, tuple(names), spec.shape, parts, is_linear or spec.kind == "head")
+    num_experts = spec.shape[0] if "{expert}" in theirs else None
+    names = [theirs.replace("{expert}", str(expert)) for expert in range(num_experts or 1)]
+    if "{part}" in theirs:
+        called = [family.part_names.get(part.name, part.name) for part in parts]
+        names = [name.replace("{part}", part) for name in names for part in called]
+    is_table = spec.kind in ("word_embedding", "position_embedding")
+    is_transposed = spec.kind == "head" or not (is_table or family.has_in_out_linears)
+    return Rule(ours, tuple(names), spec.shape, parts, is_transposed, num_experts)

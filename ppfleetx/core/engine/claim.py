@@ -1,10 +1,10 @@
-"""A run takes its output directory: what it deletes, refuses and writes there."""
+"""Claim the output directory for a run: what the run deletes, refuses and writes there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import (
     complete_checkpoints,
@@ -22,9 +22,11 @@ from ppfleetx.checkpoint.housekeeping import (
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
 from ppfleetx.checkpoint.ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.record import run_record
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.progress import TrainingLength
+from ppfleetx.core.engine.restore import Start
 from ppfleetx.core.engine.run_directory import (
     CKPT_DIR,
     CONFIG_FILE,
@@ -35,28 +37,73 @@ from ppfleetx.core.engine.run_directory import (
     lies_in,
     output_dir_of,
 )
-from ppfleetx.core.loggers.csv_file import CSV_FILE
+from ppfleetx.core.loggers.files import CSV_FILE
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather, joint_errors
 from ppfleetx.utils.files import atomic_write, put_aside, remove_unfinished
 from ppfleetx.utils.log import get_logger
 
-if TYPE_CHECKING:
-    from ppfleetx.core.engine.start import Start
+
+def begin(
+    cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
+) -> Ownership:
+    """Claim the output directory, after everything else has been checked; all ranks call this.
+
+    Raises:
+        ConfigError: it holds something that belongs neither to this run nor to the earlier one; on all ranks.
+    """
+    ownership = None
+    with joint_errors(ctx, name_ranks=False):
+        if ctx.is_main:
+            _refuse_other_tokenizer(cfg, tokenizer)
+            ownership = claim(cfg, start, partial(length.comes_to, start.state, cfg.batch))
+            if tokenizer is not None:
+                _save_tokenizer(cfg, tokenizer)
+    run = gather(ctx, None if ownership is None else ownership.run)[0]
+    return ownership or Ownership(run, cfg.Engine.save_load.keep_max)
+
+
+def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
+    """Save the tokenizer beside the checkpoints, where generation looks: they are usable without the
+    corpus."""
+    try:
+        tokenizer.save(output_dir_of(cfg) / "tokenizer")
+    except OSError as error:
+        raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
+
+
+def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """Refuse to overwrite a tokenizer that no run wrote, unless it is equal to this run's."""
+    place = output_dir_of(cfg) / "tokenizer"
+    if tokenizer is None or not place.exists() or read_run(output_dir_of(cfg)) is not None:
+        return
+    try:
+        is_equal = Tokenizer.load(place, eod_token=tokenizer.eod_token).fingerprint == tokenizer.fingerprint
+    except DataError:
+        is_equal = False
+    if not is_equal:
+        raise directory_error(
+            cfg,
+            f"{place} is there and is not the tokenizer of Data.tokenizer, which a run writes there; "
+            "remove it or give the run another directory",
+        )
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Make the output directory this run's, once nothing else can stop it; one rank does it for all.
+    """Claim the output directory, after everything else has been checked; one rank does it for all.
 
-    With ``Engine.save_load.overwrite`` the earlier run's files are deleted. The configuration is written, and
-    what a killed run left unfinished is removed.
+    Writes the configuration and removes what a killed run left unfinished. With
+    ``Engine.save_load.overwrite``, deletes the earlier run's files.
 
     Args:
-        cfg: names the very checkpoints the run was started from.
-        start: what it begins with.
-        comes_to: whether the run may save a checkpoint of this epoch and step.
+        cfg: names exactly the checkpoints that the run starts from.
+        start: what the run starts from.
+        comes_to: whether the run may save a checkpoint of a given epoch and step.
 
     Raises:
-        ConfigError: a checkpoint that is not this run's has a name that the run may come to, or the directory
-            cannot be written.
+        ConfigError: another run's checkpoint has a name that this run may use, or the directory cannot be
+            written.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
@@ -73,31 +120,31 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
             write_run(output_dir, record)
         goes_on = earlier is not None and earlier.run == record.run
         if goes_on and start.state.step == 0 and not step_directories(output_dir):
-            for name in (METRICS_FILE, CSV_FILE):  # this run's, before its first checkpoint
+            for name in (METRICS_FILE, CSV_FILE):  # written before the run's first checkpoint
                 (output_dir / name).unlink(missing_ok=True)
         _write_configuration(output_dir, cfg)
         if start.found_by == RESUME and options.resume == "auto":
             mend_latest(start.checkpoint)
     except OSError as error:
         raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
-    get_logger().info(f"run {record.run} {'goes on' if goes_on else 'begins'} in {output_dir}")
+    get_logger().info(f"run {record.run} {'continues' if goes_on else 'begins'} in {output_dir}")
     return ownership
 
 
 def _spared(cfg: RunConfig) -> frozenset[Path]:
-    """Step directories that the configuration names, with all links followed."""
+    """Step directories that the configuration names, with links resolved."""
     return frozenset(path for _, place in weight_sources(cfg) for path in _meant_by(place))
 
 
 def _meant_by(place: str) -> Iterator[Path]:
     try:
         yield resolve_checkpoint(place).resolve()
-    except CheckpointError:  # not needed any more, or who needs it says so
+    except CheckpointError:  # reported by whoever needs it
         return
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
-    """The run's identity: that of the run in the directory if it goes on with it, else a new one."""
+    """The run's identity: that of the run in the directory if this one continues it, else a new one."""
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:
@@ -110,7 +157,7 @@ def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRe
 
 
 def _leaving(output_dir: Path, earlier: RunRecord | None, ownership: Ownership) -> list[Path]:
-    """Checkpoints of the earlier run that are to be deleted, oldest first."""
+    """Checkpoints of the earlier run to delete, oldest first."""
     if earlier is None:
         return []
     of_earlier = Ownership(earlier.run, spared=ownership.spared)
@@ -132,14 +179,14 @@ def _refuse_names_in_use(
     if in_the_way:
         raise directory_error(
             cfg,
-            f"holds {', '.join(in_the_way)}, and this run would save under the same name. It replaces only "
-            "what it made itself and does not start from. Move what is there away, or give the run another "
-            "directory",
+            f"holds {', '.join(in_the_way)}, and this run would save under the same name. A run replaces "
+            "only its own checkpoints, and never the one it starts from. Move what is there, or give the run "
+            "another directory",
         )
 
 
 def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete what the earlier run wrote; without a record of it, nothing is known to be its."""
+    """Delete what the earlier run wrote; without a record of that run, delete nothing."""
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):
@@ -150,8 +197,8 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
             delete_checkpoint(path)
     if staying := sorted(path.name for path in step_directories(output_dir)):
         get_logger().warning(
-            f"not deleted in {output_dir}: {', '.join(staying)}. What is not deleted is what this run is "
-            "started from, what the earlier run did not save, and what holds other files too"
+            f"not deleted in {output_dir}: {', '.join(staying)}. Kept are checkpoints that this run starts "
+            "from, that the earlier run did not save, or that hold other files too"
         )
     if earlier is None:
         return
@@ -165,9 +212,9 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
 
 
 def _write_configuration(output_dir: Path, cfg: RunConfig) -> None:
-    """Write ``config.yaml``; one that no run wrote keeps its content under another name."""
+    """Write ``config.yaml``; rename an existing one that no run wrote."""
     path, text = output_dir / CONFIG_FILE, run_record(cfg)
     if path.exists() and not is_record(path):
-        get_logger().info(f"a configuration that no run wrote is now {put_aside(path)}")
+        get_logger().info(f"renamed a configuration that no run wrote to {put_aside(path)}")
     with atomic_write(path, "w") as file:
         file.write(text)

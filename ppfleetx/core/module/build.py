@@ -1,13 +1,62 @@
-"""``Model.module`` by name."""
+"""``Model.module`` by name, with the teacher and the per-corpus losses that the configuration adds to it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import paddle.nn.functional as F
+
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import MODULES
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.core.module.source_losses import SourceLosses
-from ppfleetx.models.module import BasicModule
+from ppfleetx.core.engine.run import SOURCE
+from ppfleetx.models.module import BasicModule, Tensors, WrappedTask
+from ppfleetx.nn.loss_output import LossOutput, Sum
+from ppfleetx.nn.stage import LayerFactory
+
+
+class SourceLosses(WrappedTask):
+    """A task with a metric ``source/NAME``, the loss of one corpus, for each corpus of its training data.
+
+    Args:
+        task: the task.
+        names: of the corpora; ``source_ids [b]`` of a batch index them. Batches without ``source_ids``, those
+            of evaluations, have no such metrics.
+    """
+
+    def __init__(self, task: BasicModule, names: Sequence[str]) -> None:
+        super().__init__(task)
+        self._names = [SOURCE + name for name in names]
+        self.metrics = (*task.metrics, *self._names)
+
+    def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
+        """The task's loss, with the losses of the corpora as metrics.
+
+        Raises:
+            ConfigError: the task does not return the losses of rows.
+        """
+        found = super().loss(outputs, batch, factory)
+        if "source_ids" not in batch:
+            return found
+        if found.rows is None:
+            raise ConfigError(
+                "the task returns no losses of rows (`LossOutput.rows`), as `factory.token_loss` does",
+                key="Engine.log_source_loss",
+                value=True,
+            )
+        rows = found.rows()
+        is_of_bn = F.one_hot(batch["source_ids"], len(self._names)).astype("float64")
+        value, count = (
+            (each.astype("float64").unsqueeze(-1) * is_of_bn).sum(axis=0).unbind()
+            for each in (rows.value, rows.count)
+        )
+        own = {
+            name: Sum(*pair, same_on=rows.same_on)
+            for name, *pair in zip(self._names, value, count, strict=True)
+        }
+        return replace(found, metrics={**found.metrics, **own})
 
 
 def build_module(cfg: RunConfig, sources: Sequence[str] = ()) -> BasicModule:
@@ -15,7 +64,7 @@ def build_module(cfg: RunConfig, sources: Sequence[str] = ()) -> BasicModule:
 
     Args:
         cfg: the run's configuration.
-        sources: names of what a blend is made of, where the loss of each is wanted.
+        sources: names of a blend's corpora, if the loss of each is wanted.
 
     Raises:
         ConfigError: there is no such module, or it is not a BasicModule.

@@ -1,19 +1,24 @@
-"""Sequence classification with GPT, for the GLUE tasks."""
+"""Sequence classification with GPT for the GLUE tasks, and the files of its predictions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.rules import glue_task, num_outputs
-from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.config.sections.root import RunConfig, data_sets
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
+from ppfleetx.core.engine.run import EvalRecord, Run
 from ppfleetx.data.loader import MicroBatch
-from ppfleetx.data.tasks.glue import glue_metrics
+from ppfleetx.data.tasks.glue import TASKS, GlueTask, glue_metrics
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather
 from ppfleetx.models.evaluator import Measured
@@ -22,12 +27,14 @@ from ppfleetx.models.module import BasicModule, Tensors
 from ppfleetx.nn.loss_output import LossOutput, Sum
 from ppfleetx.nn.stage import LayerFactory, Stage
 from ppfleetx.parallel.runner import Runner
+from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.log import get_logger
 
 
 class GPTFinetuneModule(BasicModule):
-    """Classify a sequence, or predict a number, from the hidden state of its last real token.
+    """Classify a sequence, or predict a number, from the hidden state of its last token before the padding.
 
-    The loss counts examples with ``loss_mask`` 1: cross entropy, or the squared error of a number.
+    The loss is the cross entropy, or the squared error of a number, over examples with ``loss_mask`` 1.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
@@ -58,12 +65,12 @@ class GPTFinetuneModule(BasicModule):
 
 
 class Classification:
-    """Outputs for every example, gathered from the data ranks; loss and the task's metrics of all of them.
+    """Gathers the outputs for every example from the data ranks, and computes loss and metrics from them.
 
     Args:
         module: the task.
         ctx: this process's place.
-        has_labels: without them there are outputs alone.
+        has_labels: if False, there are only outputs.
     """
 
     def __init__(self, module: GPTFinetuneModule, ctx: ParallelContext, *, has_labels: bool = True) -> None:
@@ -74,13 +81,13 @@ class Classification:
         """Compute a global batch and keep the outputs of its examples."""
         found = runner.compute(self._module.forward, micro_batches)
         if self._ctx.rank_on("mp"):
-            return  # the first tensor-parallel rank has the same
+            return  # the first tensor-parallel rank has the same outputs
         for batch, outputs in zip(micro_batches, found, strict=True):
             rows = np.column_stack([batch["sample_ids"], batch["labels"], outputs.astype(np.float64)])
             self._rows += rows[batch["loss_mask"] > 0].tolist()
 
     def result(self) -> Measured | None:
-        """Loss and metrics over all data ranks; None if there were no examples."""
+        """Loss and metrics over all data ranks; None without examples."""
         rows = np.array([row for rank in gather(self._ctx, self._rows) for row in rank])
         if rows.size == 0:
             return None
@@ -100,3 +107,60 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
     shifted = outputs - outputs.max(axis=1, keepdims=True)
     chosen = shifted[np.arange(len(labels)), labels.astype(np.int64)]
     return float((np.log(np.exp(shifted).sum(axis=1)) - chosen).mean())
+
+
+class Predictions(Callback):
+    """Writes a classifier's predictions after each evaluation, replacing those of the last one.
+
+    Args:
+        directory: for the files.
+        task: names the files.
+        parts: the split of the task by the name of the evaluation set; sets of one split share a file.
+    """
+
+    def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:
+        self._directory, self._task, self._parts = directory, task, parts
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> Predictions | None:
+        """For classifiers of a GLUE task."""
+        evaluated = setup.cfg.Data.Eval
+        if evaluated is None or evaluated.dataset.name not in TASKS:
+            return None
+        parts = {name: one.Data.Eval.dataset.split for name, one in data_sets(setup.cfg).items()}
+        return cls(predictions_directory(setup.cfg), TASKS[evaluated.dataset.name], parts)
+
+    def on_eval_end(self, run: Run, record: EvalRecord) -> None:
+        if record.outputs is not None:
+            file = self._task.file_name(self._parts[record.name])
+            write_predictions(self._directory / file, self._task, record.outputs)
+
+
+def predictions_directory(cfg: RunConfig) -> Path:
+    """The directory of a classifier's predictions."""
+    return Path(cfg.Engine.save_load.output_dir) / "predictions"
+
+
+def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:
+    """Write ``index <tab> prediction`` for every example.
+
+    Args:
+        path: the file; its directory is created.
+        task: turns outputs into predictions.
+        outputs: ``[examples, outputs]``.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, "w") as file:
+            file.write("index\tprediction\n")
+            file.writelines(f"{i}\t{task.answer(row)}\n" for i, row in enumerate(outputs.tolist()))
+    except OSError as error:
+        raise ConfigError(
+            f"predictions cannot be written: {error.strerror}",
+            key="Engine.save_load.output_dir",
+            value=str(path),
+        ) from error
+    get_logger().info(f"predictions of {counted(len(outputs), 'example')}: {path}")

@@ -1,4 +1,4 @@
-"""Causal language modelling with GPT."""
+"""Causal language modelling with GPT: training, and scores of tokens for ``Offline_Eval``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import paddle
 
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.models.module import BasicModule, Tensors
-from ppfleetx.nn.loss_output import LossOutput
+from ppfleetx.nn.loss_output import LossOutput, Sum
 from ppfleetx.nn.stage import LayerFactory, Stage
 
 
@@ -15,7 +15,7 @@ class GPTModule(BasicModule):
 
     @property
     def loss_in_pieces(self) -> bool:
-        """True; of a task made from this one with a loss of its own, False unless it says so."""
+        """True; False for subclasses with their own loss, unless they override this."""
         return type(self).loss is GPTModule.loss
 
     def stages(self, factory: LayerFactory) -> list[Stage]:
@@ -24,3 +24,29 @@ class GPTModule(BasicModule):
 
     def loss(self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory) -> LossOutput:
         return factory.token_loss(outputs, batch["labels"], batch["loss_mask"], self.cfg.Model.vocab_size)
+
+
+class GPTEvalModule(GPTModule):
+    """GPT for ``Offline_Eval``. Its "loss" is what the evaluation sums up, and has no gradient.
+
+    Perplexity: minus the sum of the log probabilities of tokens with ``loss_mask`` 1. Cloze: the number of
+    rows in which every such token is the likeliest. Metric ``non_finite``: the share of tokens with
+    non-finite logits.
+    """
+
+    metrics = ("non_finite",)
+
+    @property
+    def loss_in_pieces(self) -> bool:
+        return type(self).loss is GPTEvalModule.loss
+
+    def loss(self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory) -> LossOutput:
+        mask = batch["loss_mask"]
+        log_probs, is_greedy = factory.token_scores(outputs, batch["labels"], mask, self.cfg.Model.vocab_size)
+        num_broken = log_probs.isfinite().logical_not().astype("float64").sum()
+        metrics = {"non_finite": Sum(num_broken, log_probs.size)}
+        if not self.cfg.Offline_Eval.cloze_eval:
+            return LossOutput(-log_probs.sum(), metrics)
+        is_row = (mask != 0).any(axis=1)  # not padding at the end of the set
+        num_right = paddle.logical_and(is_greedy.all(axis=1), is_row).astype("float64").sum()
+        return LossOutput(num_right, metrics)

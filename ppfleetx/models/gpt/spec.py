@@ -18,9 +18,12 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.nn.attention_spec import AttentionSpec
 from ppfleetx.nn.cost import Operation, Recompute, Work, dropout_step, elementwise, residual
 from ppfleetx.nn.init import Normal
+from ppfleetx.nn.latent_attention_spec import LatentAttentionSpec
 from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, TableSpec, within
 from ppfleetx.nn.mlp_spec import MLPSpec
+from ppfleetx.nn.moe_spec import MoESpec
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
+from ppfleetx.nn.rope_scaling import score_factor
 from ppfleetx.nn.tape import Step, Tape
 from ppfleetx.nn.transforms import transformed
 from ppfleetx.utils.log import get_logger
@@ -73,7 +76,7 @@ class BlockSpec:
         attention: the first branch.
         attention_post_norm: of what it adds to the hidden states (Ding et al., 2021).
         mlp_norm: of what the feed-forward part reads.
-        mlp: the second branch.
+        mlp: the second branch, an MLP or a mixture of experts.
         mlp_post_norm: of what it adds.
         parallel_residual: whether the feed-forward part reads what attention reads (Black et al., 2022).
         dropout: share of elements dropped from a branch before it is added to the hidden states.
@@ -82,10 +85,10 @@ class BlockSpec:
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.models.gpt.layers:Block"
 
     input_norm: NormSpec
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     attention_post_norm: NormSpec | None
     mlp_norm: NormSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
     mlp_post_norm: NormSpec | None
     parallel_residual: bool
     dropout: float
@@ -266,6 +269,18 @@ class ModelSpec:
             specs |= within(stage, layer.parameters(sequence_parallel=sequence_parallel))
         return {name: replace(spec, name=name) for name, spec in specs.items()}
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that its layers give."""
+        given = (name for block in self.blocks for name in getattr(block.mlp, "metrics", ()))
+        return tuple(dict.fromkeys(given))
+
+    @property
+    def routers(self) -> Mapping[str, int]:
+        """Number of experts of each router, by canonical name."""
+        weights = ((name, spec) for name, spec in self.parameters().items() if spec.kind == "router")
+        return {name.removesuffix(".weight"): spec.shape[1] for name, spec in weights}
+
     def end_operations(self, work: Work) -> list[Operation]:
         """Operations of final norm, logits and loss on one rank."""
         return [self.final_norm.operation("final norm", "edge", work), *self.head.operations(work)]
@@ -299,28 +314,13 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
     def norm(gain: float = 1.0) -> NormSpec:
         return NormSpec(cfg.normalization, h, cfg.norm_epsilon, gain)
 
-    head_norm = NormSpec(cfg.normalization, cfg.head_size, cfg.norm_epsilon, inside_heads=True)
-    attention = AttentionSpec(
-        hidden_size=h,
-        num_heads=cfg.num_attention_heads,
-        num_kv_heads=cfg.kv_heads,
-        head_dim=cfg.head_size,
-        qkv_bias=cfg.has_qkv_bias,
-        output_bias=cfg.has_out_proj_bias,
-        init=Normal(std),
-        output_init=output_init,
-        dropout=cfg.attention_probs_dropout_prob,
-        window=cfg.attention_window,
-        head_norm=head_norm if cfg.qk_layernorm else None,
-        rotary_size=cfg.rotary_size if cfg.positions.rotates else None,
-        softmax_in_fp32=cfg.softmax_in_fp32,
-    )
+    mlp = MLPSpec(h, cfg.ffn_size, cfg.hidden_act, cfg.has_mlp_bias, Normal(std), output_init)
     one = block(
         input_norm=norm(),
-        attention=attention,
+        attention=attention_spec(cfg, output_init),
         attention_post_norm=norm(cfg.attn_post_norm_scale) if cfg.sandwich_norm else None,
         mlp_norm=norm(),
-        mlp=MLPSpec(h, cfg.ffn_size, cfg.hidden_act, cfg.has_mlp_bias, Normal(std), output_init),
+        mlp=mlp,
         mlp_post_norm=norm(cfg.ffn_post_norm_scale) if cfg.sandwich_norm else None,
         parallel_residual=cfg.parallel_residual,
         dropout=cfg.hidden_dropout_prob,
@@ -334,7 +334,60 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
         init = Normal(std, padded_dim=1, true_size=cfg.vocab_size)
         linear = LinearSpec(h, words.rows, "columns", cfg.has_head_bias, init, "head")
         head = HeadSpec(cfg.vocab_size, linear, loss_chunks=cfg.loss_chunks)
-    return ModelSpec(embedding, (one,) * cfg.num_layers, norm(), head)
+    blocks = [one] * cfg.num_layers
+    if cfg.moe is not None:
+        mixture = replace(one, mlp=moe_spec(cfg, mlp))
+        for layer in cfg.moe.mixture_layers(cfg.num_layers):
+            blocks[layer] = mixture
+    return ModelSpec(embedding, tuple(blocks), norm(), head)
+
+
+def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
+    """The mixture of experts that stands in the place of ``mlp``."""
+    expert = replace(mlp, ffn_hidden_size=cfg.moe.expert_ffn_size or mlp.ffn_hidden_size)
+    shared = cfg.moe.shared_experts
+    shared_mlp = None if shared is None else replace(mlp, ffn_hidden_size=shared.ffn_size)
+    return MoESpec(cfg.moe, len(cfg.moe.mixture_layers(cfg.num_layers)), expert, shared_mlp)
+
+
+def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | LatentAttentionSpec:
+    """The attention of the ``Model`` section."""
+    init, latent = Normal(cfg.initializer_range), cfg.latent_attention
+    if latent is not None:
+        return LatentAttentionSpec(
+            hidden_size=cfg.hidden_size,
+            num_heads=cfg.num_attention_heads,
+            q_rank=latent.q_rank,
+            kv_rank=latent.kv_rank,
+            rope_head_dim=latent.rope_head_dim,
+            nope_head_dim=latent.nope_head_dim,
+            value_head_dim=latent.value_head_dim,
+            norm=(cfg.normalization, latent.norm_epsilon),
+            down_bias=cfg.has_qkv_bias,
+            output_bias=cfg.has_out_proj_bias,
+            init=init,
+            output_init=output_init,
+            dropout=cfg.attention_probs_dropout_prob,
+            window=cfg.attention_window,
+            score_factor=score_factor(cfg.rope_scaling),
+            softmax_in_fp32=cfg.softmax_in_fp32,
+        )
+    head_norm = NormSpec(cfg.normalization, cfg.head_size, cfg.norm_epsilon, inside_heads=True)
+    return AttentionSpec(
+        hidden_size=cfg.hidden_size,
+        num_heads=cfg.num_attention_heads,
+        num_kv_heads=cfg.kv_heads,
+        head_dim=cfg.head_size,
+        qkv_bias=cfg.has_qkv_bias,
+        output_bias=cfg.has_out_proj_bias,
+        init=init,
+        output_init=output_init,
+        dropout=cfg.attention_probs_dropout_prob,
+        window=cfg.attention_window,
+        head_norm=head_norm if cfg.qk_layernorm else None,
+        rotary_size=cfg.rotary_size if cfg.positions.rotates else None,
+        softmax_in_fp32=cfg.softmax_in_fp32,
+    )
 
 
 def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
@@ -415,9 +468,18 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 
 
+def active_count(model: ModelConfig) -> int:
+    """Number of parameters that a position is computed with: without the experts that it does not choose."""
+    mlps = (block.mlp for block in model_spec(model).blocks)
+    return parameter_count(model) - sum(mlp.idle_size for mlp in mlps if isinstance(mlp, MoESpec))
+
+
 def matrix_size(layer: LayerSpec) -> int:
-    """Elements of all matrices that a layer multiplies by."""
-    return sum(math.prod(spec.shape) for spec in layer.parameters().values() if spec.kind == "matrix")
+    """Elements of all matrices that a layer multiplies a position by."""
+    kinds = ("matrix", "router")
+    size = sum(math.prod(spec.shape) for spec in layer.parameters().values() if spec.kind in kinds)
+    mlp = getattr(layer, "mlp", layer)
+    return size - mlp.idle_size if isinstance(mlp, MoESpec) else size
 
 
 def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
@@ -435,5 +497,5 @@ def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
     """
     blocks = model_spec(model).blocks
     matrices = sum(matrix_size(block) for block in blocks) + model.hidden_size * model.padded_vocab_size
-    scores = batch_size * seq_len**2 * sum(block.attention.q_width for block in blocks)
-    return 6 * (batch_size * seq_len * matrices + scores)
+    scores = batch_size * seq_len**2 * sum(block.attention.score_width for block in blocks)
+    return 6 * batch_size * seq_len * matrices + 3 * scores

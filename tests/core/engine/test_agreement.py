@@ -6,7 +6,7 @@ import pytest
 
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.core.engine.agreement import check_same_function
+from ppfleetx.core.engine.resume_checks import check_same_function
 
 ROPE = {
     "vocab_size": 8,

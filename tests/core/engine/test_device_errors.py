@@ -9,8 +9,8 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.core.engine import device_errors
 from ppfleetx.core.engine.device_errors import explained_device_errors
 from ppfleetx.distributed.context import ParallelContext
-from ppfleetx.planner.alternatives import reliefs
-from ppfleetx.planner.summary import run_prediction
+from ppfleetx.planner.alternatives import memory_savings
+from ppfleetx.planner.prediction import run_prediction
 
 PADDLE = """
 
@@ -118,7 +118,7 @@ def test_other_errors_pass():
 def test_each_cure_can_be_pasted_and_keeps_its_promise():
     sizes = ["Global.micro_batch_size=8", "Global.local_batch_size=8", "Global.global_batch_size=8"]
     before = run_prediction(config(*sizes), "gpu")
-    found = reliefs(before)
+    found = memory_savings(before)
     assert len(found) >= 3
     assert [round(cure.costs, 2) for cure in found] == sorted(round(cure.costs, 2) for cure in found)
     for cure in found:

@@ -1,7 +1,7 @@
 """The part of the start-up block that the engine adds."""
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from ppfleetx.core.engine.ranks import offload_notes
+from ppfleetx.core.engine.callbacks.device_usage import offload_notes
 from ppfleetx.distributed.context import ParallelContext
 
 

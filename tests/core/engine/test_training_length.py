@@ -12,10 +12,9 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.engine.callbacks.build import CallbackList
 from ppfleetx.core.engine.engine import Engine
+from ppfleetx.core.engine.progress import TrainingLength, TrainState
 from ppfleetx.core.engine.run import EvalRecord
 from ppfleetx.core.engine.saving import Saver
-from ppfleetx.core.engine.state import TrainState
-from ppfleetx.core.engine.training_length import TrainingLength
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.evaluator import EvalOutput
 from tests.e2e.conftest import NANO

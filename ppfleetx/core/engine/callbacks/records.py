@@ -1,21 +1,35 @@
-"""What a run records of its steps and evaluations, for every file and service that keeps it."""
+"""Records of steps and evaluations: to ``metrics.jsonl`` and to the writers of ``Engine.loggers``."""
 
 from __future__ import annotations
 
+import errno
+import inspect
+import json
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ppfleetx.core.engine.callbacks.base import Callback
-from ppfleetx.core.engine.callbacks.utilization import device_utilization
-from ppfleetx.core.engine.callbacks.window import Window
-from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
-from ppfleetx.core.engine.spikes import Spike
+from ppfleetx.config.config_notes import refuse_absent
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registries import LOGGERS
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
+from ppfleetx.core.engine.callbacks.device_usage import device_utilization
+from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
+from ppfleetx.core.engine.run_directory import METRICS_FILE
+from ppfleetx.core.loggers.base import LogStart, LogWriter
+from ppfleetx.core.loggers.files import VisualDL, visual_dl_is_installed
+from ppfleetx.resilience.spikes import Spike
+from ppfleetx.resilience.stragglers import Stragglers
+from ppfleetx.utils.files import atomic_write, put_aside
+from ppfleetx.utils.log import get_logger
 
 
 class Recorder(Callback):
-    """Makes a record every ``logging_freq`` steps and of each evaluation; times and speeds are means since
+    """Makes a record every ``logging_freq`` steps and for each evaluation; times and speeds are means since
     the last record.
 
     Args:
@@ -28,7 +42,7 @@ class Recorder(Callback):
 
     @abstractmethod
     def keep(self, record: dict[str, Any]) -> None:
-        """Write a record: ``kind`` (``train`` or ``eval``), ``step``, and JSON values."""
+        """Write a record of JSON values; ``kind`` (``train`` or ``eval``) and ``step`` are always there."""
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._window.add(record)
@@ -46,7 +60,7 @@ class Recorder(Callback):
 
 
 def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]:
-    """A step, with the means of ``window``."""
+    """The record of a step, with the means of ``window``."""
     utilization = device_utilization(run.cfg, run.ctx.device)
     return {
         "kind": "train",
@@ -62,7 +76,7 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
         "batch_cost": window.batch_cost,
         "ips_total": window.ips_total,
         "ips": window.ips,
-        **({} if utilization is None else utilization.rates(window.batch_cost)),
+        **({} if utilization is None else utilization.rates(window.whole_batch_cost(run.cfg))),
         **_scaling(record, run.state.skipped_steps),
         **_sources(record),
         **_metrics(record.own_metrics),
@@ -71,7 +85,7 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
 
 
 def eval_record(record: EvalRecord) -> dict[str, Any]:
-    """An evaluation."""
+    """The record of an evaluation."""
     is_classifier = record.ppl is None
     return {
         "kind": "eval",
@@ -87,7 +101,7 @@ def eval_record(record: EvalRecord) -> dict[str, Any]:
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
     """The finite numbers of a record by name: ``train/loss``, ``train/source/wiki/loss``, ``eval/ppl``, and
-    ``eval/wiki/ppl`` of a set with a name."""
+    for a named evaluation set ``eval/wiki/ppl``."""
     where = "/".join(filter(None, (record["kind"], record.get("set"))))
     found: dict[str, Any] = {}
     for key, value in record.items():
@@ -102,7 +116,7 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _number(value: float) -> float | None:
-    """JSON knows neither infinity nor NaN: they are null."""
+    """None for infinity and NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
@@ -119,9 +133,187 @@ def _scaling(record: StepRecord, skipped_steps: int) -> dict[str, Any]:
 def _sources(record: StepRecord) -> dict[str, Any]:
     if not record.sources:
         return {}
-    told = record.sources.items()
-    return {"sources": {name: {"loss": _number(s.mean), "tokens": s.count} for name, s in told}}
+    items = record.sources.items()
+    return {"sources": {name: {"loss": _number(s.mean), "tokens": s.count} for name, s in items}}
 
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
     return {"metrics": {name: _number(value) for name, value in metrics.items()}} if metrics else {}
+
+
+class MetricsFile(Recorder):
+    """Appends one JSON object per line to ``metrics.jsonl``.
+
+    On resume, lines after the resumed step are dropped, so that the file always reads like that of an
+    uninterrupted run. A new run renames an existing file.
+    """
+
+    def __init__(self, path: Path, logging_freq: int) -> None:
+        super().__init__(logging_freq)
+        self._path = path
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> MetricsFile | None:
+        """For training, beside the checkpoints."""
+        if not setup.trains:
+            return None
+        return cls(setup.output_dir / METRICS_FILE, setup.cfg.Engine.logging_freq)
+
+    def on_fit_start(self, run: Run) -> None:
+        if run.state.step:
+            self._forget(run.state.step, consumed=run.state.consumed_samples)
+        elif self._path.exists():
+            get_logger().info(f"renamed the metrics of an earlier run to {put_aside(self._path)}")
+
+    def on_spike(self, run: Run, spike: Spike) -> None:
+        super().on_spike(run, spike)
+        if spike.to_step is not None:  # drop the steps after that checkpoint
+            self._forget(spike.to_step)
+        fields = spike.to_json()
+        at_step = fields.pop("step")
+        step = at_step if spike.to_step is None else spike.to_step
+        self.keep({"kind": "spike", "step": step, "at_step": at_step, **fields})
+
+    def on_stragglers(self, run: Run, found: Stragglers) -> None:
+        self.keep({"kind": "stragglers", **found.to_json()})
+
+    def _forget(self, step: int, *, consumed: float = math.inf) -> None:
+        """Call :func:`keep_until`, but do not stop training because of a full disk."""
+        try:
+            keep_until(self._path, step, consumed=consumed)
+        except OSError as error:
+            get_logger().error(
+                f"{self._path} still has records after global step {step}, which are void: {error.strerror}"
+            )
+
+    def keep(self, record: dict[str, Any]) -> None:
+        """Append a whole line or nothing. A full disk does not stop training here, only when a save fails."""
+        line = (json.dumps(record) + "\n").encode()
+        try:
+            # Opened for each line, so that a killed run leaves whole lines.
+            with self._path.open("ab", buffering=0) as file:
+                start = file.seek(0, os.SEEK_END)
+                if file.write(line) != len(line):
+                    file.truncate(start)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            get_logger().error(f"global step {record['step']} is not in {self._path}: {error.strerror}")
+
+
+def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
+    """Drop records after ``step``, and a line cut off by a kill.
+
+    Args:
+        consumed: samples used up to that step. A spike in later samples that sent the run back to this step
+            is dropped as well: a run that resumes here will meet it again.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if _has_happened(line, step, consumed)]
+    if kept != lines:
+        with atomic_write(path, "w") as file:
+            file.write("".join(f"{line}\n" for line in kept))
+
+
+def _has_happened(line: str, step: int, consumed: float) -> bool:
+    """Whether the line is a whole record of a step up to ``step``, and not of a spike in later samples."""
+    try:
+        record = json.loads(line)
+        at_step = record["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return False
+    samples = record.get("samples") if record.get("kind") == "spike" else None
+    return at_step <= step and (not samples or samples[0] < consumed)
+
+
+_KEY = "Engine.loggers"
+
+
+def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
+    """The writers of ``Engine.loggers`` by name, except those that are callbacks. Nothing is opened yet.
+
+    Raises:
+        ConfigError: a library is missing, or a writer does not take an option.
+    """
+    refuse_absent(cfg)
+    found: dict[str, LogWriter] = {}
+    for item in cfg.Engine.loggers:
+        if LOGGERS.traits(item.name).callback is not None:
+            continue
+        make = LOGGERS.load(item.name)
+        try:
+            inspect.signature(make).bind(output_dir, **item.options)
+        except TypeError as error:
+            raise ConfigError(f"options of {item.name}: {error}", key=_KEY, value=item.name) from None
+        writer = make(output_dir, **item.options)
+        if not isinstance(writer, LogWriter):
+            raise ConfigError("must be a LogWriter", key=_KEY, value=item.name)
+        found[item.name] = writer
+    return found
+
+
+class LogWriters(Recorder):
+    """Passes the numbers of each record to all writers.
+
+    Args:
+        writers: by name.
+        logging_freq: steps between records.
+    """
+
+    def __init__(self, writers: Mapping[str, LogWriter], logging_freq: int) -> None:
+        super().__init__(logging_freq)
+        self._writers = dict(writers)
+        self._started: dict[str, LogWriter] = {}
+        self._failed: set[str] = set()
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> LogWriters | None:
+        """For training with writers in ``Engine.loggers``."""
+        writers = build_writers(setup.cfg, setup.output_dir) if setup.trains else {}
+        return cls(writers, setup.cfg.Engine.logging_freq) if writers else None
+
+    @classmethod
+    def visual_dl(cls, setup: CallbackSetup) -> LogWriters | None:
+        """VisualDL alone, for training, if it is installed and ``Engine.loggers`` does not name it."""
+        named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
+        if named or not setup.trains or not visual_dl_is_installed():
+            return None
+        return cls({"visualdl": VisualDL(setup.output_dir)}, setup.cfg.Engine.logging_freq)
+
+    def on_fit_start(self, run: Run) -> None:
+        self._start(run, run.state.step)
+
+    def _start(self, run: Run, step: int) -> None:
+        start = LogStart(step, run.cfg.model_dump(mode="json"))
+        for name, writer in self._writers.items():
+            writer.start(start)
+            self._started[name] = writer
+
+    def on_spike(self, run: Run, spike: Spike) -> None:
+        super().on_spike(run, spike)
+        if spike.to_step is not None:  # drop the steps after that checkpoint
+            self.on_fit_end(run)
+            self._start(run, spike.to_step)
+
+    def keep(self, record: dict[str, Any]) -> None:
+        numbers = numbers_of(record)
+        for name, writer in self._started.items():
+            try:
+                writer.write(record["step"], numbers)
+            except OSError as error:
+                if name not in self._failed:
+                    get_logger().error(f"global step {record['step']} cannot be written to {name}: {error}")
+                self._failed.add(name)
+
+    def on_fit_end(self, run: Run) -> None:
+        while self._started:
+            self._started.popitem()[1].finish()
+
+    def state(self) -> Mapping[str, Any]:
+        return {name: state for name, writer in self._writers.items() if (state := dict(writer.state()))}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, writer in self._writers.items():
+            if name in state:
+                writer.load_state(state[name])

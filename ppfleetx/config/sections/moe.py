@@ -1,0 +1,199 @@
+"""Section ``Model.moe``: a mixture of experts in place of feed-forward blocks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from ppfleetx.config.fields import (
+    Bool,
+    CountInt,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    RuleError,
+    Section,
+    Size,
+)
+
+BATCH_LOSSES = ("switch", "gshard", "pooled")
+"""Balancing losses whose loads are those of a whole step."""
+
+
+class RouterConfig(Section):
+    """How each position chooses its experts. Logits, scores and weights are float32 in every precision."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts: the softmax of a position's logits over all experts, or the sigmoid of each."""
+    normalize: Bool = True
+    """Divide the weights of the chosen experts by their sum. With softmax that equals the softmax of the
+    chosen logits alone (Mixtral, Qwen3-MoE, Megatron-LM's default); false: the weights are the scores
+    (Qwen2-MoE)."""
+    scale: PositiveFloat = 1.0
+    """Multiply the weights by this (DeepSeek's `routed_scaling_factor`)."""
+    bias: Bool = False
+    """A number for each expert that is added to its score for the choice, and never to its weight
+    (DeepSeek-V3). It has no gradient; `Model.moe.bias_update_rate` moves it."""
+    num_groups: Size | None = None
+    """Experts form this many equal groups, and a position chooses among those of its best groups; null: among
+    all."""
+    top_groups: Size | None = None
+    """Number of best groups (with `num_groups`)."""
+    group_score: Literal["max", "top2"] = "top2"
+    """Score of a group: its best expert's (DeepSeek-V2), or the sum of its best two (DeepSeek-V3)."""
+    jitter: Fraction = 0.0
+    """In training, multiply the router's input by noise between `1 - jitter` and `1 + jitter`."""
+
+
+class SharedExpertsConfig(Section):
+    """An MLP that every position goes through, beside its experts. Several shared experts are one MLP as wide
+    as all of them."""
+
+    ffn_size: Size
+    """Inner width."""
+    gate: Bool = False
+    """Multiply its output by a sigmoid of the hidden states (Qwen2-MoE)."""
+
+
+class BalanceLossConfig(Section):
+    """A loss that grows when few experts do most of the work.
+
+    With E experts, k choices of a position, f an expert's share of the choices and P its mean score, it is
+    `E * sum(f * P)` of each layer, 1 where all experts do the same. Layers add up.
+    """
+
+    kind: Literal["sequence", "switch", "gshard", "pooled", "none"] = "sequence"
+    """`sequence`: f and P are those of each sequence: the loss is the same under every plan and micro batch
+    size. The others need f of the global batch, which is known only after it; so they take f of the step
+    before, and `1 / E` in the first step. `switch`: f of each layer. `gshard`: f of each layer, of first
+    choices only. `pooled`: f is the mean over all layers, and the loss is k times the mean over them (Hugging
+    Face)."""
+    weight: NonNegativeFloat = 0.01
+    """Factor of the loss."""
+
+
+class CapacityConfig(Section):
+    """The most positions of a sequence that an expert takes in training. Those beyond it keep their other
+    experts only. Evaluation and generation drop nothing."""
+
+    factor: PositiveFloat
+    """An expert takes `ceil(factor * top_k * positions / num_experts)` positions of a sequence."""
+    policy: Literal["probs", "position"]
+    """Who stays: the positions with the largest weights, or the first ones."""
+
+
+class MoEConfig(Section):
+    """A router sends each position to a few of many feed-forward blocks, the experts.
+
+    Experts have the activation and the biases of the MLP (`Model.hidden_act`, `Model.add_mlp_bias`).
+    Positions that do not count in the loss do not count in balancing either.
+    """
+
+    num_experts: Size
+    """Number of experts of a layer."""
+    top_k: Size = 2
+    """Number of experts that a position is sent to."""
+    expert_ffn_size: Size | None = None
+    """Inner width of an expert; null: `Model.ffn_hidden_size`."""
+    first_dense_layers: CountInt = 0
+    """The first layers have an ordinary MLP."""
+    layer_freq: PositiveInt = 1
+    """From layer `first_dense_layers` on, every n-th layer is a mixture; the others have an ordinary MLP."""
+    layers: tuple[CountInt, ...] | None = None
+    """Exactly these layers are mixtures (numbered from 0); null: see the two keys above."""
+    router: RouterConfig = RouterConfig()
+    """How positions choose."""
+    shared_experts: SharedExpertsConfig | None = None
+    """An MLP for all positions; null: none."""
+    aux_loss: BalanceLossConfig = BalanceLossConfig()
+    """A loss that keeps all experts in use."""
+    z_loss_weight: NonNegativeFloat = 0.0
+    """Factor of the mean of `logsumexp(logits)^2`, which keeps the router's logits small (Zoph et al.,
+    2022)."""
+    bias_update_rate: NonNegativeFloat = 0.0
+    """After each step, raise `router.bias` of experts with less than the mean load by this, and lower it for
+    those with more (needs `router.bias`; 0.001 in DeepSeek-V3): balances without a loss."""
+    capacity: CapacityConfig | None = None
+    """Limit an expert's positions; null: nothing is dropped."""
+
+    def mixture_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers (0-based, over the whole model) that are mixtures."""
+        if self.layers is not None:
+            return tuple(sorted(self.layers))
+        return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
+
+    def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
+        """What given weights compute: the same for all sections that differ in spelling or training alone."""
+        default = type(self).model_fields
+        return self.model_copy(
+            update={
+                "expert_ffn_size": self.expert_ffn_size or ffn_size,
+                "first_dense_layers": 0,
+                "layer_freq": 1,
+                "layers": self.mixture_layers(num_layers),
+                "router": self.router.model_copy(update={"jitter": 0.0}),
+                "capacity": None,
+                **{name: default[name].default for name in ("aux_loss", "z_loss_weight", "bias_update_rate")},
+            }
+        )
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise RuleError (keys relative to this section's parent) when the layers do not fit the model."""
+        if outside := [layer for layer in self.layers or () if layer >= num_layers]:
+            raise RuleError(
+                ("moe.layers", "num_layers"),
+                f"layer {outside[0]} does not exist: layers are numbered 0 to {num_layers - 1}",
+            )
+        if not self.mixture_layers(num_layers):
+            keys = ("moe.layers",) if self.layers is not None else ("moe.first_dense_layers", "num_layers")
+            raise RuleError(keys, "no layer would be a mixture; for none at all set Model.moe to null")
+
+    @model_validator(mode="after")
+    def _check_layer_keys(self) -> MoEConfig:
+        if self.layers is not None and (self.first_dense_layers, self.layer_freq) != (0, 1):
+            key = "first_dense_layers" if self.first_dense_layers else "layer_freq"
+            raise RuleError((key, "layers"), "choose the layers by a list or by a rule, not by both")
+        if len(set(self.layers or ())) != len(self.layers or ()):
+            raise RuleError(("layers",), "names a layer twice")
+        return self
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> MoEConfig:
+        if self.top_k > self.num_experts:
+            raise RuleError(
+                ("top_k", "num_experts"),
+                f"a position cannot choose {self.top_k} of {self.num_experts} experts",
+            )
+        if self.bias_update_rate and not self.router.bias:
+            raise RuleError(("bias_update_rate", "router.bias"), "there is no bias to move; set router.bias")
+        return self
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> MoEConfig:
+        groups, top = self.router.num_groups, self.router.top_groups
+        keys = ("router.num_groups", "router.top_groups")
+        if (groups is None) != (top is None):
+            raise RuleError(keys if groups else keys[::-1], "num_groups and top_groups are given together")
+        if groups is None:
+            return self
+        if self.num_experts % groups:
+            raise RuleError(
+                ("router.num_groups", "num_experts"),
+                f"{self.num_experts} experts do not divide into {groups} groups",
+            )
+        size = self.num_experts // groups
+        if top > groups:
+            raise RuleError(keys[::-1], f"there are {groups} groups to choose from")
+        if top * size < self.top_k:
+            raise RuleError(
+                ("router.top_groups", "router.num_groups", "top_k", "num_experts"),
+                f"{top} of {groups} groups have {top * size} experts, and a position chooses {self.top_k}",
+            )
+        if self.router.group_score == "top2" and size < 2:
+            raise RuleError(
+                ("router.group_score", "router.num_groups", "num_experts"),
+                "a group has one expert only; its score is the max",
+            )
+        return self

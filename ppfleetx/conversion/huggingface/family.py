@@ -1,0 +1,201 @@
+"""What a network of Hugging Face is here: one :class:`Family`, and what Llama and its relatives share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.huggingface.rope import PLACES, hf_rope, rope_keys
+
+Config = Mapping[str, Any]
+NEEDED = object()
+"""The default of a key that has to be there."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One ``model_type``.
+
+    Attributes:
+        architecture: the class in transformers.
+        keys: key of ``config.json`` -> keys of our ``Model`` section (one, or several separated by spaces,
+            dotted where they are in a section of it) and the default in transformers: a value, a function of
+            the configuration, or NEEDED.
+        fixed: keys of ours that all networks of this type have alike.
+        names: our layers -> its layers, or our parameters -> its tensors. ``{}`` is the number of a block.
+            ``{expert}`` and ``{part}`` stand for the number of an expert and for the parts of a fused layer
+            (q, k, v; gate, up), where they are tensors of their own.
+        part_names: its names of parts, where they are not ours.
+        read: further keys of ours, from a ``config.json`` without nulls.
+        write: further keys of a ``config.json``, from a ``Model`` section.
+        also_read: the keys that ``read`` looks at.
+        aliases: other names of keys, which transformers reads as well -> the names in this row.
+        has_in_out_linears: linears are stored as ``[in, out]``, like ours; else as ``[out, in]``.
+        has_parts_in_a_row: a fused layer has all queries, then all keys, then all values; else they are
+            interleaved per head, like ours.
+        required: keys that must be there, if only as null, because their default in transformers is a size of
+            one particular model.
+        off: keys that are accepted at these values only, beside those of all families.
+    """
+
+    architecture: str
+    keys: Mapping[str, tuple[str, Any]]
+    fixed: Mapping[str, Any]
+    names: Mapping[str, str]
+    read: Callable[[Config], dict[str, Any]] = lambda _: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}
+    also_read: Collection[str] = ()
+    part_names: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    has_in_out_linears: bool = False
+    has_parts_in_a_row: bool = False
+    required: Collection[str] = ()
+    off: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def mapped(self) -> set[str]:
+        """The keys of ``config.json`` that decide something here."""
+        return {*self.keys, *self.also_read, *self.aliases}
+
+    def without_aliases(self, config: Config) -> dict[str, Any]:
+        """A ``config.json`` whose keys have the names in this row."""
+        made = dict(config)
+        for alias, name in self.aliases.items():
+            if alias in made and made.setdefault(name, made[alias]) != made[alias]:
+                one, two = shown(made[alias]), shown(made[name])
+                raise CheckpointError(f"config.json: {alias} ({one}) and {name} ({two}) are the same key")
+        return made
+
+    def model_keys(self, config: Config) -> dict[str, Any]:
+        """Keys of our ``Model`` section for a ``config.json`` without nulls.
+
+        Raises:
+            CheckpointError: a key is missing, or says what our layers cannot do.
+        """
+        made = dict(self.fixed)
+        for theirs, (ours, default) in self.keys.items():
+            value = config.get(theirs, default)
+            if value is NEEDED:
+                raise CheckpointError(f"config.json lacks {theirs}")
+            made |= dict.fromkeys(ours.split(), value(config) if callable(value) else value)
+        return _nested(made | self.read(config))
+
+    def config(self, model_type: str, model: ModelConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The ``config.json`` of this family that comes nearest to a network.
+
+        Args:
+            model_type: the family's name.
+            model: the network.
+            values: what its keys stand for where they are null (``resume_policy.network``).
+        """
+        made = {"architectures": [self.architecture], "model_type": model_type}
+        for theirs, (ours, _) in self.keys.items():
+            key = ours.split()[0]
+            effective = _value_at(values, key)
+            made[theirs] = _value_at(model, key) if effective is None else effective
+        return made | self.write(model)
+
+
+def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A section from the dotted names of its keys."""
+    made: dict[str, Any] = {}
+    for name, value in keys.items():
+        *sections, last = name.split(".")
+        place = made
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return made
+
+
+def _value_at(section: Any, name: str) -> Any:
+    """The value of a dotted key; None where a section on its way is null or absent."""
+    for part in name.split("."):
+        section = section.get(part) if isinstance(section, Mapping) else getattr(section, part, None)
+    return section
+
+
+# ---- what several of them share
+
+
+def check_heads(config: Config) -> None:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if "head_dim" not in config and hidden % heads:
+        raise CheckpointError(f"config.json: {heads} heads do not divide the hidden size {hidden}")
+
+
+INIT = ("initializer_range", 0.02)
+SIZES = {
+    "vocab_size": ("vocab_size", NEEDED),
+    "hidden_size": ("hidden_size", NEEDED),
+    "num_hidden_layers": ("num_layers", NEEDED),
+    "num_attention_heads": ("num_attention_heads", NEEDED),
+    "intermediate_size": ("ffn_hidden_size", NEEDED),
+    "max_position_embeddings": ("max_position_embeddings", NEEDED),
+    "initializer_range": INIT,
+    "attention_dropout": ("attention_probs_dropout_prob", 0.0),
+}
+ROPE = {*PLACES, "original_max_position_embeddings"}
+
+
+def llama_like(config: Config) -> dict[str, Any]:
+    check_heads(config)
+    return rope_keys(config)
+
+
+def window_keys(config: Config, window: int | None) -> dict[str, Any]:
+    """``attention_window``: theirs counts the position itself, ours those before it."""
+    if window is None or window >= config["max_position_embeddings"]:
+        return {"attention_window": None}
+    if window < 2:
+        raise CheckpointError(
+            f"config.json: sliding_window {window} is not supported: a token would see itself alone"
+        )
+    return {"attention_window": window - 1}
+
+
+def hf_window(model: ModelConfig) -> int | None:
+    return None if model.attention_window is None else model.attention_window + 1
+
+
+def write_llama(model: ModelConfig) -> dict[str, Any]:
+    return {"hidden_act": "silu", **hf_rope(model)}
+
+
+LLAMA_KEYS = {
+    **SIZES,
+    "num_key_value_heads": ("num_query_groups", lambda config: config["num_attention_heads"]),
+    "head_dim": ("head_dim", lambda config: config["hidden_size"] // config["num_attention_heads"]),
+    "rms_norm_eps": ("norm_epsilon", 1e-6),
+    # PaddleFormers leaves the key out where it is true, everybody else where it is false.
+    "tie_word_embeddings": ("tie_word_embeddings", lambda config: "paddleformers_version" in config),
+}
+LLAMA_FIXED = {
+    "hidden_act": "swiglu",
+    "hidden_dropout_prob": 0.0,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "add_out_proj_bias": False,
+    "add_mlp_bias": False,
+}
+LLAMA_NAMES = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.layers.{}.input_norm": "model.layers.{}.input_layernorm",
+    "decoder.layers.{}.attention.qkv": "model.layers.{}.self_attn.{part}_proj",
+    "decoder.layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    "decoder.layers.{}.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+    "decoder.layers.{}.attention.out_proj": "model.layers.{}.self_attn.o_proj",
+    "decoder.layers.{}.mlp_norm": "model.layers.{}.post_attention_layernorm",
+    "decoder.layers.{}.mlp.fc1": "model.layers.{}.mlp.{part}_proj",
+    "decoder.layers.{}.mlp.fc2": "model.layers.{}.mlp.down_proj",
+    "decoder.final_norm": "model.norm",
+    "head": "lm_head",
+}
+LLAMA_READ = ROPE | {"rope_theta", "partial_rotary_factor"}
+ATTENTION_BIAS = {"attention_bias": ("add_qkv_bias add_out_proj_bias", False)}
+SILU = {"hidden_act": ("silu", "swish")}

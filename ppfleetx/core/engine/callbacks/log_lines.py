@@ -1,0 +1,186 @@
+"""The log line of each step in FleetX's, Megatron-LM's and MindSpeed's forms, and the progress bar."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
+from ppfleetx.core.engine.callbacks.device_usage import device_utilization
+from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
+from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.progress import ProgressBar
+
+
+class TrainLog(Callback):
+    """Logs one line every ``logging_freq`` steps; costs and speeds are means since the last line."""
+
+    def __init__(self, logging_freq: int) -> None:
+        self._logging_freq = logging_freq
+        self._window = Window()
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> TrainLog:
+        """For every run."""
+        return cls(setup.cfg.Engine.logging_freq)
+
+    def on_fit_start(self, run: Run) -> None:
+        utilization = device_utilization(run.cfg, run.ctx.device)
+        if utilization is not None:
+            get_logger().info(utilization.describe())
+
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
+        self._window.add(record)
+        if record.step % self._logging_freq == 0 or record.step == run.max_steps:
+            utilization = device_utilization(run.cfg, run.ctx.device)
+            rates = {} if utilization is None else utilization.rates(self._window.whole_batch_cost(run.cfg))
+            get_logger().info(train_line(record, self._window, rates))
+            if record.sources:
+                get_logger().info(sources_line(record))
+            if record.own_metrics:
+                get_logger().info(metrics_line(record))
+            self._window = Window()
+
+    def on_eval_end(self, run: Run, record: EvalRecord) -> None:
+        get_logger().info(eval_line(record))
+
+
+def eval_line(record: EvalRecord) -> str:
+    """The line for an evaluation: a language model's perplexity, or a classifier's metrics."""
+    what = "examples" if record.ppl is None else "tokens"
+    numbers = {**({} if record.ppl is None else {"ppl": record.ppl}), **record.metrics}
+    listed = "".join(f"{name}: {value:.4f}, " for name, value in numbers.items())
+    return (
+        f"eval at global step {record.step}, loss: {record.loss:.9f}, {listed}"
+        f"{what}: {record.num_valid_tokens:.0f}, cost: {record.seconds:.2f} sec"
+        f"{'' if record.name is None else f', set: {record.name}'}"
+    )
+
+
+def sources_line(record: StepRecord) -> str:
+    """The line with the loss of each corpus of a blend."""
+    listed = ", ".join(f"{name}: {source.mean:.9f}" for name, source in record.sources.items())
+    return f"loss per source at global step {record.step}, {listed}"
+
+
+def metrics_line(record: StepRecord) -> str:
+    """The task's metrics, and those of the model's layers. Those of one layer (``expert_load/3``) are in the
+    file alone."""
+    metrics = {name: value for name, value in record.own_metrics.items() if "/" not in name}
+    listed = ", ".join(f"{name}: {value:.9g}" for name, value in metrics.items())
+    return f"metrics at global step {record.step}, {listed}"
+
+
+def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | None = None) -> str:
+    """The line for a step, whose form users rely on. ``rates`` come from ``Utilization.rates``."""
+    text = (
+        f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
+        f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "
+        f"avg_batch_cost: {window.batch_cost:.5f} sec, speed: {window.speed:.2f} step/s, "
+        f"ips_total: {window.ips_total:.0f} tokens/s, ips: {window.ips:.0f} tokens/s, "
+        f"learning rate: {record.lr:.5e}, grad norm: {record.grad_norm:.5f}"
+    )
+    rates = rates or {}
+    for name, key in (("TFLOP/s per device", "tflops_per_device"), ("MFU", "mfu")):
+        text += f", {name}: {rates[key]:.4g}" if key in rates else ""
+    if record.loss_scale is None:
+        return text
+    return f"{text}, loss_scale: {record.loss_scale:g}, found_inf: {int(record.skipped)}"
+
+
+_LARGEST_LOSS = 20.0  # Megatron caps the perplexity at that of this loss
+
+
+class MegatronLog(Callback):
+    """Logs `` iteration N/ TOTAL | consumed samples: ... |`` every ``logging_freq`` steps, and a line for
+    each evaluation, as Megatron-LM does; times and speeds are means since the last line."""
+
+    def __init__(self, logging_freq: int) -> None:
+        self._logging_freq = logging_freq
+        self._window = Window()
+        self._skipped = 0
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> MegatronLog:
+        """For any run."""
+        return cls(setup.cfg.Engine.logging_freq)
+
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
+        self._window.add(record)
+        self._skipped += record.skipped
+        if record.step % self._logging_freq and record.step != run.max_steps:
+            return
+        seconds = self._window.batch_cost
+        batch_size = record.num_tokens // run.cfg.Data.Train.dataset.max_seq_len
+        scale = "" if record.loss_scale is None else f" loss scale: {record.loss_scale:.1f} |"
+        get_logger().info(
+            f" iteration {record.step:8d}/{run.max_steps:8d} | consumed samples: "
+            f"{run.state.consumed_samples:12d} | elapsed time per iteration (ms): {1000 * seconds:.1f} | "
+            f"samples/sec: {batch_size / seconds:.3f} | learning rate: {record.lr:.6E} | "
+            f"global batch size: {batch_size:5d} | lm loss: {record.loss:.6E} |{scale} "
+            f"grad norm: {record.grad_norm:.3f} | number of skipped iterations: {self._skipped:3d} | "
+            f"number of nan iterations:   0 |"
+        )
+        self._window, self._skipped = Window(), 0
+
+    def on_eval_end(self, run: Run, record: EvalRecord) -> None:
+        ppl = math.exp(min(_LARGEST_LOSS, record.loss)) if math.isfinite(record.loss) else record.loss
+        where = "" if record.name is None else f" on {record.name}"
+        get_logger().info(
+            f" validation loss at iteration {record.step}{where} | lm loss value: {record.loss:.6E} | "
+            f"lm loss PPL: {ppl:.6E} | "
+        )
+
+
+class MindSpeedLog(Callback):
+    """Prints ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms`` every ``logging_freq`` steps, as
+    MindSpeed does, without a log prefix. The time is the mean of one step."""
+
+    def __init__(self, logging_freq: int) -> None:
+        self._logging_freq = logging_freq
+        self._window = Window()
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> MindSpeedLog:
+        """For every run."""
+        return cls(setup.cfg.Engine.logging_freq)
+
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
+        self._window.add(record)
+        if record.step % self._logging_freq and record.step != run.max_steps:
+            return
+        scale = "" if record.loss_scale is None else f", Loss_scale: {record.loss_scale:g}"
+        print(
+            f"INFO - Epoch: {record.epoch}, Step: {record.step}, Loss: {record.loss:.16f}, "
+            f"Time: {1000 * self._window.batch_cost:.2f} ms, Grad_norm: {record.grad_norm:.6f}, "
+            f"Learning_rate: {record.lr:.6e}{scale}",
+            flush=True,
+        )
+        self._window = Window()
+
+
+class TrainProgress(Callback):
+    """A progress bar: steps done of ``max_steps``, time left, and the last loss."""
+
+    def __init__(self, show: bool | Literal["auto"]) -> None:
+        self._show = show
+        self._bar: ProgressBar | None = None
+
+    @classmethod
+    def of(cls, setup: CallbackSetup) -> TrainProgress | None:
+        """For a run that trains."""
+        return cls(setup.cfg.Engine.progress_bar) if setup.trains else None
+
+    def on_fit_start(self, run: Run) -> None:
+        self._bar = ProgressBar(
+            "training", total=run.max_steps, completed=run.state.step, unit="step", show=self._show
+        )
+        self._bar.__enter__()
+
+    def on_step_end(self, run: Run, record: StepRecord) -> None:
+        self._bar.advance(1, f"loss {record.loss:.4f}")
+
+    def on_fit_end(self, run: Run) -> None:
+        if self._bar is not None:
+            self._bar.__exit__(None, None, None)

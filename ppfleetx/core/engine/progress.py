@@ -1,0 +1,137 @@
+"""The progress of a run, its length, and when it evaluates and saves: all in optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ppfleetx.config.batch import BatchPlan
+from ppfleetx.config.errors import CheckpointError, DataError, shown
+from ppfleetx.config.sections.root import RunConfig
+
+
+@dataclass
+class TrainState:
+    """Progress of a run, counted in whole steps.
+
+    Attributes:
+        step: steps done, skipped ones included.
+        consumed_samples: samples of the training order that have been used.
+        epoch: completed passes over the training split.
+        evaluated_step: step of the last complete evaluation; one that a stop cut short is repeated when the
+            run continues.
+        skipped_steps: steps whose gradients overflowed or that were spikes: their samples are used up, but
+            neither weights nor learning rate have moved.
+        best: the best value so far of the metric ``Engine.save_load.keep_best``; None before the first.
+        best_step: the step of that value.
+        spikes: the window of the last steps that ``Engine.spike`` keeps; empty if it is off.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    epoch: int = 0
+    skipped_steps: int = 0
+    evaluated_step: int = -1
+    best: float | None = None
+    best_step: int = -1
+    spikes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def schedule_step(self) -> int:
+        """Steps that were not skipped: learning rate and weight decay depend on them."""
+        return self.step - self.skipped_steps
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of a checkpoint's ``state.train``."""
+        tree = asdict(self)
+        return tree if self.spikes else {key: value for key, value in tree.items() if key != "spikes"}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TrainState:
+        """Parse the output of :meth:`to_json` of this version or an older one.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        step = _count(data, "step")
+        best = data.get("best")
+        if best is not None and type(best) not in (int, float):
+            raise CheckpointError(f"the progress in the checkpoint is damaged: best is {shown(best)}")
+        spikes = data.get("spikes", {})
+        if not isinstance(spikes, dict):
+            raise CheckpointError(f"the progress in the checkpoint is damaged: spikes is {shown(spikes)}")
+        return cls(
+            step=step,
+            consumed_samples=_count(data, "consumed_samples"),
+            epoch=_count(data, "epoch"),
+            skipped_steps=_count(data, "skipped_steps", 0),
+            evaluated_step=_count(data, "evaluated_step", step, least=-1),
+            best=best,
+            best_step=_count(data, "best_step", -1, least=-1),
+            spikes=spikes,
+        )
+
+
+def _count(data: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 0) -> int:
+    value = data.get(key, default)
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise CheckpointError(f"the progress in the checkpoint is damaged: {key} is {shown(value)}")
+    return value
+
+
+@dataclass(frozen=True)
+class TrainingLength:
+    """Optimizer steps of the whole run, and between evaluations and checkpoints (0: never).
+
+    Attributes:
+        max_steps: the run ends after exactly this many steps, and saves.
+        eval_every, save_every: steps between evaluations and between checkpoints.
+        steps_per_epoch: steps in one pass over the training split.
+    """
+
+    max_steps: int
+    eval_every: int = 0
+    save_every: int = 0
+    steps_per_epoch: float = math.inf
+
+    @classmethod
+    def of(cls, cfg: RunConfig, samples_per_epoch: float) -> TrainingLength:
+        """The length that a configuration asks for; run mode ``epoch`` counts passes over the training split.
+
+        Raises:
+            DataError: in run mode ``epoch``, the split has less than one global batch.
+        """
+        engine = cfg.Engine
+        if engine.run_mode == "step":
+            steps_per_epoch = samples_per_epoch / cfg.batch.global_batch_size
+            return cls(
+                engine.max_steps, engine.eval_freq or 0, engine.save_load.save_steps or 0, steps_per_epoch
+            )
+        steps_per_epoch = int(samples_per_epoch // cfg.batch.global_batch_size)
+        if steps_per_epoch == 0:
+            raise DataError(
+                f"Data.Train: one epoch has {samples_per_epoch:.1f} samples, less than the global batch of "
+                f"{cfg.batch.global_batch_size} (Global.global_batch_size)"
+            )
+        return cls(
+            min(engine.max_steps, engine.num_train_epochs * steps_per_epoch),
+            (engine.eval_freq or 0) * steps_per_epoch,
+            (engine.save_load.save_epoch or 0) * steps_per_epoch or engine.save_load.save_steps or 0,
+            steps_per_epoch,
+        )
+
+    def position(self, steps_done: float) -> tuple[int, int]:
+        """(pass over the training split, step within it) of the step that follows ``steps_done`` steps."""
+        if math.isinf(self.steps_per_epoch):
+            return 0, int(steps_done)
+        epoch = int(steps_done // self.steps_per_epoch)
+        return epoch, int(steps_done - epoch * self.steps_per_epoch)
+
+    def comes_to(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
+        """Whether a run that stands at ``state`` will have done this many epochs and steps at some time."""
+        if not state.step < step <= self.max_steps:
+            return False
+        samples = batch.consumed_after(step - state.step, state.consumed_samples)
+        return self.position(samples / batch.global_batch_size)[0] == epoch

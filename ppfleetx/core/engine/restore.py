@@ -1,0 +1,300 @@
+"""Find what a run starts from (nothing, weights, or a whole checkpoint), and load it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ppfleetx.checkpoint.adapters import base_fingerprint, check_base, is_beside_base, refuse_without_base
+from ppfleetx.checkpoint.directory import (
+    newest_complete,
+    newest_good,
+    open_resolved,
+    resolve_checkpoint,
+)
+from ppfleetx.checkpoint.ownership import read_run
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.rng import restore_rng_state
+from ppfleetx.checkpoint.tensors import load_masters, load_model, load_optimizer
+from ppfleetx.checkpoint.weights import with_vocabulary
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.sections.compress import is_of_quantizer
+from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
+from ppfleetx.core.engine.progress import TrainState
+from ppfleetx.core.engine.resume_checks import Fingerprints, check_resumed, check_same_function, log_changes
+from ppfleetx.core.engine.run_directory import (
+    CKPT_DIR,
+    INIT_FROM,
+    RESUME,
+    base_of,
+    output_dir_of,
+    with_value,
+)
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import gather, joint_errors
+from ppfleetx.optims.schedules import Schedule, resume_schedule
+from ppfleetx.parallel.runner import Runner
+from ppfleetx.utils.log import get_logger
+
+
+@dataclass
+class Start:
+    """What a run starts from: nothing, the weights of a checkpoint, or the whole checkpoint.
+
+    Attributes:
+        options: ``Engine.save_load``.
+        checkpoint: the checkpoint to load; None for a fresh run.
+        resumes: whether optimizer, schedule, data position and random generators are restored too.
+        state: the progress to start with.
+        ctx: this process's place in the job.
+        base_fingerprint: of the frozen weights, once they have been loaded from ``Model.lora.base``.
+        found_by: the configuration key that led to the checkpoint.
+    """
+
+    options: SaveLoadConfig
+    checkpoint: Checkpoint | None = None
+    resumes: bool = False
+    state: TrainState = field(default_factory=TrainState)
+    ctx: ParallelContext = field(default_factory=ParallelContext.single)
+    base_fingerprint: str | None = None
+    found_by: str | None = None
+
+    def restore(
+        self, runner: Runner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
+    ) -> Schedule:
+        """Load everything into ``runner`` and the random generators; return the schedule to continue with.
+
+        Raises:
+            CheckpointError: it does not fit the model, data, tokenizer, optimizer or schedule.
+        """
+        self._load_base(runner, cfg.Model)
+        if self.checkpoint is None:
+            return schedule
+        if not self.resumes:
+            self._load_weights(runner, cfg.Model, is_new_run=True)
+            get_logger().info(f"a new run with the weights of {self.checkpoint.path}")
+            if self.found_by != INIT_FROM:
+                get_logger().warning(
+                    f"{self.checkpoint.path} holds weights only: optimizer, step and data position start "
+                    "afresh"
+                )
+            return schedule
+        self._load_weights(runner, cfg.Model)
+        with joint_errors(self.ctx):
+            changed = check_resumed(self.checkpoint, cfg, fingerprints)
+        if any(change.key == "Engine.save_load.keep_best" for change in changed):
+            self.state.best, self.state.best_step = None, -1  # the old best is of another metric
+        schedule = self._resume(runner, schedule)
+        get_logger().info(f"resuming {self.checkpoint.path} (global step {self.state.step})")
+        log_changes(self.checkpoint, changed, self.options)
+        return schedule
+
+    def _resume(self, runner: Runner, schedule: Schedule) -> Schedule:
+        """Load everything but the weights; return the schedule to continue with."""
+        model_names = runner.model_names()
+        with joint_errors(self.ctx):
+            if self.options.load_optim:
+                state, parameters = runner.optimizer_state(), runner.named_parameters()
+                load_optimizer(state, parameters, self.checkpoint, model_names=model_names)
+                runner.load_scaler_state(self.checkpoint.state.get("scaler"))
+            if self.options.load_rng:
+                self._restore_generators()
+            saved = self.checkpoint.state.get("schedule")
+            return resume_schedule(self.options.lr_schedule, schedule, saved)
+
+    def _restore_generators(self) -> None:
+        own = restore_rng_state(self.checkpoint.state, self.ctx)
+        if not own and self.ctx.world_size > 1:
+            get_logger().info(
+                "generators: the checkpoint has no states for the ranks of this plan; all continue rank 0's "
+                "(dropout does not depend on them)"
+            )
+
+    def restore_weights(self, runner: Runner, model: ModelConfig) -> None:
+        """Load all weights, and nothing else.
+
+        Raises:
+            CheckpointError: they do not fit ``model``, or would compute another function.
+        """
+        assert self.checkpoint is not None
+        self._load_base(runner, model)
+        self._load_weights(runner, model)
+        step = f" (global step {self.state.step})" if self.resumes else ""
+        get_logger().info(f"with the weights of {self.checkpoint.path}{step}")
+
+    def _load_base(self, runner: Runner, model: ModelConfig) -> None:
+        """Load the frozen weights from ``Model.lora.base``, if set, and check that the checkpoint's adapters
+        belong to them."""
+        place = None if model.lora is None else model.lora.base
+        frozen = [name for name in runner.model_names() if not is_beside_base(name)]
+        with joint_errors(self.ctx):
+            if place is None:
+                if self.checkpoint is not None:
+                    refuse_without_base(self.checkpoint)
+                return
+            verify = self.options.verify and self.ctx.is_main
+            base = with_vocabulary(open_resolved(resolve_checkpoint(place, verify=verify)), model.vocab_size)
+            refuse_without_base(base)
+            check_same_function(base, model)
+            self._check_quantizers(base, [name for name in frozen if is_of_quantizer(name)])
+            load_model(
+                [(name, p) for name, p in runner.named_parameters() if not is_beside_base(name)],
+                base,
+                vocab_size=model.vocab_size,
+                allow_extra=self.options.allow_extra or _left_out(model),
+                model_names=frozen,
+            )
+            self.base_fingerprint = base_fingerprint(base, frozen)
+            if self.checkpoint is not None:
+                check_base(self.checkpoint, self.base_fingerprint, place)
+
+    def _check_quantizers(
+        self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
+    ) -> None:
+        """Refuse weights trained with fake quantisation in a model without it, and the other way round."""
+        stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
+        if held and not stored and not (may_be_new or self.options.allow_missing):
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} was not trained with Compress.Quantization: it has no scales "
+                f"of its layers' inputs ({held[0]}). Set Compress.Quantization.enable to False; or, to "
+                "train with quantisation from its weights, name it in Engine.save_load.init_from (without "
+                "Model.lora)"
+            )
+        if stored and not held and not self.options.allow_extra:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} was trained with Compress.Quantization: give that section of "
+                "its configuration, or go on with its weights as they are and without rounding by "
+                "Engine.save_load.allow_extra=True"
+            )
+
+    def _load_weights(self, runner: Runner, model: ModelConfig, *, is_new_run: bool = False) -> None:
+        """Load the checkpoint's weights. A new run may add parameters: adapters, or a classification head in
+        place of the model's."""
+        model_names, parameters = runner.model_names(), list(runner.named_parameters())
+        if self.base_fingerprint is not None:
+            model_names = [name for name in model_names if is_beside_base(name)]
+            parameters = [(name, p) for name, p in parameters if is_beside_base(name)]
+        beside = [name for name in model_names if is_beside_base(name)]
+        quantizers = [name for name in model_names if is_of_quantizer(name)]
+        new = [*beside, *(quantizers if model.lora is None else ())] if is_new_run else []
+        with joint_errors(self.ctx):
+            self._check_quantizers(self.checkpoint, quantizers, may_be_new=not set(quantizers) - set(new))
+            check_same_function(self.checkpoint, model, may_stretch=is_new_run)
+            if self.resumes and beside and not set(beside) & set(self.checkpoint.names()):
+                raise CheckpointError(
+                    f"checkpoint {self.checkpoint.path} is from before finetuning (it has no "
+                    f"{beside[0]}); to start from its weights, name it in Engine.save_load.init_from"
+                )
+            weights = with_vocabulary(self.checkpoint, model.vocab_size)
+            loaded = load_model(
+                parameters,
+                weights,
+                vocab_size=model.vocab_size,
+                allow_missing=model_names if self.options.allow_missing else new,
+                allow_extra=self.options.allow_extra or (_left_out(model) if is_new_run else ()),
+                allow_other_shapes=self.options.allow_other_shapes,
+                model_names=model_names,
+            )
+            states = {k: tensor for k, tensor in runner.optimizer_state().items() if k[0] in set(loaded)}
+            load_masters(states, parameters, weights)
+
+
+def _left_out(model: ModelConfig) -> tuple[str, ...]:
+    """Parameters of a pretrained model that finetuning drops: the language model's head."""
+    return ("head.weight", "head.bias") if model.task.classifies else ()
+
+
+def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
+    """Decide what a run starts from. The main rank decides (and reads the whole checkpoint if it is to be
+    verified); the others open the checkpoint it found.
+
+    In order of precedence: with ``resume``, the newest checkpoint of ``output_dir``, so that the same command
+    continues after every interruption; the checkpoint ``ckpt_dir``; the weights ``init_from``; nothing.
+
+    Args:
+        options: ``Engine.save_load``.
+        output_dir: where this run saves; None for a program that does not save.
+        ctx: this process's place in the job.
+
+    Raises:
+        CheckpointError: the requested checkpoint is missing, incomplete or damaged; on all ranks.
+    """
+    start = Start(options)
+    with joint_errors(ctx, name_ranks=False):
+        if ctx.is_main:
+            start = _decide(options, output_dir)
+    path = None if start.checkpoint is None else str(start.checkpoint.path)
+    path, resumes, found_by = gather(ctx, (path, start.resumes, start.found_by))[0]
+    with joint_errors(ctx):
+        if path is not None and not ctx.is_main:
+            checkpoint = open_resolved(path)
+            start = _start_at(checkpoint, options) if resumes else Start(options, checkpoint)
+    start.ctx, start.found_by = ctx, found_by
+    return start
+
+
+def _decide(options: SaveLoadConfig, output_dir: Path | None) -> Start:
+    if output_dir is None:  # a program that does not train
+        return _resume(_open(options.ckpt_dir, options), options, CKPT_DIR)
+    found = _newest(output_dir, options) if options.resume else None
+    if found is not None:
+        return _resume(found, options, RESUME)
+    if options.ckpt_dir is not None:
+        return _resume(_open(options.ckpt_dir, options), options, CKPT_DIR)
+    if options.init_from is not None:
+        return Start(options, _open(options.init_from, options), found_by=INIT_FROM)
+    return Start(options)
+
+
+def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
+    return open_resolved(resolve_checkpoint(place, verify=options.verify))
+
+
+def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
+    """The checkpoint of the run in ``output_dir`` to continue; ``auto`` skips damaged ones."""
+    record = read_run(output_dir)
+    counts = (lambda _: True) if record is None else record.includes
+    if options.resume == "auto":
+        return newest_good(output_dir, verify=options.verify, counts=counts)
+    if newest_complete(output_dir) is None and options.ckpt_dir is not None:
+        return None
+    checkpoint = _open(str(output_dir), options)
+    if not counts(checkpoint):
+        raise CheckpointError(
+            f"the run in {output_dir} has no checkpoint yet, and {checkpoint.path} is another run's; "
+            "Engine.save_load.resume=auto starts it again from its beginning"
+        )
+    return checkpoint
+
+
+def _resume(checkpoint: Checkpoint, options: SaveLoadConfig, found_by: str) -> Start:
+    start = _start_at(checkpoint, options) if "train" in checkpoint.state else Start(options, checkpoint)
+    start.found_by = found_by
+    return start
+
+
+def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
+    state = TrainState.from_json(checkpoint.state["train"])
+    if options.reset_data:
+        state.consumed_samples = state.epoch = 0
+    return Start(options, checkpoint, resumes=True, state=state)
+
+
+def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
+    """Find what the run starts from; returns also a configuration that names exactly these checkpoints.
+
+    Raises:
+        CheckpointError: there is no such checkpoint; on all ranks.
+    """
+    base = None
+    with joint_errors(ctx, name_ranks=False):
+        if ctx.is_main:
+            base = base_of(cfg)
+    base = gather(ctx, None if base is None else str(base))[0]
+    if base is not None:
+        cfg = with_value(cfg, "Model.lora.base", base)
+    start = find_start(cfg.Engine.save_load, output_dir_of(cfg), ctx)
+    if start.found_by in (CKPT_DIR, INIT_FROM):
+        cfg = with_value(cfg, start.found_by, str(start.checkpoint.path))
+    return cfg, start

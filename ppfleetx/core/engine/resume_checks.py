@@ -1,0 +1,126 @@
+"""Compare a checkpoint with the configuration: some differences are refused, others are logged.
+
+What each key decides is in ``ppfleetx.config.resume_policy`` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ppfleetx.checkpoint.reader import Checkpoint
+from ppfleetx.checkpoint.weights import network_of
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.resume_policy import Change, Effect, changes, network
+from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
+from ppfleetx.utils.log import get_logger
+
+Fingerprints = Mapping[str, str | None]
+
+
+# Keys that a new run may change in a trained network, to learn longer sequences.
+_STRETCHING = ("rotary_base", "rope_scaling")
+
+
+def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
+    """Refuse weights that have the right shapes but would compute another function.
+
+    Args:
+        checkpoint: the weights.
+        model: the network to load them into.
+        may_stretch: allow other keys for rotary positions, and log the difference.
+
+    Raises:
+        CheckpointError: naming the first key that differs, with both values.
+    """
+    saved = checkpoint.manifest.config
+    if not isinstance(saved, Mapping) or not saved.get("Model"):
+        return  # another program's checkpoint, without a configuration
+    section = {k: v for k, v in saved["Model"].items() if k in ModelConfig.model_fields}
+    trained = network_of(section, f"checkpoint {checkpoint.path}")
+    now = network(model, (Effect.FUNCTION,))
+    for key, then in network(trained, (Effect.FUNCTION,)).items():
+        if then != now[key] and may_stretch and key in _STRETCHING:
+            get_logger().info(
+                f"the weights were trained with Model.{key} = {then!r} and go on with {now[key]!r}"
+            )
+        elif then != now[key]:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} was trained with Model.{key} = {then!r}, "
+                f"this configuration has {now[key]!r}: the same weights would compute something else; "
+                f"set Model.{key} to {then!r}"
+            )
+    _check_adapters(checkpoint, trained, model)
+
+
+def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelConfig) -> None:
+    if trained.lora is None:
+        return
+    if model.lora is None:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was trained with adapters: give the Model.lora section of that "
+            f"run (Model.lora.rank={trained.lora.rank}, Model.lora.alpha={trained.lora.alpha:g}, ...), or "
+            "merge them with the weights by ppfleetx merge"
+        )
+    if trained.lora.scale != model.lora.scale:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was trained with Model.lora.alpha / rank = "
+            f"{trained.lora.scale:g}, this configuration has {model.lora.scale:g}: "
+            "the adapters would count differently"
+        )
+
+
+def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
+    """Refuse changes that a resumed run may not make, and return those that it may.
+
+    Args:
+        checkpoint: to resume from.
+        cfg: of the resumed run.
+        now: fingerprints of this run's ``tokenizer`` and ``data``.
+
+    Raises:
+        CheckpointError: another tokenizer, other data, or an optimizer with another state.
+    """
+    options = cfg.Engine.save_load
+    _check_data(checkpoint, now, reset_data=options.reset_data)
+    saved = checkpoint.manifest.config
+    if not isinstance(saved, Mapping):
+        return []
+    for change in changes(saved, cfg, (Effect.OPTIMIZER,)):
+        if options.load_optim:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.path} was trained with {change.key} = {change.then!r}, this "
+                f"configuration has {change.now!r}, whose state differs; "
+                "Engine.save_load.load_optim=False drops the checkpoint's and starts with a fresh optimizer"
+            )
+    return changes(saved, cfg, (Effect.OPTIMIZER, Effect.TRAINING, Effect.EVALUATION))
+
+
+def _check_data(checkpoint: Checkpoint, now: Fingerprints, *, reset_data: bool) -> None:
+    saved: Mapping[str, Any] = checkpoint.manifest.fingerprints
+    if saved.get("tokenizer") and now.get("tokenizer") and saved["tokenizer"] != now["tokenizer"]:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path} was trained with another tokenizer than Data.tokenizer names; to "
+            "start a new run from its weights anyway, use Engine.save_load.init_from"
+        )
+    if saved.get("data") != now.get("data") and not reset_data:
+        raise CheckpointError(
+            f"the training data or its order is not the one checkpoint {checkpoint.path} was reading "
+            "(corpus, split, seed, sequence length or number of epochs changed), so its position means "
+            "nothing here; "
+            "Engine.save_load.reset_data=True starts the data from the beginning"
+        )
+
+
+def log_changes(checkpoint: Checkpoint, changed: Sequence[Change], options: SaveLoadConfig) -> None:
+    """Log in one line how this run differs from the one that saved ``checkpoint``."""
+    differences = [*map(str, changed)]
+    if not options.load_optim:
+        differences.append("a fresh optimizer (Engine.save_load.load_optim = False)")
+    if options.reset_data:
+        differences.append("data from the beginning (Engine.save_load.reset_data = True)")
+    if differences:
+        get_logger().warning(
+            f"from here on this run computes something else than the one that saved {checkpoint.path}: "
+            f"{', '.join(differences)}"
+        )

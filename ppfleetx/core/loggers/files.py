@@ -1,0 +1,126 @@
+"""Writers of local files: a CSV table, TensorBoard's and VisualDL's event files."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.core.loggers.base import LogStart, LogWriter
+from ppfleetx.utils.files import atomic_write, put_aside
+from ppfleetx.utils.log import get_logger
+
+CSV_FILE = "metrics.csv"
+
+
+class CsvFile(LogWriter):
+    """Writes ``metrics.csv`` in the run's directory: a row for each record, with ``step`` and a column for
+    each number. A number with a new name adds a column, for which the file is rewritten.
+
+    A resumed run drops rows of later steps; a new run renames an existing file.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        super().__init__(output_dir)
+        self._path, self._columns = output_dir / CSV_FILE, ["step"]
+
+    def start(self, start: LogStart) -> None:
+        if not self._path.exists():
+            return
+        if start.step == 0:
+            get_logger().info(f"renamed the table of an earlier run to {put_aside(self._path)}")
+            return
+        rows = [row for row in self._rows() if _step_of(row) <= start.step]
+        self._rewrite(rows)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        row = {"step": str(step), **{name: repr(value) for name, value in numbers.items()}}
+        new = [name for name in row if name not in self._columns]
+        if new or not self._path.exists():
+            rows = self._rows() if self._path.exists() else []
+            self._columns += new
+            self._rewrite([*rows, row])
+            return
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns, restval="").writerow(row)
+
+    def _rows(self) -> list[dict[str, str]]:
+        with self._path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+            self._columns = list(dict.fromkeys([*self._columns, *(reader.fieldnames or ())]))
+        return rows
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        with atomic_write(self._path, "w") as file:
+            writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\r\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def _step_of(row: Mapping[str, str | None]) -> float:
+    """The row's step; infinity for a row cut off by a kill, so that it is dropped."""
+    text = row.get("step") or ""
+    return int(text) if text.isascii() and text.isdigit() and None not in row.values() else float("inf")
+
+
+class TensorBoard(LogWriter):
+    """Writes ``tensorboard/`` in the run's directory: ``tensorboard --logdir output/tensorboard``.
+
+    A resumed run adds a file, which tells TensorBoard to ignore earlier records of later steps.
+
+    Args:
+        output_dir: the run's directory.
+        dir: write here instead.
+    """
+
+    def __init__(self, output_dir: Path, dir: str | None = None) -> None:
+        super().__init__(output_dir)
+        self._directory = output_dir / "tensorboard" if dir is None else Path(dir)
+        self._writer: Any = None
+
+    def start(self, start: LogStart) -> None:
+        from tensorboardX import SummaryWriter
+
+        purge_step = start.step + 1 if start.step else 0
+        self._writer = SummaryWriter(str(self._directory), purge_step=purge_step, flush_secs=10)
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+def visual_dl_is_installed() -> bool:
+    """Whether VisualDL is installed (``pip install ppfleetx[vdl]``)."""
+    return importlib.util.find_spec("visualdl") is not None
+
+
+class VisualDL(LogWriter):
+    """Writes ``vdl/`` in the run's directory; a resumed run adds a file there.
+
+    Args:
+        output_dir: the run's directory.
+        dir: write here instead.
+    """
+
+    def __init__(self, output_dir: Path, dir: str | None = None) -> None:
+        super().__init__(output_dir)
+        self._directory = output_dir / "vdl" if dir is None else Path(dir)
+        self._writer: Any = None
+
+    def start(self, start: LogStart) -> None:
+        from visualdl import LogWriter as Writer
+
+        self._writer = Writer(logdir=str(self._directory))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(tag=name, step=step, value=value)
+
+    def finish(self) -> None:
+        self._writer.close()

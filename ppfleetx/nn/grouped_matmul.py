@@ -1,0 +1,83 @@
+"""Products of rows that are sorted into groups, each group with a matrix of its own.
+
+``x [n, in]`` has ``counts[g]`` rows of group g, and ``weight`` is ``[groups, in, out]``. Products are written
+into the rows of one result, and gradients into the matrices of one gradient: there is memory for rows and for
+weights, and for nothing else. A group without rows gets a gradient of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import paddle
+import paddle.nn.functional as F
+
+Counts = Sequence[int]
+
+
+def product(
+    x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None, counts: Counts
+) -> paddle.Tensor:
+    """``x [n, in]`` to ``[n, out]``, in the type that a linear would have here; ``bias [groups, out]``."""
+    # Mixed precision decides by lists and levels: an empty product tells its type.
+    dtype = F.linear(x[:0], _of(weight, 0)).dtype
+    with paddle.amp.auto_cast(enable=False):
+        x, result = _in(x, dtype), paddle.empty([x.shape[0], weight.shape[-1]], dtype)
+        for group, begin, end in _spans(counts):
+            rows = result._slice(begin, end)
+            paddle.matmul(x._slice(begin, end), _in(_of(weight, group), dtype), out=rows)
+            if bias is not None:
+                rows.add_(_in(_of(bias, group), dtype).expand_as(rows))
+    return result
+
+
+def input_gradient(upstream: paddle.Tensor, weight: paddle.Tensor, counts: Counts) -> paddle.Tensor:
+    """The gradient of ``x`` from that of the product."""
+    result = paddle.empty([upstream.shape[0], weight.shape[1]], upstream.dtype)
+    for group, begin, end in _spans(counts):
+        matrix = _in(_of(weight, group), upstream.dtype)
+        paddle.matmul(upstream._slice(begin, end), matrix, transpose_y=True, out=result._slice(begin, end))
+    return result
+
+
+def weight_gradient(x: paddle.Tensor, upstream: paddle.Tensor, counts: Counts) -> paddle.Tensor:
+    """The gradient of ``weight``."""
+    result = paddle.empty([len(counts), x.shape[-1], upstream.shape[-1]], upstream.dtype)
+    for group, begin, end in _spans(counts):
+        rows = x._slice(begin, end), upstream._slice(begin, end)
+        paddle.matmul(*rows, transpose_x=True, out=_of(result, group))
+    _clear_empty(result, counts)
+    return result
+
+
+def bias_gradient(upstream: paddle.Tensor, counts: Counts) -> paddle.Tensor:
+    """The gradient of ``bias``."""
+    result = paddle.empty([len(counts), upstream.shape[-1]], upstream.dtype)
+    for group, begin, end in _spans(counts):
+        paddle.assign(upstream._slice(begin, end).sum(0), _of(result, group))
+    _clear_empty(result, counts)
+    return result
+
+
+def _spans(counts: Counts) -> Iterator[tuple[int, int, int]]:
+    """Groups that have rows, and where these begin and end."""
+    end = 0
+    for group, count in enumerate(counts):
+        begin, end = end, end + int(count)
+        if end > begin:
+            yield group, begin, end
+
+
+def _of(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
+    """Its part of one group: the same memory."""
+    return tensor.detach()._slice(group, group + 1).reshape_(tensor.shape[1:])
+
+
+def _clear_empty(tensor: paddle.Tensor, counts: Counts) -> None:
+    for group, count in enumerate(counts):
+        if not count:
+            _of(tensor, group).zero_()
+
+
+def _in(tensor: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.astype(dtype)

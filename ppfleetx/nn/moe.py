@@ -1,0 +1,285 @@
+"""Mixture of experts: a router sends each position to a few feed-forward blocks, and adds up what they give.
+
+The rows of hidden states are gathered for each choice, in the order of the experts. Each expert has its rows
+in one piece, and memory grows with the number of choices, not of experts. What a plan changes is in the
+factory's ``experts``: it brings rows to the ranks of their experts, and back (``nn/expert_exchange.py``).
+
+Shape letters: s positions of the hidden states that this rank has, b sequences, h hidden size, n = s b rows,
+E experts, k experts of a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+from paddle.autograd import PyLayer
+
+from ppfleetx.config.sections.moe import BATCH_LOSSES
+from ppfleetx.nn import router as choices
+from ppfleetx.nn.aux_loss import AuxLoss, counted_positions, with_aux_loss
+from ppfleetx.nn.grouped_matmul import Counts
+from ppfleetx.nn.mlp import MLP, Activation
+from ppfleetx.nn.moe_spec import MoESpec
+from ppfleetx.nn.recompute import is_recomputing
+from ppfleetx.nn.stage import LayerFactory
+
+_WHOLE_SEQUENCES = ("mp", "sep")
+
+
+class Router(nn.Layer):
+    """Chooses the experts of each position, and keeps count.
+
+    Attributes:
+        seen: ``[2, E]``, since it was last cleared: how many of the positions that count in the loss chose
+            each expert, and how many did so as the balancing loss counts them. None: no positions.
+    """
+
+    def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
+        super().__init__()
+        self.factory, self.spec, self.cfg = factory, spec, spec.cfg
+        self.bias = self.load = None
+        for name, one in spec.router_parameters(sequence_parallel=factory.sequence_parallel).items():
+            parameter = self.create_parameter(
+                list(one.shape), default_initializer=nn.initializer.Constant(0.0)
+            )
+            parameter.stop_gradient = not one.trains
+            factory.declare(parameter, one)
+            setattr(self, name, parameter)
+        self.jitter = factory.dropout(spec.cfg.router.jitter)
+        self.seen: paddle.Tensor | None = None
+
+    def forward(self, hidden: paddle.Tensor) -> tuple[choices.Routing, paddle.Tensor | None, list[AuxLoss]]:
+        """The choice for ``hidden [s, b, h]``, which of it stay within the capacity (None: all do), and the
+        losses of it."""
+        with paddle.amp.auto_cast(enable=False):
+            logits = paddle.matmul(self._input(hidden), self.weight.astype("float32"))
+            routing = choices.route(logits, self.cfg.top_k, self.cfg.router, self.bias)
+            counts = counted_positions()
+            if counts is None:  # outside of a step
+                return routing, None, []
+            counts = counts.astype("float32")
+            kept = self._kept(routing, counts)
+            return routing, kept, list(self._losses(logits, routing, counts, kept))
+
+    def _input(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        hidden, jitter = hidden.astype("float32"), self.jitter
+        if not self.training or not jitter.p:
+            return hidden
+        with getattr(jitter, "stream", nullcontext)():
+            return hidden * paddle.uniform(hidden.shape, min=1.0 - jitter.p, max=1.0 + jitter.p)
+
+    def _kept(self, routing: choices.Routing, counts: paddle.Tensor) -> paddle.Tensor | None:
+        capacity = self.cfg.capacity
+        if capacity is None or not self.training:
+            return None
+        known = (routing.choice, routing.weights.detach(), counts)
+        kept = choices.within_capacity(
+            *(self.factory.all_positions(values) for values in known),
+            num_experts=self.cfg.num_experts,
+            factor=capacity.factor,
+            policy=capacity.policy,
+        )
+        return self.factory.own_positions(kept)
+
+    def _losses(
+        self,
+        logits: paddle.Tensor,
+        routing: choices.Routing,
+        counts: paddle.Tensor,
+        kept: paddle.Tensor | None,
+    ) -> Iterator[AuxLoss]:
+        cfg, experts = self.cfg, self.cfg.num_experts
+        balance, scores = cfg.aux_loss, routing.scores
+        with paddle.no_grad():
+            chosen = choices.chosen_mask(routing.choice, experts)
+            of_loss = self._counted_by_loss(chosen, routing)
+            if self.training and not is_recomputing():
+                seen = paddle.stack([chosen, of_loss]) * counts.unsqueeze(-1)
+                seen = seen.sum([1, 2])
+                self.seen = seen if self.seen is None else self.seen + seen
+            yield AuxLoss("router_entropy", choices.entropy(scores), 0.0)
+            if kept is not None:
+                yield AuxLoss("dropped_choices", 1.0 - kept.mean(-1), 0.0)
+        if balance.kind == "sequence":
+            sums = self.factory.sum_over_positions(choices.sequence_sums(scores, of_loss, counts))
+            value = choices.sequence_balance(sums, cfg.top_k)
+            yield AuxLoss("balance_loss", value, balance.weight, "sequences", _WHOLE_SEQUENCES)
+        elif balance.kind in BATCH_LOSSES:
+            pooled = balance.kind == "pooled"
+            value = choices.balance_of_shares(scores, self.load) * (cfg.top_k if pooled else 1)
+            weight = balance.weight / (self.spec.num_mixtures if pooled else 1)
+            yield AuxLoss("balance_loss", value, weight)
+        if cfg.z_loss_weight:
+            yield AuxLoss("z_loss", choices.z_loss(logits), cfg.z_loss_weight)
+
+    def _counted_by_loss(self, chosen: paddle.Tensor, routing: choices.Routing) -> paddle.Tensor:
+        """``[s, b, E]``: the choice by scores alone, without bias and groups; for GShard the first one."""
+        cfg = self.cfg
+        if cfg.aux_loss.kind == "gshard":
+            return choices.chosen_mask(routing.scores.argmax(-1, keepdim=True), cfg.num_experts)
+        if self.bias is None and cfg.router.num_groups is None:
+            return chosen
+        return choices.chosen_mask(routing.scores.topk(cfg.top_k, -1)[1], cfg.num_experts)
+
+    @paddle.no_grad()
+    def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
+        """After a step: move the bias by the ``loads [E]`` of the global batch, and keep its ``shares [E]``
+        for the next loss."""
+        rate = self.cfg.bias_update_rate
+        if self.bias is not None and rate and self.bias._is_initialized():
+            self.bias.set_value(choices.moved_bias(self.bias.detach(), loads, rate))
+        if self.load is not None and self.load._is_initialized():
+            self.load.set_value(shares)
+
+
+class Experts(nn.Layer):
+    """The feed-forward blocks of all experts of this rank."""
+
+    def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
+        super().__init__()
+        self.exchange = factory.experts
+        self.activation = Activation(factory, spec.expert.activation)
+        self.fc1, self.fc2 = factory.grouped_linear(spec.fc1), factory.grouped_linear(spec.fc2)
+
+    def forward(self, rows: paddle.Tensor, counts: Counts) -> paddle.Tensor:
+        """``rows [n, h]``, sorted by expert, to the same shape."""
+        inner = self.activation(self.fc1(rows, counts).unsqueeze(0)).squeeze(0)
+        return self.fc2(inner, counts, adds_bias=self.exchange.adds_output_bias)
+
+
+class MoE(nn.Layer):
+    """A mixture of experts on ``[s, b, h]``, and perhaps an MLP for all positions beside it."""
+
+    def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
+        super().__init__()
+        self.exchange, self.num_experts = factory.experts, spec.cfg.num_experts
+        self.router, self.experts = Router(factory, spec), Experts(factory, spec)
+        self.shared = None if spec.shared is None else MLP(factory, spec.shared)
+        self.shared_gate = None if spec.shared_gate is None else factory.linear(spec.shared_gate)
+
+    def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        """``hidden [s, b, h]`` to the same shape."""
+        routing, kept, losses = self.router(hidden)
+        result = self._routed(hidden, routing, kept)
+        if self.shared is not None:
+            shared = self.shared(hidden)
+            if self.shared_gate is not None:
+                shared = shared * F.sigmoid(self.shared_gate(hidden))
+            result = result + shared
+        for loss in losses:
+            result = with_aux_loss(result, loss)
+        return result
+
+    def _routed(
+        self, hidden: paddle.Tensor, routing: choices.Routing, kept: paddle.Tensor | None
+    ) -> paddle.Tensor:
+        exchange, width = self.exchange, hidden.shape[-1]
+        rows, choice, weights = (
+            exchange.own(tensor.reshape([-1, tensor.shape[-1]]))
+            for tensor in (hidden, routing.choice, routing.weights)
+        )
+        kept = None if kept is None else exchange.own(kept.reshape([-1, kept.shape[-1]]))
+        order = Order(choice, self.num_experts, kept)
+        there, counts = exchange.dispatch(order.dispatch(rows), order.counts)
+        outputs = exchange.combine(self.experts(there, counts))
+        mixed = order.combine(outputs, weights)
+        return exchange.whole(mixed, hidden.shape[0] * hidden.shape[1]).reshape([*hidden.shape[:-1], width])
+
+
+class Order:
+    """Rows in the order of the experts that they go to, and back.
+
+    Args:
+        choice: ``[n, k]`` experts of each position.
+        num_experts: of the layer.
+        kept: ``[n, k]`` 1 or 0: whether a choice is not dropped; None: none is.
+
+    Attributes:
+        counts: ``[E]`` rows of each expert, int64.
+    """
+
+    @paddle.no_grad()
+    def __init__(self, choice: paddle.Tensor, num_experts: int, kept: paddle.Tensor | None) -> None:
+        self._k = choice.shape[1]
+        self._kept = kept
+        experts = choice.reshape([-1])
+        if kept is not None:  # what is dropped comes last, and is cut off
+            experts = paddle.where(kept.reshape([-1]) > 0, experts, paddle.full([], num_experts, "int64"))
+        order = experts.argsort(stable=True)
+        place = paddle.empty_like(order)
+        place = paddle.scatter(place, order, paddle.arange(order.shape[0]))
+        self.counts = paddle.bincount(experts, minlength=num_experts)
+        if kept is not None:
+            self.counts = self.counts[:num_experts]
+            left = int(self.counts.sum())
+            order, place = order[:left], place.clip(max=left - 1)
+        self._order, self._place = order, place.reshape(choice.shape)
+
+    def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
+        """``rows [n, h]`` to one for each choice, sorted by expert."""
+        return _Dispatch.apply(rows, self)
+
+    def combine(self, outputs: paddle.Tensor, weights: paddle.Tensor) -> paddle.Tensor:
+        """``outputs``, one for each choice, times ``weights [n, k]`` and added up: ``[n, h]``."""
+        if self._kept is not None:
+            weights = weights * self._kept
+        return _Combine.apply(outputs, weights.astype(outputs.dtype), self)
+
+    def gather(self, rows: paddle.Tensor) -> paddle.Tensor:
+        """The row of each choice, sorted by expert."""
+        return rows.index_select(self._order // self._k)
+
+    def add_up(self, outputs: paddle.Tensor, weights: paddle.Tensor | None) -> paddle.Tensor:
+        """The weighted sum of what belongs to each row."""
+        total = None
+        for j in range(self._k):
+            part = outputs.index_select(self._place[:, j])
+            if weights is not None:
+                part = part * weights[:, j : j + 1]
+            total = part if total is None else total.add_(part)
+        return total
+
+    def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
+        """``values [n, k]`` in the order of the experts, ``[choices, 1]``."""
+        return values.reshape([-1, 1]).index_select(self._order)
+
+    def products(self, outputs: paddle.Tensor, rows: paddle.Tensor) -> paddle.Tensor:
+        """``[n, k]``: each output times the row that it belongs to, summed over features."""
+        parts = [(outputs.index_select(self._place[:, j]) * rows).sum(-1) for j in range(self._k)]
+        return paddle.stack(parts, -1)
+
+    @property
+    def kept(self) -> paddle.Tensor | None:
+        """``[n, k]`` 1 or 0, as it was given."""
+        return self._kept
+
+
+class _Dispatch(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, rows: paddle.Tensor, order: Order) -> paddle.Tensor:
+        ctx.order = order
+        return order.gather(rows)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        kept = ctx.order.kept
+        return ctx.order.add_up(upstream, None if kept is None else kept.astype(upstream.dtype))
+
+
+class _Combine(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, outputs: paddle.Tensor, weights: paddle.Tensor, order: Order) -> paddle.Tensor:
+        ctx.order = order
+        ctx.save_for_backward(outputs, weights)
+        return order.add_up(outputs, weights)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        outputs, weights = ctx.saved_tensor()
+        order = ctx.order
+        return order.gather(upstream) * order.of_choices(weights), order.products(outputs, upstream)

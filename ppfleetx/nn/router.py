@@ -1,0 +1,139 @@
+"""The choice of experts and its statistics, as functions of a router's logits. All of it is float32.
+
+Shape letters: s positions of this rank, b sequences, E experts, k experts that a position chooses.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import paddle
+import paddle.nn.functional as F
+
+from ppfleetx.config.sections.moe import RouterConfig
+
+_TINY = 1e-20  # DeepSeek-V3's; sigmoids of all chosen experts may be 0
+
+
+class Routing(NamedTuple):
+    """What a router decides.
+
+    Attributes:
+        choice: ``[s, b, k]`` experts of each position, the best one first.
+        weights: ``[s, b, k]`` of their outputs.
+        scores: ``[s, b, E]`` of all experts, their sum being 1.
+    """
+
+    choice: paddle.Tensor
+    weights: paddle.Tensor
+    scores: paddle.Tensor
+
+
+def route(logits: paddle.Tensor, top_k: int, cfg: RouterConfig, bias: paddle.Tensor | None = None) -> Routing:
+    """The ``top_k`` experts of each position by its ``logits [s, b, E]``.
+
+    Args:
+        logits, top_k, cfg: see above.
+        bias: ``[E]``, added to the scores for the choice only.
+    """
+    if cfg.score == "softmax":
+        own = shares = F.softmax(logits)
+    else:
+        own = F.sigmoid(logits)
+        shares = own / (own.sum(-1, keepdim=True) + _TINY)
+    choice = _choose(own, top_k, cfg, bias)
+    if cfg.normalize and cfg.score == "softmax":
+        weights = F.softmax(logits.take_along_axis(choice, -1))
+    else:
+        weights = own.take_along_axis(choice, -1)
+        if cfg.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return Routing(choice, weights if cfg.scale == 1 else weights * cfg.scale, shares)
+
+
+@paddle.no_grad()
+def _choose(
+    scores: paddle.Tensor, top_k: int, cfg: RouterConfig, bias: paddle.Tensor | None
+) -> paddle.Tensor:
+    if bias is not None:
+        scores = scores + bias
+    if cfg.num_groups is not None:
+        grouped = scores.reshape([*scores.shape[:-1], cfg.num_groups, -1])
+        best = grouped.topk(2, -1)[0].sum(-1) if cfg.group_score == "top2" else grouped.max(-1)
+        kept = chosen_mask(best.topk(cfg.top_groups, -1)[1], cfg.num_groups).unsqueeze(-1)
+        scores = paddle.where(kept.expand_as(grouped) > 0, grouped, paddle.full([], -float("inf")))
+        scores = scores.reshape([*kept.shape[:-2], -1])
+    return scores.topk(top_k, -1)[1]
+
+
+def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
+    """``choice [..., k]`` of ``count`` things as ones in ``[..., count]`` zeros."""
+    zeros = paddle.zeros([*choice.shape[:-1], count])
+    return zeros.put_along_axis(choice, paddle.ones([], zeros.dtype), -1)
+
+
+# -- losses, as :class:`~ppfleetx.nn.aux_loss.AuxLoss` adds them up
+
+
+def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
+    """``[b, 2 E + 1]``: of the positions here that count, ``counts [s, b]``, how many chose each expert, the
+    sum of its scores, and how many there are. Ranks that share a sequence add these up."""
+    of_each = counts.unsqueeze(-1)
+    return paddle.concat([(chosen * of_each).sum(0), (scores * of_each).sum(0), of_each.sum(0)], -1)
+
+
+def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
+    """``[b]``: ``E sum_e f_e P_e`` of each sequence, from its :func:`sequence_sums` (Wang et al., 2024)."""
+    experts = (sums.shape[-1] - 1) // 2
+    choices, scores, positions = sums.split([experts, experts, 1], -1)
+    positions = positions.clip(min=1.0)
+    return experts * (choices / (top_k * positions) * scores / positions).sum(-1)
+
+
+def balance_of_shares(scores: paddle.Tensor, shares: paddle.Tensor) -> paddle.Tensor:
+    """``[s, b]``: ``E sum_e f_e p_e`` of each position, where ``f`` is ``shares [E]``, known beforehand."""
+    return scores.shape[-1] * (scores * shares).sum(-1)
+
+
+def z_loss(logits: paddle.Tensor) -> paddle.Tensor:
+    """``[s, b]``: the square of each position's log of the sum of exponentials (Zoph et al., 2022)."""
+    return logits.logsumexp(-1).square()
+
+
+def entropy(scores: paddle.Tensor) -> paddle.Tensor:
+    """``[s, b]``: of each position's scores; ``log E`` where it likes all experts alike, 0 where only one."""
+    return -(scores * scores.clip(min=_TINY).log()).sum(-1)
+
+
+# -- balancing without a loss, and capacity
+
+
+def moved_bias(bias: paddle.Tensor, loads: paddle.Tensor, rate: float) -> paddle.Tensor:
+    """``bias [E]``, raised by ``rate`` where ``loads [E]`` are below their mean and lowered where above."""
+    return bias + rate * (loads.mean() - loads).sign()
+
+
+@paddle.no_grad()
+def within_capacity(
+    choice: paddle.Tensor,
+    weights: paddle.Tensor,
+    counts: paddle.Tensor,
+    *,
+    num_experts: int,
+    factor: float,
+    policy: str,
+) -> paddle.Tensor:
+    """Which choices ``[s, b, k]`` are not dropped, as 0 and 1.
+
+    An expert takes ``ceil(factor k n / E)`` of a sequence's n positions that count; of others nothing is
+    dropped. All positions of the sequences must be here.
+    """
+    chosen = chosen_mask(choice, num_experts) * counts.unsqueeze(-1)
+    if policy == "position":
+        place = chosen.cumsum(0)
+    else:
+        order = paddle.zeros_like(chosen).put_along_axis(choice, weights, -1) * chosen
+        place = order.argsort(0, descending=True, stable=True).argsort(0) + 1.0
+    limit = (factor * choice.shape[-1] / num_experts * counts.sum(0)).ceil().reshape([1, -1, 1])
+    dropped = (chosen * (place > limit).astype(chosen.dtype)).take_along_axis(choice, -1)
+    return 1.0 - dropped

@@ -1,0 +1,130 @@
+"""Muon: matrices move by their orthogonalised momentum (Jordan et al., 2024), everything else by AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import paddle
+from paddle import Tensor
+
+from ppfleetx.config.sections.optimizer import Coefficients, MuonScale, OptimizerConfig
+from ppfleetx.nn.param_spec import Part
+from ppfleetx.optims.adamw import AdamW
+from ppfleetx.optims.groups import is_hidden_matrix
+from ppfleetx.optims.rule import Group, ParamView, Rule, StateSpec
+
+COEFFICIENTS: dict[Coefficients, list[tuple[float, float, float]]] = {
+    "simple": [(3.4445, -4.7750, 2.0315)],
+    "quintic": [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ],
+    "polar_express": [
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ],
+    "aol": [
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ],
+}
+"""(a, b, c) of each iteration (Jordan et al., 2024; Amsel et al., 2025; Boissin et al., 2025)."""
+
+
+class Muon(Rule):
+    """p -= lr * (decay * p + scale * O), with O the orthogonalised momentum of each matrix.
+
+    A fused weight is several matrices: queries, keys and values, or gate and up. Each expert is one, too.
+    """
+
+    states = (StateSpec("momentum"),)
+    needs_whole = True
+
+    def __init__(self, cfg: OptimizerConfig) -> None:
+        super().__init__(cfg)
+        self.muon = cfg.muon
+
+    def update(self, group: Sequence[ParamView], *, lr: float, weight_decay: float) -> None:
+        mu = self.muon.momentum
+        for view in group:
+            momentum = view.states["momentum"]
+            momentum.scale_(mu)
+            momentum.add_((1 - mu) * view.gradient)
+            update = (1 - mu) * view.gradient + mu * momentum if self.muon.nesterov else momentum
+            change = self._of_each_matrix(update, () if view.spec is None else view.spec.parts)
+            view.value.scale_(1 - lr * weight_decay)
+            view.value.subtract_(lr * change)
+
+    def _of_each_matrix(self, update: Tensor, parts: Sequence[Part]) -> Tensor:
+        """The change ``[..., in, out]``, in the places of the matrices that ``update`` is made of."""
+        if not parts or self.muon.split == "none":
+            return self._orthogonal(update)
+        period = parts[0].period
+        runs = update.reshape([*update.shape[:-1], -1, period])
+        pieces = [runs[..., part.offset : part.offset + part.width] for part in parts]
+        heads = self.muon.split == "heads" and parts[0].name == "q"
+        head_dim = min(part.width for part in parts)
+        changed = [self._of_part(piece, head_dim if heads else None) for piece in pieces]
+        return paddle.concat(changed, axis=-1).reshape(update.shape)
+
+    def _of_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
+        """The change of a part ``[..., in, runs, width]``: as one matrix, or one for each head."""
+        if head_dim is None:
+            return self._orthogonal(piece.flatten(-2)).reshape(piece.shape)
+        *batch, rows, runs, width = piece.shape
+        heads = piece.reshape([*batch, rows, runs * width // head_dim, head_dim])
+        return self._orthogonal(heads.swapaxes(-2, -3)).swapaxes(-2, -3).reshape(piece.shape)
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        rows, columns = matrix.shape[-2:]  # Paddle's [in, out]; scales are given for [out, in]
+        cfg = self.muon
+        change = newton_schulz(matrix, cfg.steps, cfg.coefficients, cfg.epsilon)
+        return change * scale_of(cfg.scale, fan_out=columns, fan_in=rows)
+
+
+def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilon: float) -> Tensor:
+    """The matrix of the same singular vectors whose singular values are near 1, for each of ``[..., m, n]``.
+
+    Args:
+        matrix: what to orthogonalise.
+        steps: iterations.
+        coefficients: name of the table; after its end it begins again, that of ``polar_express`` repeats its
+            last row.
+        epsilon: smallest norm to divide by.
+    """
+    table = COEFFICIENTS[coefficients]
+    norm = matrix.square().sum([-2, -1], keepdim=True).sqrt()
+    x = matrix / paddle.clip(norm, min=epsilon)
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.swapaxes(-2, -1) if is_tall else x
+    for step in range(steps):
+        row = min(step, len(table) - 1) if coefficients == "polar_express" else step % len(table)
+        a, b, c = table[row]
+        gram = paddle.matmul(x, x, transpose_y=True)
+        x = a * x + paddle.matmul(b * gram + c * paddle.matmul(gram, gram), x)
+    return x.swapaxes(-2, -1) if is_tall else x
+
+
+def scale_of(kind: MuonScale, *, fan_out: int, fan_in: int) -> float:
+    """How far a matrix moves; see ``Optimizer.muon.scale``."""
+    if kind == "original":
+        return max(1.0, fan_out / fan_in) ** 0.5
+    if kind == "unit_rms_norm":
+        return (fan_out / fan_in) ** 0.5
+    return (0.2 if kind == "match_rms_adamw" else 1.0) * max(fan_out, fan_in) ** 0.5
+
+
+def muon(cfg: OptimizerConfig) -> list[Group]:
+    """The groups of ``Optimizer.name = Muon``."""
+    return [Group("matrices", Muon(cfg), is_hidden_matrix), Group("rest", AdamW(cfg))]

@@ -1,0 +1,358 @@
+"""The job that is planned: a model, its batches and one plan, from a configuration or a variation of one."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from operator import itemgetter
+
+from ppfleetx.config.batch import BatchPlan
+from ppfleetx.config.plan import ParallelPlan, Workload
+from ppfleetx.config.rules import expert_sizes
+from ppfleetx.config.sections.compress import CompressConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.models.gpt.spec import BlockSpec, ModelSpec, model_spec
+from ppfleetx.nn.cost import Kernels, Recompute, Work
+from ppfleetx.planner.cards import Card
+
+Layer = tuple[BlockSpec, Recompute]
+"""A block, and what the backward pass recomputes of it."""
+
+EXPERT_IMBALANCE = 1.5
+"""Margin of memory under expert parallelism: the rank whose experts have most rows, in the layer and micro
+batch where that is worst, has this many times the mean."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Types of a step.
+
+    Attributes:
+        compute: type of activations and matrix products (``float32``, ``float16``, ``bfloat16``).
+        lowers_parameters: level O2: parameters have the type ``compute``, their masters float32.
+        main_grads: gradients of 16-bit parameters are kept and reduced in float32.
+    """
+
+    compute: str = "float32"
+    lowers_parameters: bool = False
+    main_grads: bool = True
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an activation."""
+        return 4 if self.compute == "float32" else 2
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of a parameter as the passes see it."""
+        return 2 if self.lowers_parameters else 4
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of its float32 master, if it has one."""
+        return 4 if self.lowers_parameters else 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient as it is kept and reduced."""
+        return 2 if self.lowers_parameters and not self.main_grads else 4
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which communication overlaps with computation.
+
+    Attributes:
+        bucket_bytes: gradients are sent in messages of about this size during the last backward pass; None:
+            after it.
+        values: updated parameters arrive during the next forward pass (sharding stages 1 and 2), or a layer's
+            while the layer before it computes (stage 3).
+        messages: pipeline stages compute while their messages travel (``overlap_p2p_comm``).
+    """
+
+    bucket_bytes: float | None = None
+    values: bool = False
+    messages: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model under a plan, with its batches.
+
+    Attributes:
+        model: shapes and options; its ``sequence_parallel`` and recompute keys are ignored in favour of
+            ``plan`` and ``recomputed``.
+        plan: degrees and options.
+        micro_batch: sequences of a forward pass on one data rank.
+        accumulate: micro batches of a step.
+        seq_len: tokens of a sequence.
+        precision: types.
+        recomputed: what each layer recomputes.
+        moments: optimizer states per parameter (2 for AdamW, 1 for momentum, 0 for SGD).
+        flash: fused attention.
+        async_save: host memory holds a copy of a checkpoint while it is written.
+        kernels: which operations are counted: ours on a CPU, on a GPU, on a plugin's device, or, for
+            published runs, the ``fused`` ones of Megatron-LM and PaddleFleetX.
+        flat_states: sharding cuts states into equal parts (DeepSpeed's ZeRO) instead of assigning whole
+            parameters to ranks as this engine does; for published runs.
+        fragments: memory the allocator loses, as a share of what it hands out; None: the default for
+            ``kernels``.
+        overlap: communication that overlaps with computation; none for published runs, because the cards
+            were fitted that way.
+        compress: fake quantisation or small weights, which change the model's parameters.
+    """
+
+    model: ModelConfig
+    plan: ParallelPlan
+    micro_batch: int
+    accumulate: int
+    seq_len: int
+    precision: Precision
+    recomputed: tuple[Recompute, ...]
+    moments: int = 2
+    flash: bool = False
+    async_save: bool = False
+    kernels: Kernels = "gpu"
+    flat_states: bool = False
+    fragments: float | None = None
+    overlap: Overlap = Overlap()
+    compress: CompressConfig | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Made once: a search looks the same cases up many times."""
+        plan = self.plan
+        degrees = (plan.dp, plan.mp, plan.pp, plan.sharding, plan.sep, plan.ep, plan.sequence_parallel)
+        return hash((id(self.model), degrees, self.micro_batch, self.accumulate, self.seq_len))
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step over the whole job."""
+        return self.micro_batch * self.accumulate * self.plan.data_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over the whole job."""
+        return self.global_batch * self.seq_len
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of one micro batch's hidden states on a context rank, before sequence parallelism cuts
+        them."""
+        tokens = self.micro_batch * self.seq_len / self.plan.sep
+        return tokens * self.model.hidden_size * self.precision.activation_bytes
+
+    @property
+    def overlaps_messages(self) -> bool:
+        """Whether stages compute while their messages travel; virtual stages never do."""
+        return self.overlap.messages and self.plan.pp > 1 and self.plan.virtual_pp_degree == 1
+
+    @property
+    def message_parts(self) -> int:
+        """Into how many parts tensor ranks cut an activation for the next stage, which gathers them. 1 where
+        ranks have parts of their own (sequence parallelism) or each sends the whole: with ZB-H1, and when
+        messages overlap with computation."""
+        plan = self.plan
+        sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
+        return 1 if plan.sequence_parallel or sends_all else plan.mp
+
+    @property
+    def message_bytes(self) -> float:
+        """Bytes of an activation that a tensor rank sends to the next stage."""
+        return self.hidden_bytes / (self.plan.mp if self.plan.sequence_parallel else self.message_parts)
+
+    @property
+    def forwards_first(self) -> bool:
+        """Whether an interleaved schedule runs all forward passes first: Paddle does with fewer than two
+        rounds of micro batches, Megatron-LM with one round."""
+        plan = self.plan
+        if plan.virtual_pp_degree == 1:
+            return False
+        return self.accumulate == plan.pp if self.kernels == "fused" else self.accumulate < 2 * plan.pp
+
+    @property
+    def workload(self) -> Workload:
+        """The sizes by which a plan is legal or not."""
+        return Workload(
+            num_layers=self.model.num_layers,
+            num_heads=self.model.num_attention_heads,
+            num_groups=self.model.kv_heads,
+            ffn_size=self.model.ffn_size,
+            padded_vocab=self.model.padded_vocab_size,
+            seq_len=self.seq_len,
+            accumulate_steps=self.accumulate,
+            **expert_sizes(self.model),
+        )
+
+    def layers_of_stage(self, stage: int) -> list[list[int]]:
+        """Layers on pipeline stage ``stage``, one list per virtual stage, by their index in the model."""
+        chunks = self.plan.layers_of_chunks(self.model.num_layers)
+        ends = self._ends_of_chunks
+        mine = range(stage, self.plan.num_chunks, self.plan.pp)
+        return [list(range(ends[c] - chunks[c], ends[c])) for c in mine]
+
+    @cached_property
+    def _ends_of_chunks(self) -> list[int]:
+        return list(itertools.accumulate(self.plan.layers_of_chunks(self.model.num_layers)))
+
+    @property
+    def model_key(self) -> ModelKey:
+        """Everything the parameters depend on, compared by identity."""
+        return ModelKey(self.model, self.compress)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's declaration."""
+        return _spec_of(self.model_key)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """Block and recomputation of every layer."""
+        return tuple(zip(self.spec.blocks, self.recomputed, strict=True))
+
+    @cached_property
+    def work(self) -> Work:
+        """A rank's share of the work on a micro batch."""
+        plan, precision = self.plan, self.precision
+        return Work(
+            self.micro_batch,
+            self.seq_len,
+            plan.mp,
+            plan.sep,
+            plan.sequence_parallel,
+            precision.activation_bytes,
+            precision.parameter_bytes,
+            precision.gradient_bytes,
+            self.kernels,
+            self.flash,
+            plan.ep,
+            plan.emp,
+            EXPERT_IMBALANCE if plan.ep > 1 else 1.0,
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The distinct :attr:`layers`."""
+        return tuple(sorted(dict.fromkeys(self.layers), key=itemgetter(1)))
+
+    def layer_kinds(self, stage: int) -> dict[Layer, int]:
+        """How many equal layers of each kind are on pipeline stage ``stage``."""
+        if len(self.kinds) == 1 and self.plan.pp_layers is None:
+            return {self.kinds[0]: self.model.num_layers // self.plan.pp}
+        return dict(Counter(self.layers[n] for chunk in self.layers_of_stage(stage) for n in chunk))
+
+    def with_plan(self, plan: ParallelPlan, micro_batch: int) -> Job:
+        """The same step of the same job under another plan.
+
+        Raises:
+            ValueError: the batch cannot be split that way.
+        """
+        per_step = plan.data_size * micro_batch
+        if self.global_batch % per_step:
+            raise ValueError(
+                f"{self.global_batch} sequences a step cannot be split among {plan.data_size} data ranks in "
+                f"micro batches of {micro_batch}"
+            )
+        return replace(self, plan=plan, micro_batch=micro_batch, accumulate=self.global_batch // per_step)
+
+
+class ModelKey:
+    """Hashes a model by identity: hashing all its fields would take longer than computing the cached
+    value."""
+
+    __slots__ = ("compress", "model")
+
+    def __init__(self, model: ModelConfig, compress: CompressConfig | None = None) -> None:
+        self.model, self.compress = model, compress
+
+    def __hash__(self) -> int:
+        return id(self.model)
+
+    def __eq__(self, other: object) -> bool:
+        is_same = isinstance(other, ModelKey) and self.model is other.model
+        return is_same and self.compress is other.compress
+
+
+@lru_cache(maxsize=256)
+def _spec_of(same: ModelKey) -> ModelSpec:
+    return model_spec(same.model)
+
+
+class PassKey:
+    """Compares jobs by what the time of a layer's passes depends on, so that it is computed once."""
+
+    __slots__ = ("_key", "job")
+
+    def __init__(self, job: Job) -> None:
+        plan = job.plan
+        fetched = (
+            (plan.sharding, plan.pp, job.overlap.values)
+            if plan.sharding_stage == 3 and plan.sharding > 1
+            else None
+        )
+        lie = (plan.pp > 1, plan.sharding, plan.stage_size) if plan.ep > 1 else None
+        self.job, self._key = job, (job.model_key, job.work, job.precision.compute, fetched, lie)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PassKey) and self._key == other._key
+
+
+def job_of(cfg: RunConfig, card: Card) -> Job:
+    """The job that ``cfg`` describes, on ``card``."""
+    model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
+    precision = Precision()
+    if mixed.enable:
+        precision = Precision(mixed.dtype, mixed.level == "O2", mixed.main_grad_fp32)
+    return Job(
+        model=model,
+        plan=cfg.plan,
+        micro_batch=batch.micro_batch_size,
+        accumulate=batch.accumulate_steps,
+        seq_len=sequence_length(cfg),
+        precision=precision,
+        recomputed=recompute_of(model),
+        moments=cfg.Optimizer.num_states,
+        flash=uses_flash(model, precision, card),
+        async_save=cfg.Engine.save_load.async_save,
+        kernels=card.kernels,
+        overlap=Overlap(
+            cfg.Distributed.bucket_bytes,
+            values=cfg.Distributed.sharding.broadcast_overlap,
+            messages=cfg.Distributed.overlap_p2p_comm,
+        ),
+        compress=cfg.Compress,
+    )
+
+
+def sequence_length(cfg: RunConfig) -> int:
+    """Tokens of a training sequence; without a training set, the most the model takes."""
+    return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
+
+
+def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
+    """What each layer recomputes in the backward pass."""
+    kind = model.recompute_granularity or "full"
+    return tuple(kind if model.is_recomputed(layer) else "none" for layer in range(model.num_layers))
+
+
+def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
+    """Whether attention runs fused: ``attention_kernel`` allows it and the card can. On a plugin's device it
+    may, but the prediction assumes the slower kernel."""
+    if model.attention_kernel == "reference" or precision.compute == "float32":
+        return False
+    return card.flash_efficiency > 0 and card.kernels != "plugin"
+
+
+def batch_of(job: Job) -> BatchPlan:
+    """The job's batch sizes under the configuration's names."""
+    local = job.micro_batch * job.accumulate
+    return BatchPlan(job.global_batch, local, job.micro_batch, job.accumulate)

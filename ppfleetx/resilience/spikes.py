@@ -1,0 +1,234 @@
+"""Find steps whose loss or gradient norm jumps (``Engine.spike``), before the update and on all ranks.
+
+A value is a spike if it exceeds the median of the last steps by a number of deviations. The deviation is
+1.4826 times the median absolute deviation (MAD), which for normally distributed values is the standard
+deviation, and at least 1 % of the median: otherwise everything would be a spike in a window of nearly equal
+values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.sections.engine import SpikeConfig
+
+_MAD_TO_DEVIATION = 1.4826
+_LEAST_SHARE = 0.01
+_SAME = 1e-3  # relative; float32 sums in another order differ by less
+
+Repeat = Callable[[], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Spike:
+    """One spike, and the reaction to it.
+
+    Attributes:
+        step: the optimizer step, which was not taken unless ``action`` is ``repeated``.
+        what: ``loss`` or ``grad_norm``, whichever jumped; the loss if both did.
+        loss, grad_norm: of the step.
+        median, deviation: of ``what`` over the window; None if the value is not finite.
+        action: ``skip``, ``rewind``, ``stop``, or ``repeated`` if the same step, repeated, was not a spike.
+        repeated_loss, repeated_grad_norm: of the repeated step, if there was one.
+        to_step: for ``rewind``, the step of the checkpoint that the run went back to.
+        samples: the step's samples in the training order, as [first, one past the last]. After a rewind, the
+            samples between the checkpoint and these are skipped too.
+    """
+
+    step: int
+    what: str
+    loss: float
+    grad_norm: float
+    median: float | None
+    deviation: float | None
+    action: str
+    repeated_loss: float | None = None
+    repeated_grad_norm: float | None = None
+    to_step: int | None = None
+    samples: tuple[int, int] | None = None
+
+    @property
+    def value(self) -> float:
+        """The number that jumped."""
+        return self.loss if self.what == "loss" else self.grad_norm
+
+    @property
+    def verdict(self) -> str:
+        """The cause according to the repeated step: ``data``, ``machine`` or ``unknown``."""
+        if self.repeated_loss is None or self.repeated_grad_norm is None:
+            return "unknown"
+        same = _is_same(self.loss, self.repeated_loss) and _is_same(self.grad_norm, self.repeated_grad_norm)
+        return "data" if same else "machine"
+
+    def to_json(self) -> dict[str, Any]:
+        """The record for ``metrics.jsonl``; non-finite numbers are null."""
+        tree = {**asdict(self), "verdict": self.verdict}
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in tree.items()
+        }
+
+    def __str__(self) -> str:
+        name = {"loss": "loss", "grad_norm": "gradient norm"}[self.what]
+        usual = "" if self.median is None else f", usually {self.median:.4g} +- {self.deviation:.2g}"
+        text = f"global step {self.step}: a spike: the {name} is {self.value:.6g}{usual}"
+        again = {
+            "data": "; repeated, it is the same: the cause is in the data or the model",
+            "machine": f"; repeated, the loss is {self.repeated_loss}, the gradient norm "
+            f"{self.repeated_grad_norm}: the cause is in the machine",
+            "unknown": "",
+        }[self.verdict]
+        done = {
+            "skip": "; the step is skipped",
+            "rewind": f"; back to the checkpoint of step {self.to_step}",
+            "stop": "; nothing was updated",
+            "repeated": "; the repeated step is taken",
+        }[self.action]
+        if self.samples is not None:
+            done += f"; samples {self.samples[0]} to {self.samples[1] - 1} of the training order"
+            done += " are skipped" if self.action == "rewind" else " are in it"
+        return text + again + done
+
+    def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
+        """The spike with its outcome.
+
+        Args:
+            to_step: the step that the run went back to; None if it did not, which turns a rewind into a skip.
+            samples: of the step.
+        """
+        action = "skip" if self.action == "rewind" and to_step is None else self.action
+        return replace(self, action=action, to_step=to_step, samples=samples)
+
+
+class SpikeGuard:
+    """Compares each step with the last steps, before its update.
+
+    Args:
+        options: ``Engine.spike``, with an action other than ``off``.
+        any_rank: whether what is True here is True on any rank; all ranks call it.
+    """
+
+    def __init__(self, options: SpikeConfig, any_rank: Callable[[bool], bool]) -> None:
+        self._options, self._any_rank = options, any_rank
+        self._losses: deque[float] = deque(maxlen=options.window)
+        self._norms: deque[float] = deque(maxlen=options.window)
+        self._in_a_row = 0
+        self._rewinds: dict[int, int] = {}
+        self._step = 0
+        self._found: Spike | None = None
+
+    def expect(self, step: int) -> None:
+        """Announce the next step."""
+        self._step, self._found = step, None
+
+    @property
+    def found(self) -> Spike | None:
+        """The spike of the last step, if it was one."""
+        return self._found
+
+    def judge(self, loss: float, grad_norm: float, repeat: Repeat) -> tuple[float, float, bool]:
+        """Decide whether to take the step; the decision is the same on all ranks.
+
+        Returns the loss and the gradient norm to use, and whether to take the step.
+
+        Args:
+            repeat: computes the step again with the same weights and samples, which replaces the gradients.
+        """
+        spike = self._agreed(loss, grad_norm)
+        again: tuple[float, float] | None = None
+        if spike is not None and self._options.replay:
+            again = repeat()
+            if self._agreed(*again) is None:
+                self._found = self._made(spike, loss, grad_norm, "repeated", again)
+                loss, grad_norm = again
+                spike = None
+        if spike is not None:
+            self._found = self._made(spike, loss, grad_norm, self._options.action, again)
+            self._in_a_row += 1
+            return loss, grad_norm, False
+        self._losses.append(loss)
+        self._norms.append(grad_norm)
+        self._in_a_row = 0
+        return loss, grad_norm, True
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether more than ``Engine.spike.max_in_a_row`` steps in a row were spikes."""
+        return self._in_a_row > self._options.max_in_a_row
+
+    def gives_up_at(self, spike: Spike) -> str:
+        """Why the run must end after a spike; empty if it need not."""
+        if spike.to_step is not None:
+            count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
+            if count > self._options.max_in_a_row:
+                return f"; the run has gone back there {count - 1} times (Engine.spike.max_in_a_row)"
+        elif self.gives_up:
+            return f"; {self._in_a_row} steps in a row were spikes (Engine.spike.max_in_a_row)"
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        """The state for a checkpoint: JSON values."""
+        return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state` returned; an empty state starts afresh.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        losses, norms = state.get("losses", []), state.get("grad_norms", [])
+        in_a_row = state.get("in_a_row", 0)
+        if not (_are_numbers(losses) and _are_numbers(norms) and type(in_a_row) is int):
+            raise CheckpointError(f"the window of Engine.spike in the checkpoint is damaged: {shown(state)}")
+        self._losses = deque(losses, maxlen=self._options.window)
+        self._norms = deque(norms, maxlen=self._options.window)
+        self._in_a_row = in_a_row
+
+    def _agreed(self, loss: float, grad_norm: float) -> str | None:
+        """What has jumped, if it has on any rank (their sums may differ in the last bit)."""
+        what = None
+        if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
+            what = "grad_norm"
+        if self._jumps(loss, self._losses, self._options.loss_deviations):
+            what = "loss"
+        return (what or "loss") if self._any_rank(what is not None) else None
+
+    def _jumps(self, value: float, window: deque[float], deviations: float) -> bool:
+        if not math.isfinite(value):
+            return True
+        if len(window) < self._options.min_steps or not deviations:
+            return False
+        middle, deviation = _spread(window)
+        return value > middle + deviations * deviation
+
+    def _made(
+        self, what: str, loss: float, grad_norm: float, action: str, again: tuple[float, float] | None
+    ) -> Spike:
+        window = self._losses if what == "loss" else self._norms
+        middle, deviation = _spread(window) if window else (None, None)
+        return Spike(
+            self._step, what, loss, grad_norm, middle, deviation, action, *(again if again else (None, None))
+        )
+
+
+def _spread(window: deque[float]) -> tuple[float, float]:
+    """Median and deviation of the values."""
+    middle = median(window)
+    mad = median(abs(value - middle) for value in window)
+    return middle, max(_MAD_TO_DEVIATION * mad, _LEAST_SHARE * abs(middle))
+
+
+def _is_same(one: float, other: float) -> bool:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.isfinite(one) == math.isfinite(other)
+    return abs(one - other) <= _SAME * max(abs(one), abs(other))
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) in (int, float) for value in values)

@@ -1,0 +1,57 @@
+"""Treat SIGTERM and Ctrl-C as a request to stop after the current step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+_OF_LAUNCHER = "PADDLE_TRAINER_ID"
+
+
+class StopRequest:
+    """Context in which the first SIGTERM or SIGINT is only a request to stop.
+
+    A second Ctrl-C ends the process at once. The ranks of a job get their signals at different moments and
+    must stop after the same step, so a signal received here (:attr:`signal_name`) does not count until the
+    ranks have agreed to stop.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self._agreed = False
+        self._previous: dict[int, object] = {}
+
+    def __bool__(self) -> bool:
+        """Whether the ranks have agreed to stop."""
+        return self._agreed
+
+    def agree(self, requested: object) -> bool:
+        """Record whether any rank got a signal (``requested``), which makes all of them stop."""
+        self._agreed = self._agreed or bool(requested)
+        return self._agreed
+
+    def __enter__(self) -> Self:
+        # Python delivers signals to the main thread only; in other threads the host program decides.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if _OF_LAUNCHER in os.environ and (self or self.signal_name) and self._previous:
+            # The launcher sends SIGTERM to one rank after the other, up to three times to each: it must not
+            # kill a rank that has stopped or finished and is about to exit.
+            self._previous[signal.SIGTERM] = signal.SIG_IGN
+        for number, handler in self._previous.items():
+            # A handler that Python did not install (Paddle's C++ one) cannot be restored from here.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name

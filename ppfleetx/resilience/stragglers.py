@@ -1,0 +1,160 @@
+"""Find slow ranks by the time per step that each rank does not spend waiting for others.
+
+All ranks of a job take equally long for a step, because fast ones wait for slow ones. They differ in their
+own time, in which they do *not* wait. If it is 1.3 s for the slowest rank and 1.0 s for the others, the job
+loses 0.3 s per step. Pipeline stages have different work, so a rank is compared with the others of its stage.
+A rank that is alone in its stage is compared with the other stages, and counts as slow if it takes 1.5 times
+as long.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+LEAST_COST = 0.05
+"""Share of a step from which a slow rank is reported."""
+_UNLIKE = 1.5  # tolerance towards other stages, which may have less work
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A slow rank; times in seconds per step.
+
+    Attributes:
+        data, compute: time waiting for data, and the rest of its own time.
+        usual: own time of the median rank; of two ranks, that of the faster one.
+        alone: whether it is the only rank of its pipeline stage, and is compared with other stages.
+    """
+
+    rank: int
+    host: str
+    data: float
+    compute: float
+    usual: float
+    alone: bool = False
+
+    def __str__(self) -> str:
+        usual = (
+            f"other pipeline stages take {self.usual:.3f} s together, and may have less work"
+            if self.alone
+            else f"usually {self.usual:.3f} s together"
+        )
+        return (
+            f"rank {self.rank} on {self.host} (data {self.data:.3f} s, computing {self.compute:.3f} s a "
+            f"step; {usual})"
+        )
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """The slow ranks of the last steps.
+
+    Attributes:
+        step: the last of the steps.
+        steps: their number.
+        step_seconds: mean time of one.
+        cost: the share of it that would be saved if the slowest rank were as fast as the median one.
+        slowest: the slow ranks, slowest first.
+    """
+
+    step: int
+    steps: int
+    step_seconds: float
+    cost: float
+    slowest: tuple[SlowRank, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The record for ``metrics.jsonl``."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        first = "; ".join(map(str, self.slowest[:3]))
+        more = f"; and {len(self.slowest) - 3} more" if len(self.slowest) > 3 else ""
+        return f"slow ranks cost {self.cost:.0%} of the last {self.steps} steps: {first}{more}"
+
+
+class StragglerTable:
+    """Sums the times of all ranks and compares them now and then.
+
+    Args:
+        every: steps between comparisons; 0: never.
+        stages: the pipeline stage of each rank.
+        gather: each rank's value, in the order of ranks; all ranks call it.
+    """
+
+    def __init__(self, every: int, stages: Sequence[int], gather: Callable[[str], list[str]]) -> None:
+        self._every, self._stages, self._gather = every if len(stages) > 1 else 0, stages, gather
+        self._own = [0, 0, 0]
+        self._sums = np.zeros([len(stages), 3], np.int64)
+        self._steps = 0
+        self._hosts: list[str] = []
+        self.found: Stragglers | None = None
+
+    def took(self, total: float, data: float, waited: float) -> None:
+        """Record the seconds of this rank's last step, and of its waits for data and for other ranks."""
+        self._own = [int(1e6 * seconds) for seconds in (total, data, waited)]
+
+    @property
+    def own(self) -> list[int]:
+        """The arguments of :meth:`took` in microseconds, to be sent to the other ranks."""
+        return self._own
+
+    def add(self, times: np.ndarray, step: int) -> None:
+        """Add :attr:`own` of all ranks, int64 ``[rank, 3]``, after ``step`` steps; all ranks call this.
+
+        :attr:`found` is then the result on all ranks; None if no comparison was due or no rank is slow.
+        """
+        self.found = None
+        if not self._every or not times.any():
+            return
+        if not self._hosts:
+            self._hosts = self._gather(socket.gethostname())
+        self._sums += times
+        self._steps += 1
+        if self._steps == self._every:
+            self.found = judged(
+                self._sums / (1e6 * self._steps), self._stages, self._hosts, step, self._steps
+            )
+            self._sums[:] = 0
+            self._steps = 0
+
+
+def judged(
+    times: np.ndarray, stages: Sequence[int], hosts: Sequence[str], step: int, steps: int
+) -> Stragglers | None:
+    """The slow ranks, from mean seconds ``[rank, (total, data, waited)]`` and the pipeline stages."""
+    total, data, waited = times.T
+    own = np.maximum(total - waited, data)
+    alone = [list(stages).count(stage) == 1 and len(stages) > 1 for stage in stages]
+    like = [
+        np.not_equal(stages, stage) if one else np.equal(stages, stage)
+        for stage, one in zip(stages, alone, strict=True)
+    ]
+    usual = np.array([_median(own[ranks]) for ranks in like])
+    seconds = float(total.max())
+    excess = np.where(own >= np.where(alone, _UNLIKE, 1.0) * usual, own - usual, 0.0)
+    cost = float(excess.max()) / max(seconds, 1e-9)
+    if cost <= LEAST_COST:
+        return None
+    slow = [rank for rank in np.argsort(-own, kind="stable").tolist() if excess[rank] > LEAST_COST * seconds]
+    slowest = [
+        SlowRank(
+            rank,
+            hosts[rank],
+            float(data[rank]),
+            float(own[rank] - data[rank]),
+            float(usual[rank]),
+            alone[rank],
+        )
+        for rank in slow
+    ]
+    return Stragglers(step, steps, seconds, cost, tuple(slowest))
+
+
+def _median(values: np.ndarray) -> float:
+    return float(np.percentile(values, 50, method="lower"))

@@ -1,0 +1,280 @@
+"""Routers of mixtures of experts alone, in float64: choices, weights, losses, gradients.
+
+usage: python make_moe_router.py [--spec spec.json] [--out moe_router.npz]
+
+Shared by all cases (tokens are in the order [sequence position][sample], t = s * B + b):
+  x [T, H], w [E, H], bias [E] (for choosing only), r [T, E] random cotangent, pad [T] True where padding
+Case NAME:
+  NAME/options   JSON
+  NAME/logits [T, E];  NAME/choice [T, k] descending by the score that chose
+  NAME/weights [T, E], 0 where not chosen or dropped;  NAME/kept [T, E] after capacity (none: the chosen)
+  NAME/gx, gw    gradients of sum(weights * r) to x and w
+Losses, each with gradients ``.../gx`` and ``.../gw`` of the loss alone (coefficient 1):
+  loss/NAME      see the table in ``losses``
+Bias updates: bias/counts, bias/sign (rate), bias/sign_centred.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).parent
+SPEC = {
+    "seed": 21,
+    "s": 12,
+    "b": 2,
+    "h": 16,
+    "e": 8,
+    "k": 3,
+    "rate": 1e-3,
+    "cases": {
+        "softmax_topk_norm": {"score": "softmax", "norm": True, "k": 2},  # Mixtral, Qwen3-MoE
+        "softmax_topk": {"score": "softmax", "norm": False, "k": 3},  # Qwen2-MoE
+        "topk_softmax": {"score": "topk_softmax", "k": 3},  # Megatron without pre-softmax
+        "softmax_topk_scaled": {
+            "score": "softmax",
+            "norm": False,
+            "k": 2,
+            "scale": 2.5,
+        },  # Megatron pre-softmax
+        "sigmoid_norm": {"score": "sigmoid", "norm": True, "k": 3, "scale": 1.0},
+        "sigmoid_top1_hf": {"score": "sigmoid", "norm": True, "k": 1, "scale": 1.5},
+        "sigmoid_top1_megatron": {"score": "sigmoid", "norm": False, "k": 1, "scale": 1.5},
+        "deepseek_v3": {
+            "score": "sigmoid",
+            "norm": True,
+            "k": 3,
+            "scale": 2.5,
+            "bias": True,
+            "groups": 4,
+            "group_topk": 2,
+            "best": 2,
+        },
+        "deepseek_v3_megatron": {
+            "score": "sigmoid",
+            "norm": True,
+            "k": 4,
+            "scale": 2.5,
+            "bias": True,
+            "groups": 2,
+            "group_topk": 1,
+            "best": 4,
+        },
+        "deepseek_v2": {
+            "score": "softmax",
+            "norm": False,
+            "k": 3,
+            "scale": 16.0,
+            "groups": 4,
+            "group_topk": 2,
+            "best": 1,
+        },
+        "sqrtsoftplus": {"score": "sqrtsoftplus", "norm": True, "k": 3},
+        "sinkhorn_top1": {"score": "sinkhorn", "k": 1},
+        "sinkhorn_top2": {"score": "sinkhorn", "k": 2},
+        "switch_paddle": {
+            "score": "softmax",
+            "norm": False,
+            "k": 1,
+            "linear_bias": True,
+        },  # SwitchGate without noise
+        "gshard_paddle": {"score": "logits", "k": 2, "linear_bias": True},  # raw logits are the weights
+        "capacity_probs": {"score": "softmax", "norm": True, "k": 2, "capacity": 1.0, "policy": "probs"},
+        "capacity_position": {
+            "score": "softmax",
+            "norm": True,
+            "k": 2,
+            "capacity": 0.75,
+            "policy": "position",
+        },
+        "capacity_pad": {
+            "score": "softmax",
+            "norm": True,
+            "k": 2,
+            "capacity": 1.25,
+            "policy": "probs",
+            "pad": True,
+        },
+    },
+}
+
+
+def chosen(values, k):
+    return torch.topk(values, k, dim=-1).indices
+
+
+def sinkhorn(logits, tol=1e-4):
+    cost = torch.exp(logits)
+    rows, columns = cost.shape
+    d1, old, error = torch.ones(columns), torch.ones(columns), 1e9
+    while error > tol:
+        d0 = 1 / rows / ((d1 * cost).sum(1) + 1e-8)
+        d1 = 1 / columns / ((d0[:, None] * cost).sum(0) + 1e-8)
+        error, old = float((old - d1).abs().mean()), d1
+    return d1 * cost * d0[:, None]
+
+
+def route(logits, bias, o):
+    """Weights [T, E], choice [T, k], kept [T, E]."""
+    tokens, experts = logits.shape
+    k, kind = o["k"], o["score"]
+    if kind == "topk_softmax":
+        index = chosen(logits, k)
+        weights = torch.softmax(logits.gather(1, index), -1)
+    elif kind == "sinkhorn":
+        with torch.no_grad():
+            index = chosen(sinkhorn(logits), k)
+        scores = torch.sigmoid(logits) if k == 1 else torch.softmax(logits, -1)
+        weights = scores.gather(1, index)
+    else:
+        scores = {
+            "softmax": lambda: torch.softmax(logits, -1),
+            "sigmoid": lambda: torch.sigmoid(logits),
+            "sqrtsoftplus": lambda: torch.nn.functional.softplus(logits).sqrt(),
+            "logits": lambda: logits,
+        }[kind]()
+        choose = scores.detach() + (bias if o.get("bias") else 0.0)
+        if o.get("groups"):
+            per = choose.view(tokens, o["groups"], -1)
+            best = per.topk(o["best"], -1).values.sum(-1)
+            keep = torch.zeros_like(best).scatter(1, best.topk(o["group_topk"], -1).indices, 1.0).bool()
+            choose = per.masked_fill(~keep[..., None], -math.inf).reshape(tokens, experts)
+        index = chosen(choose, k)
+        weights = scores.gather(1, index)
+        if o.get("norm"):
+            weights = weights / (weights.sum(-1, keepdim=True) + (0.0 if kind == "softmax" else 1e-20))
+    weights = weights * o.get("scale", 1.0)
+    dense = torch.zeros_like(logits).scatter(1, index, weights)
+    kept = torch.zeros_like(logits).scatter(1, index, 1.0).bool()
+    if "capacity" in o:
+        limit = math.ceil(tokens * k / experts * o["capacity"])
+        if limit <= tokens:
+            if o["policy"] == "probs":
+                rank = torch.topk(dense.detach(), limit, dim=0).indices
+                within = torch.zeros_like(dense).scatter(0, rank, 1.0).bool()
+            else:  # the first tokens that chose it
+                within = kept & (kept.long().cumsum(0) <= limit)
+            kept = within if o.get("pad") and o["policy"] == "probs" else kept & within
+        dense = dense * kept
+    return dense, index, kept
+
+
+def switch(probs, counts, total, k):
+    """E * sum_e f_e P_e with f = counts / (k total), P = sum of probs / total."""
+    return probs.shape[1] * ((counts / (k * total)) * (probs.sum(0) / total)).sum()
+
+
+def losses(logits, k, s, b, pad):
+    """name -> scalar. Counts and choices are those of plain top-k of the softmax."""
+    probs = torch.softmax(logits, -1)
+    tokens, experts = probs.shape
+    hit = torch.zeros_like(probs).scatter(1, chosen(probs.detach(), k), 1.0)
+    valid = (~pad).double()[:, None]
+    good = float(valid.sum())
+    out = {}
+    out["hf"] = experts * ((hit.sum(0) / tokens) * (probs.sum(0) / tokens)).sum()
+    out["hf_masked"] = experts * (((hit * valid).sum(0) / good) * ((probs * valid).sum(0) / good)).sum()
+    out["megatron"] = switch(probs, hit.sum(0), tokens, k)
+    out["megatron_masked"] = switch(probs * valid, (hit * valid).sum(0), good, k)
+    per = [switch(probs.view(s, b, -1)[:, j], hit.view(s, b, -1)[:, j].sum(0), s, k) for j in range(b)]
+    out["megatron_sequence"] = torch.stack(per).mean()
+    halves = [slice(0, tokens // 2), slice(tokens // 2, tokens)]
+    micro = [switch(probs[part], hit[part].sum(0), tokens // 2, k) for part in halves]
+    out["two_micro_batches_own_counts"] = torch.stack(micro).mean()
+    whole = [switch(probs[part], hit.sum(0) / 2, tokens // 2, k) for part in halves]
+    out["two_micro_batches_global_counts"] = torch.stack(whole).mean()  # equals megatron
+    first = [switch(probs[halves[0]], hit[halves[0]].sum(0), tokens // 2, k), whole[1]]
+    out["megatron_global_running"] = torch.stack(
+        first
+    ).mean()  # counts averaged over the micro batches so far
+    hit1 = torch.zeros_like(probs).scatter(1, chosen(probs.detach(), 1), 1.0)
+    out["gshard_top1_counts"] = experts * (hit1.mean(0) * probs.mean(0)).sum()
+    hit2 = torch.zeros_like(probs).scatter(1, chosen(probs.detach(), 2), 1.0)
+    out["gshard_paddle_one_rank"] = (hit2.sum(0) / tokens * probs.mean(0)).mean() * experts**2
+    out["switch_paddle_no_drop"] = (hit1.sum(0) / tokens * probs.sum(0) / tokens).sum() * experts
+    sig = torch.sigmoid(logits)
+    share = sig / (sig.sum(-1, keepdim=True) + 1e-20)
+    hit_s = torch.zeros_like(probs).scatter(1, chosen(sig.detach(), k), 1.0)
+    out["megatron_sigmoid"] = switch(share, hit_s.sum(0), tokens, k)
+    per = [switch(share.view(s, b, -1)[:, j], hit_s.view(s, b, -1)[:, j].sum(0), s, k) for j in range(b)]
+    out["deepseek_v3_sequence"] = torch.stack(per).mean()
+    z = torch.logsumexp(logits, -1) ** 2
+    out["z"] = z.mean()
+    out["z_masked"] = (z * valid[:, 0]).sum() / good
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec")
+    parser.add_argument("--out", default=str(HERE / "moe_router.npz"))
+    args = parser.parse_args()
+    spec = json.loads(Path(args.spec).read_text()) if args.spec else SPEC
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    g = torch.Generator().manual_seed(spec["seed"])
+    s, b, h, e, k = (spec[n] for n in "sbhek")
+    tokens = s * b
+
+    def random(*shape, size=1.0):
+        return (torch.randn(*shape, generator=g, dtype=torch.float32) * size).half().double()
+
+    x, w, bias, r = random(tokens, h), random(e, h, size=0.4), random(e, size=0.08), random(tokens, e)
+    lin = random(e, size=0.3)
+    w = w + torch.linspace(0.15, -0.15, e)[:, None].float().half().double()  # some experts are liked more
+    w = w.half().double()
+    pad = torch.zeros(s, b, dtype=torch.bool)
+    pad[s - 3 :, b - 1] = True
+    pad = pad.reshape(-1)
+    out = {
+        "x": x,
+        "w": w,
+        "bias": bias,
+        "linear_bias": lin,
+        "r": r,
+        "pad": pad,
+        "shape": torch.tensor([s, b, h, e, k]),
+    }
+    for name, o in spec["cases"].items():
+        xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
+        logits = xs @ ws.T + (lin if o.get("linear_bias") else 0.0)
+        weights, index, kept = route(logits, bias, o)
+        (weights * r).sum().backward()
+        out |= {
+            f"{name}/logits": logits,
+            f"{name}/choice": index.int(),
+            f"{name}/weights": weights,
+            f"{name}/kept": kept,
+            f"{name}/gx": xs.grad,
+            f"{name}/gw": ws.grad,
+            f"{name}/options": np.array(json.dumps(o)),
+        }
+    for name in losses(x @ w.T, k, s, b, pad):
+        xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = losses(xs @ ws.T, k, s, b, pad)[name]
+        loss.backward()
+        out |= {f"loss/{name}": loss, f"loss/{name}/gx": xs.grad, f"loss/{name}/gw": ws.grad}
+        print(f"{name:34s} {loss.item():.12f}")
+    counts = torch.zeros(e).index_add(
+        0, chosen(torch.sigmoid(x @ w.T) + bias, k).reshape(-1), torch.ones(tokens * k)
+    )
+    step = torch.sign(counts.mean() - counts) * spec["rate"]
+    out |= {
+        "bias/counts": counts,
+        "bias/rate": torch.tensor(spec["rate"]),
+        "bias/sign": bias + step,
+        "bias/sign_centred": bias + step - step.mean(),
+    }
+    arrays = {n: v.detach().numpy() if isinstance(v, torch.Tensor) else v for n, v in out.items()}
+    for n in ("x", "w", "bias", "linear_bias", "r"):
+        arrays[n] = arrays[n].astype(np.float16)
+    np.savez_compressed(args.out, **arrays)
+    print(args.out, Path(args.out).stat().st_size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The layer against one that computes every expert for every position, and what an empty expert leaves."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.models.gpt.spec import active_count, gpt_spec, model_spec, parameter_count, parameter_shapes
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 8,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 12,
+}
+PLAIN = {"num_experts": 4, "top_k": 2}
+CASES = {
+    "gated": ({**PLAIN, "expert_ffn_size": 6}, {"hidden_act": "swiglu", "add_bias_linear": False}),
+    "biases": (PLAIN, {"hidden_act": "gelu"}),
+    "shared": ({**PLAIN, "shared_experts": {"ffn_size": 10, "gate": True}}, {"hidden_act": "relu"}),
+    "one": ({"num_experts": 4, "top_k": 1, "router": {"normalize": False}}, {}),
+    "sigmoid": ({**PLAIN, "top_k": 3, "router": {"score": "sigmoid", "bias": True, "scale": 2.0}}, {}),
+}
+
+
+def config(moe, **more):
+    return ModelConfig(**SIZES, moe=moe, **more)
+
+
+def layer_of(cfg):
+    """The last block's layer, alone, with values."""
+    import paddle
+
+    from ppfleetx.nn.factory import LocalFactory
+    from ppfleetx.nn.moe import MoE
+    from ppfleetx.nn.stage import Stage, build_stage
+
+    spec = replace(gpt_spec(cfg).blocks[-1].mlp)
+    stage = Stage("decoder.layers.1.mlp", MoE, {"factory": LocalFactory(), "spec": spec})
+    with paddle.utils.unique_name.guard():
+        layer = build_stage(stage, 7)
+    for parameter in layer.parameters():  # those that begin at zero would hide mistakes
+        if not parameter.stop_gradient:
+            parameter.set_value(0.5 * paddle.randn(parameter.shape))
+    return layer
+
+
+def every_expert(layer, hidden):
+    """What the layer gives, from all experts at all positions."""
+    import paddle
+
+    from ppfleetx.nn.router import chosen_mask
+
+    routing, _, _ = layer.router(hidden)
+    dense = chosen_mask(routing.choice, layer.num_experts).put_along_axis(routing.choice, routing.weights, -1)
+    fc1, fc2 = layer.experts.fc1, layer.experts.fc2
+    total = 0
+    for expert in range(layer.num_experts):
+        inner = paddle.matmul(hidden, fc1.weight[expert])
+        inner = layer.experts.activation(inner if fc1.bias is None else inner + fc1.bias[expert])
+        out = paddle.matmul(inner, fc2.weight[expert])
+        out = out if fc2.bias is None else out + fc2.bias[expert]
+        total = total + out * dense[:, :, expert : expert + 1]
+    if layer.shared is not None:
+        total = total + layer.shared(hidden) * paddle.nn.functional.sigmoid(layer.shared_gate(hidden))
+    return total
+
+
+def gradients(layer, function, hidden):
+    """Of all that trains, and of the input."""
+    hidden = hidden.detach()
+    hidden.stop_gradient = False
+    out = function(hidden)
+    (out * out.detach().cos()).sum().backward()
+    found = {
+        name: parameter.grad for name, parameter in layer.named_parameters() if not parameter.stop_gradient
+    }
+    found = {name: gradient.numpy() for name, gradient in found.items()} | {"hidden": hidden.grad.numpy()}
+    layer.clear_gradients()
+    return out.numpy(), found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients(case):
+    import paddle
+
+    moe, more = CASES[case]
+    paddle.seed(3)
+    layer, hidden = layer_of(config(moe, **more)), paddle.randn([5, 3, 8])
+    out, found = gradients(layer, layer, hidden)
+    wanted, of_all = gradients(layer, lambda x: every_expert(layer, x), hidden)
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-5)
+    assert found.keys() == of_all.keys()
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, of_all[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_an_expert_without_positions_has_a_gradient_of_zeros():
+    import paddle
+
+    layer = layer_of(config({"num_experts": 4, "top_k": 1}))
+    layer.router.weight.set_value(paddle.zeros_like(layer.router.weight))  # the first of equal ones is chosen
+    (layer(paddle.randn([4, 2, 8])) ** 2).sum().backward()
+    used = [bool(layer.experts.fc1.weight.grad[expert].abs().sum() > 0) for expert in range(4)]
+    assert sum(used) == 1
+
+
+def test_declared_parameters_are_those_of_the_layer():
+    cfg = config({**PLAIN, "layers": [1], "shared_experts": {"ffn_size": 4}, "aux_loss": {"kind": "switch"}})
+    shapes = {name: list(shape) for name, shape in parameter_shapes(cfg).items() if ".1.mlp." in name}
+    made = {parameter.info.name: parameter.shape for parameter in layer_of(cfg).parameters()}
+    assert made == shapes
+    assert "decoder.layers.0.mlp.fc1.weight" in parameter_shapes(cfg)
+    assert shapes["decoder.layers.1.mlp.experts.fc1.weight"] == [4, 8, 12]
+
+
+def test_active_parameters():
+    """As published for Mixtral 8x7B: 46.7 and 12.9 billion."""
+    cfg = ModelConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        num_layers=32,
+        num_attention_heads=32,
+        num_query_groups=8,
+        ffn_hidden_size=14336,
+        hidden_act="swiglu",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        tie_word_embeddings=False,
+        position_embedding_type="rope",
+        moe={"num_experts": 8},
+    )
+    assert round(parameter_count(cfg) / 1e9, 1) == 46.7
+    assert round(active_count(cfg) / 1e9, 1) == 12.9
+    assert model_spec(cfg).metrics == ("balance_loss", "router_entropy")

@@ -1,0 +1,46 @@
+"""SIGTERM under a launcher, which sends it several times."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from ppfleetx.resilience.stop_request import StopRequest
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """The handlers of SIGTERM, as they are installed in a rank."""
+    handlers: list[object] = []
+    real, before = signal.signal, signal.getsignal(signal.SIGTERM)
+
+    def install(number: int, handler: object) -> object:
+        if number == signal.SIGTERM:
+            handlers.append(handler)
+        return real(number, handler)
+
+    monkeypatch.setenv("PADDLE_TRAINER_ID", "0")
+    monkeypatch.setattr(signal, "signal", install)
+    yield handlers
+    real(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("agreed", [True, False], ids=["stopped", "was done as it came"])
+def test_a_rank_that_was_told_to_stop_is_not_ended_by_the_next_signal(
+    installed: list[object], agreed: bool
+) -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.agree(agreed)
+    assert stop.signal_name == "SIGTERM"
+    assert installed == [stop._handle, signal.SIG_IGN]  # and nothing between the two
+
+
+def test_without_a_signal_the_former_handler_is_back(installed: list[object]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest():
+        pass
+    assert signal.getsignal(signal.SIGTERM) == before
