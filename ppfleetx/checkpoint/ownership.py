@@ -41,7 +41,7 @@ _saved: dict[str, _Saved] = {}
 
 @dataclass(frozen=True)
 class Ownership:
-    """What a run may do in its output directory.
+    """The rights of a run in its output directory.
 
     Attributes:
         run: its identity.

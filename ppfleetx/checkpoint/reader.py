@@ -48,7 +48,7 @@ class Checkpoint:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the trainer stored beside the tensors."""
+        """The trainer's own state, beside the tensors."""
         return self.manifest.state
 
     def names(self, kind: str = MODEL) -> list[str]:

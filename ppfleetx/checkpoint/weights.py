@@ -156,7 +156,7 @@ def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) ->
     """``pieces`` in the element types that they were loaded from if no bit is lost, else unchanged.
 
     Args:
-        pieces: of a model in memory.
+        pieces: slices of a model in memory.
         stored: the element types in the file, by name.
     """
     made = []

@@ -45,13 +45,13 @@ as you like, and commands and backslashes mean nothing. Ctrl-C stops an answer."
 
 @dataclass
 class Conversation:
-    """What was said, and how an answer is made.
+    """The turns so far, and how an answer is made.
 
     Attributes:
         generator: continues the rendered conversation.
         template: renders it.
         options: how text is continued; its ``max_dec_len`` is the most an answer may have.
-        seed: of the first answer; the following ones have the next numbers.
+        seed: seed of the first answer; the following ones have the next numbers.
     """
 
     generator: TextGenerator
@@ -213,9 +213,9 @@ class Terminal:
     """Where messages come from and answers go.
 
     Args:
-        source: of messages. Where it is no terminal, no prompt is shown.
-        output: of answers.
-        notes: of all that is not the model's.
+        source: messages are read from it. Without a terminal, no prompt is shown.
+        output: answers are written to it.
+        notes: everything else is written to it.
     """
 
     def __init__(self, source: TextIO, output: TextIO, notes: TextIO) -> None:
@@ -225,7 +225,7 @@ class Terminal:
             import readline  # noqa: F401 (gives input() a history and keys to edit with)
 
     def talk(self, conversation: Conversation) -> None:
-        """Until the input ends, or /exit."""
+        """Talk until the input ends, or /exit."""
         if conversation.template.is_plain:
             self._note(
                 "the model has no chat template: messages are written as 'User: ...', 'Assistant: ...' "

@@ -253,7 +253,7 @@ def _precision(cfg: RunConfig) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """What the host has to hold, as if mp and pp divided all parameters evenly."""
+    """Host memory of offloaded states, as if mp and pp divided all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []

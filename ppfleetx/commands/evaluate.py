@@ -141,7 +141,7 @@ def _window(job: Job) -> list[Setting]:
 
 
 def run_loaded(cfg: RunConfig) -> None:
-    """What :class:`Evaluate` does with a configuration that is loaded already."""
+    """Evaluate with a configuration that is already loaded."""
     if cfg.Model.task.offline_evaluation:
         _run_offline(cfg)
         return
@@ -253,7 +253,7 @@ def _evaluate(
 def sum_over_windows(
     runner: Runner, cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> float:
-    """What ``GPTEvalModule`` counts, over all windows and data ranks, in float64."""
+    """The sum of what ``GPTEvalModule`` counts, over all windows and data ranks, in float64."""
     section = cfg.Offline_Eval
     batches = window_batches(
         windows, section.batch_size, ctx.data_rank, ctx.data_size, multiple_of=length_multiple(cfg)
@@ -283,7 +283,7 @@ def sum_over_windows(
 
 
 def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float) -> Result:
-    """What the ``total`` of :func:`sum_over_windows` means."""
+    """The result that the ``total`` of :func:`sum_over_windows` stands for."""
     section = cfg.Offline_Eval
     if isinstance(windows, LastWords):
         share = total / len(windows)

@@ -68,7 +68,7 @@ examples:
 
 
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
-    """What :class:`Generate` does with a configuration that is loaded already."""
+    """Generate with a configuration that is already loaded."""
     check_plan(cfg)
     check_options(cfg)
     prompts = read_prompts(cfg)

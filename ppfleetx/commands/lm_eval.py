@@ -125,7 +125,7 @@ def measure(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """What ``lm_eval.simple_evaluate`` finds."""
+    """The results of ``lm_eval.simple_evaluate``."""
     import lm_eval
 
     return lm_eval.simple_evaluate(

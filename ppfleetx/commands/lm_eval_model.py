@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What begins a text without context."""
+        """The id that begins a text without context."""
         return self._tokenizer.start_id
 
     @property
@@ -66,7 +66,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Of continuations after contexts; the harness's own may put BOS before BOS."""
+        """Token ids of continuations after contexts; the harness's own method may put BOS before BOS."""
         parts = []
         for context, continuation in (request.args for request in requests):
             if context:

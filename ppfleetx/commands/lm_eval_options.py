@@ -1,4 +1,4 @@
-"""What a task of lm-evaluation-harness asks of generation, as keys of ``Generation``."""
+"""Generation options of lm-evaluation-harness's tasks as keys of ``Generation``."""
 
 from __future__ import annotations
 

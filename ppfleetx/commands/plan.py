@@ -80,7 +80,7 @@ class Plan(ConfigOptions):
 
 
 def report_of(options: Plan) -> str:
-    """What the command prints.
+    """The text that the command prints.
 
     Raises:
         ConfigError: an argument or the plan is not valid.
@@ -224,7 +224,7 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: 
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
-    """Of the whole run: ``--tokens``, or the configuration's steps."""
+    """Tokens of the whole run: ``--tokens``, or the configuration's steps."""
     return _run_tokens(written.cfg.Engine.max_steps, prediction.job, options.tokens)
 
 

@@ -220,7 +220,7 @@ def _without_data(what: str, key: str) -> ConfigError:
 
 
 def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Evaluator]:
-    """What makes the evaluator of each evaluation: the task."""
+    """A function that makes the evaluator of each evaluation, from the task."""
     task, measure = build_module(cfg), cfg.Model.task.measure
     if measure is None:
         return partial(task.evaluator, ctx, has_labels=has_labels)

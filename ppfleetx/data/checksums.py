@@ -33,7 +33,7 @@ def checksums_path(prefix: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True)
 class FileChecksums:
-    """Of one file.
+    """The checksums of one file.
 
     Attributes:
         num_bytes: its length.
@@ -65,7 +65,7 @@ class RunningChecksums:
             position += len(piece)
 
     def result(self) -> FileChecksums:
-        """Of all that was added."""
+        """The checksums of everything that was added."""
         return FileChecksums(self._num_bytes, list(self._crcs))
 
 
@@ -85,10 +85,10 @@ class Block:
 
 @dataclass(frozen=True)
 class CorpusChecksums:
-    """What ``PREFIX.checksums.json`` holds.
+    """The contents of ``PREFIX.checksums.json``.
 
     Attributes:
-        prefix: of the corpus.
+        prefix: path of the corpus without ``.bin`` or ``.idx``.
         files: checksums by suffix, of ``.bin`` and ``.idx``.
     """
 
@@ -153,7 +153,7 @@ class CorpusChecksums:
 
 
 def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
-    """Of a pair as it is now.
+    """The checksums of a pair as it is now.
 
     Raises:
         DataError: a file is missing or cannot be read.

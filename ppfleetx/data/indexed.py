@@ -332,7 +332,7 @@ class IndexedDatasetWriter:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """What fails here is not a defect of the program: a full disk, a folder that cannot be written."""
+        """Failures here are the system's: a full disk, a folder that cannot be written."""
         try:
             yield
         except OSError as error:

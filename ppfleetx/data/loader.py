@@ -146,7 +146,7 @@ class Dataset(Protocol):
         """Samples in one pass."""
 
     def describe(self) -> str:
-        """What is read, for people."""
+        """A line for people about what is read."""
 
     def __getitem__(self, index: int) -> Sample:
         """Arrays of one sample: ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s]
@@ -203,11 +203,11 @@ class DataLoader:
 
     @property
     def sources(self) -> list[str]:
-        """What ``source_ids`` number; empty where samples do not say where they come from."""
+        """Names of the sources that ``source_ids`` number; empty if samples have none."""
         return list(getattr(self.dataset, "sources", ()))
 
     def describe(self) -> str:
-        """What is read, in how many epochs, for people."""
+        """Lines for people about what is read, in how many epochs."""
         return self.dataset.describe()
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:

@@ -16,7 +16,7 @@ _FEWEST_TOKENS = 1 << 18  # of each
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
-    """What was found out about token ids, as lines of text. Files that are not there are left out: this
+    """Findings about token ids, as lines of text. Files that are not there are left out: this
     machine need not be the one that trains.
 
     Raises:

@@ -61,7 +61,7 @@ def verify_corpus(prefix: str, level: str) -> bool:
     """Compare a corpus with its checksums; False when it has none.
 
     Args:
-        prefix: of the corpus.
+        prefix: path of the corpus without ``.bin`` or ``.idx``.
         level: ``index`` compares the lengths of both files and all of ``.idx``; ``full`` all of ``.bin`` too.
 
     Raises:

@@ -124,8 +124,8 @@ _NODES = ("nnodes", "num_nodes")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """Of a command line: the processes that a launcher before ``*.py`` starts, the arguments after that, and
-    the number of the first of them."""
+    """A command line without the launcher before ``*.py``: the processes that the launcher starts, the
+    arguments after the program, and the number of the first one."""
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
     if program is None:

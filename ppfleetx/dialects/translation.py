@@ -42,7 +42,7 @@ class Native:
 
 @dataclass
 class Translation:
-    """What a user gave, read with a type by :meth:`integer` and its like, and the native values of it.
+    """The values that a user gave, read with a type by :meth:`integer` and its like, and the native values.
 
     These methods take a default for a key that is not given or has no value, and raise a ConfigError with
     key, value and place where a value has another type.

@@ -143,7 +143,7 @@ class Form:
     """How a matrix is stored and multiplied with.
 
     Attributes:
-        bits: of its elements, 8 or 4.
+        bits: bits per element, 8 or 4.
         group_size: input features with one scale; None: all.
         activation_bits: 8: rows it is multiplied with are rounded to 8 bits first; None: they are not.
     """
@@ -206,7 +206,7 @@ class PruneConfig(Section):
     enable: Bool = False
     """Prune while training."""
     criterion: Literal["l1_norm", "l2_norm"] = "l1_norm"
-    """What is small is removed: by sum of magnitudes or of squares."""
+    """The smallest parts are removed: by sum of magnitudes or of squares."""
     ratio: UnitFloat = 0.125
     """Share removed in the end; rounded down, as with `ppfleetx prune --ratio`."""
     part: Literal["heads", "mlp", "both"] = "both"

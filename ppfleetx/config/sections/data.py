@@ -216,13 +216,13 @@ class EvalSetConfig(Section):
     SAYS: ClassVar[str] = "a path, or a mapping with input_dir, weights, split and options"
 
     input_dir: PathText | tuple[PathText, ...] | None = None
-    """As of `dataset`; null: that of `dataset`, with its weights."""
+    """As in `dataset`; null: that of `dataset`, with its weights."""
     weights: tuple[NonNegativeFloat, ...] | None = None
-    """As of `dataset`, for this `input_dir`."""
+    """As in `dataset`, for this `input_dir`."""
     split: Text | tuple[NonNegativeFloat, ...] | None = None
-    """As of `dataset`; null: that of `dataset`. `[0, 1, 0]` is all of a corpus."""
+    """As in `dataset`; null: that of `dataset`. `[0, 1, 0]` is all of a corpus."""
     options: dict[str, Bool | Int | Float | Text] | None = None
-    """As of `dataset`; null: those of `dataset`."""
+    """As in `dataset`; null: those of `dataset`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -201,7 +201,7 @@ class CallbackConfig(Section):
     name: Annotated[str, Registered(CALLBACKS)]
     """A name that ships or that a plugin has registered."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
-    """What the callback is made with."""
+    """Arguments of the callback."""
 
     @model_validator(mode="before")
     @classmethod
@@ -217,7 +217,7 @@ class LoggerConfig(Section):
     name: Annotated[str, Registered(LOGGERS)]
     """A name that ships or that a plugin has registered."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
-    """What the writer is made with (docs/logging.md)."""
+    """Arguments of the writer (docs/logging.md)."""
 
     @model_validator(mode="before")
     @classmethod

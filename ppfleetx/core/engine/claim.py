@@ -16,8 +16,8 @@ from ppfleetx.checkpoint.housekeeping import (
     delete_checkpoint,
     describe_os_error,
     is_damaged,
-    mend_latest,
     output_lock,
+    repair_latest,
 )
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
 from ppfleetx.checkpoint.ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
@@ -124,7 +124,7 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
                 (output_dir / name).unlink(missing_ok=True)
         _write_configuration(output_dir, cfg)
         if start.found_by == RESUME and options.resume == "auto":
-            mend_latest(start.checkpoint)
+            repair_latest(start.checkpoint)
     except OSError as error:
         raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
     get_logger().info(f"run {record.run} {'continues' if goes_on else 'begins'} in {output_dir}")

@@ -90,7 +90,7 @@ def check_call(name: str, value: Any, arguments: Sequence[Any], named: Mapping[s
     """Raise TemplateLimitError if a filter, or a method of ``value``, would make something too large.
 
     Args:
-        name: of the filter or method.
+        name: name of the filter or method.
         value: what it is applied to.
         arguments, named: what it is given beside.
     """

@@ -269,7 +269,7 @@ class _Turns:
         return self._template.render(messages, **{**self._variables, **more})
 
     def span(self, number: int) -> Span:
-        """Where message ``number`` is. Raises ChatError."""
+        """The place of message ``number``. Raises ChatError."""
         found = self._added(number)
         if found is None:
             try:
@@ -326,7 +326,7 @@ class _Turns:
         ]
 
     def _behind_prompt(self, text: str) -> int:
-        """Where an answer begins that no message precedes, in the text before its content."""
+        """Where an answer without a message before it begins, in the text before its content."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

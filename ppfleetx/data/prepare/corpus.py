@@ -102,7 +102,7 @@ def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]
 
 
 def paragraphs(text: bytes) -> Iterator[bytes]:
-    """What lies between blank lines, without the line ends around it."""
+    """The paragraphs between blank lines, without the line ends around them."""
     # A cut after one blank line can leave further ones at the start of the next piece.
     for paragraph in _BLANK_LINES.split(_LEADING_BLANK_LINES.sub(b"", text)):
         if paragraph.strip():
@@ -110,8 +110,8 @@ def paragraphs(text: bytes) -> Iterator[bytes]:
 
 
 CHUNK_BYTES = 2 << 20
-MOST_IN_VAIN = 300_000
-"""Lines without a document, one after the other. A file with more is not of the kind it should be."""
+MAX_SKIPPED_IN_A_ROW = 300_000
+"""Lines without a document, one after the other. A file with more is of another kind than assumed."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -289,19 +289,19 @@ def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]
     Raises:
         DataError: a file cannot be read, is damaged, or is none of this kind; or there is no text at all.
     """
-    path, num_in_vain, is_empty = None, 0, True
+    path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:
-            path, num_in_vain = chunk.paths[0], 0
+            path, num_skipped = chunk.paths[0], 0
         for document in documents_of(chunk):
             text = _text_of(document, chunk.kind, key)
             if text:
-                num_in_vain, is_empty = 0, False
+                num_skipped, is_empty = 0, False
                 yield text
             else:
-                num_in_vain += 1
-        if num_in_vain > MOST_IN_VAIN and chunk.kind != "file":
-            raise DataError(f"{path}: {num_in_vain:,} lines one after the other hold no text under {key!r}")
+                num_skipped += 1
+        if num_skipped > MAX_SKIPPED_IN_A_ROW and chunk.kind != "file":
+            raise DataError(f"{path}: {num_skipped:,} lines one after the other hold no text under {key!r}")
     if is_empty:
         names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
         under = f" under the key {key!r}" if any(source.kind == "json" for source in sources) else ""

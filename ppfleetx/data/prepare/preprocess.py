@@ -102,7 +102,7 @@ def _work(item: Any) -> Any:
 
 @dataclass
 class Report:
-    """What a run did.
+    """The outcome of a run.
 
     Attributes:
         num_documents: documents written (for each key).

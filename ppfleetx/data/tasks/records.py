@@ -31,7 +31,7 @@ _FIELDS_NAMED = 10  # in a message
 
 
 class RecordDataset:
-    """What the datasets of this file share: their size, their name in messages, and their fingerprint.
+    """Base of the datasets of this file: size, name in messages, fingerprint.
 
     Attributes:
         length_multiple: the loader cuts the samples of a step to a multiple of this.

@@ -212,7 +212,7 @@ def _replicas(run: Translation, world_size: int | None) -> int | None:
 
 
 def recomputation(run: Translation) -> None:
-    """What is forgotten in the forward pass and computed again in the backward pass."""
+    """Activations that are recomputed in the backward pass."""
     granularity, names = _granularity(run)
     if granularity is None:
         _listed(run)

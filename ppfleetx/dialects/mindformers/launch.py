@@ -283,7 +283,7 @@ _RANGE = re.compile(r"[\[(]\s*(\d{1,7})\s*,\s*(\d{1,7})\s*[\])]", re.ASCII)
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started on this host.
+    """The processes to start on this host.
 
     Attributes:
         launcher: arguments of ``paddle.distributed.launch``.

@@ -29,7 +29,7 @@ _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_e
 
 
 def network(run: Translation) -> None:
-    """What kind of network ``config.json`` describes."""
+    """The kind of network that ``config.json`` describes."""
     kind_key = f"{CONFIG}.model_type"
     if kind_key not in run:
         return
@@ -329,7 +329,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def recomputation(run: Translation) -> None:
-    """What is forgotten in the forward pass and computed again."""
+    """Activations that are recomputed in the backward pass."""
     words = {"full": "full", "full_attn": "full_attn", "core_attn": "core_attn", "selective": "core_attn"}
     granularity = run.choice("recompute_granularity", words)
     if not run.flag("recompute", "recompute" not in run and granularity is not None):
