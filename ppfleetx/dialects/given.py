@@ -112,6 +112,15 @@ def _values_after(argv: Sequence[str], position: int) -> list[str]:
     return found
 
 
+def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Corpora of a list, and their weights if a number stands before each: ``0.3 a 0.7 b``."""
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        weights = []
+    return (list(words[1::2]), weights) if weights and len(words) % 2 == 0 else (list(words), None)
+
+
 def normal_name(name: str) -> str:
     """``--Num-Layers`` and ``num_layers`` are one option: dashes to underscores, none in front, small."""
     return name.lstrip("-").replace("-", "_").lower()

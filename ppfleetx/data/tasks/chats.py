@@ -77,14 +77,7 @@ class ChatDataset(RecordDataset):
         mask = np.zeros(self.max_seq_len, np.float32)
         if index != PADDING:
             mask[: len(ids) - 1] = learnt[1:]
-        return {
-            "tokens": self.padded(ids[:-1]),
-            "labels": self.padded(ids[1:]),
-            "position_ids": np.arange(self.max_seq_len, dtype=np.int64),
-            "loss_mask": mask,
-            "lengths": np.array(max(1, len(ids) - 1), np.int64),
-            "sample_ids": np.array(index, np.int64),
-        }
+        return self.causal_sample(ids, mask, index)
 
     def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids of as much of a conversation as fits, at most ``max_seq_len + 1``, and which are learnt."""
@@ -97,10 +90,10 @@ class ChatDataset(RecordDataset):
                 break
             kept = shorter
         if len(kept) < len(messages) or len(ids) > self.max_seq_len + 1:
-            self._tell(place, len(messages) - len(kept), len(ids))
+            self._warn_cut(place, len(messages) - len(kept), len(ids))
         return ids[: self.max_seq_len + 1], learnt[: self.max_seq_len + 1]
 
-    def _tell(self, place: str, left_out: int, length: int) -> None:
+    def _warn_cut(self, place: str, left_out: int, length: int) -> None:
         if self._has_told:
             return
         self._has_told = True

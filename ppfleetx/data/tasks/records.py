@@ -81,6 +81,17 @@ class RecordDataset:
         tokens[: len(ids)] = ids
         return tokens
 
+    def causal_sample(self, ids: Sequence[int], loss_mask: np.ndarray, index: int) -> Sample:
+        """Record ``index`` as a sample of causal language modelling, padded."""
+        return {
+            "tokens": self.padded(ids[:-1]),
+            "labels": self.padded(ids[1:]),
+            "position_ids": np.arange(self.max_seq_len, dtype=np.int64),
+            "loss_mask": loss_mask,
+            "lengths": np.array(max(1, len(ids) - 1), np.int64),
+            "sample_ids": np.array(index, np.int64),
+        }
+
 
 class GlueDataset(RecordDataset):
     """Examples of a GLUE task for sequence classification.
@@ -202,14 +213,7 @@ class PromptResponseDataset(RecordDataset):
         mask = np.zeros(self.max_seq_len, np.float32)
         if index != PADDING:
             mask[len(prompt) - 1 : size] = 1.0
-        return {
-            "tokens": self.padded(ids[:-1]),
-            "labels": self.padded(ids[1:]),
-            "position_ids": np.arange(self.max_seq_len, dtype=np.int64),
-            "loss_mask": mask,
-            "lengths": np.array(size, np.int64),
-            "sample_ids": np.array(index, np.int64),
-        }
+        return self.causal_sample(ids, mask, index)
 
     def encode(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
         """Token ids of prompt (at least one) and response, together at most ``max_seq_len + 1``."""
