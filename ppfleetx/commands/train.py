@@ -1,23 +1,12 @@
-"""The verbs ``train`` and ``finetune``, and what takes a run further than it went (``--max-steps``)."""
+"""The verb ``train``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from ppfleetx.checkpoint.directory import newest_complete
-from ppfleetx.checkpoint.manifest import parse_step_directory
-from ppfleetx.checkpoint.ownership import read_run
 from ppfleetx.commands.launching import TrainingOptions
-from ppfleetx.commands.model_options import MODEL_HELP, job_of
-from ppfleetx.commands.options import ConfigOptions, OptionalConfigOptions, option, switch
-from ppfleetx.commands.start_process import rank, start_process
-from ppfleetx.config.loader import ConfigSource, read_config
-from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
-from ppfleetx.utils.log import configure_logging, get_logger
+from ppfleetx.commands.options import ConfigOptions, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +29,7 @@ examples:
 
     def run(self) -> None:
         """Train, or with ``--check`` only look at the configuration."""
-        from ppfleetx.commands.train import up_to
+        from ppfleetx.commands.finetune import up_to
 
         overrides = [*self.override]
         if self.max_steps is not None:
@@ -58,134 +47,3 @@ examples:
         from ppfleetx.commands.training import train
 
         train(cfg, ctx)
-
-
-EPOCHS = 3
-BATCH = 8
-"""Fewest sequences of a step on each data-parallel rank."""
-FULL_RATE, ADAPTER_RATE = 5e-5, 5e-4
-_LENGTH_KEYS = ("Engine.max_steps", "Engine.run_mode", "Engine.num_train_epochs")
-_BATCH_KEYS = (
-    *(f"Global.{name}_batch_size" for name in ("global", "local", "micro")),
-    "Engine.accumulate_steps",
-)
-_LR = "Optimizer.lr"
-_COURSE = {
-    "name": None,
-    "decay_style": "linear",
-    "min_lr": 0.0,
-    "decay_steps": None,
-    "warmup_steps": None,
-    "warmup_rate": 0.03,
-    "wsd_decay_steps": None,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finetune(TrainingOptions, OptionalConfigOptions):
-    """Train a new run from the weights of another: step 0, a fresh optimizer, the data from their beginning.
-
-    Network and data are those of the checkpoint. Without -c FILE a run takes 3 passes over the data, 8
-    sequences a step, and a learning rate of 5e-5, or of 5e-4 for adapters (-o Model.lora.rank=8); -o changes
-    all of it.
-    """
-
-    examples = """\
-examples:
-  ppfleetx finetune --from gpt2 --output chatty -o Data.Train.dataset.name=ChatDataset \\
-      -o Data.Train.dataset.input_dir=. -o Data.Train.dataset.split=alpaca_data -o Model.lora.rank=8
-  ppfleetx finetune --from output --output finetuned -o Data.Train.dataset.input_dir=data/more_text_document
-  ppfleetx finetune --from gpt2 -c gpt/finetune_gpt_345M_single_card_sft
-"""
-    checkpoint: str = option(MODEL_HELP, "--from", default=MISSING, metavar="CHECKPOINT")
-    output: str | None = option(
-        "directory of the new run (default: Engine.save_load.output_dir)",
-        key="Engine.save_load.output_dir",
-        metavar="DIR",
-    )
-
-    def run(self) -> None:
-        """Train."""
-        given = [*self.override, *self.settings()]
-        with job_of(
-            self.checkpoint, self.config, given, key="Engine.save_load.init_from", option="--from"
-        ) as job:
-            overrides = job.overrides
-            if self.max_steps is not None:
-                overrides += up_to(self.max_steps, job.config, overrides)
-            if self.config is None:
-                overrides += finetuning_defaults(job.config, overrides)
-            cfg, ctx = start_process(job.config, overrides, reads=("Train", "Eval"))
-            from ppfleetx.commands.training import train
-
-            train(cfg, ctx)
-
-
-def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Length, batch and learning rate of finetuning, for the configuration of a pretrained model. What the
-    user gives is left alone.
-
-    Args:
-        config: the configuration of the checkpoint.
-        given: the user's overrides.
-
-    Raises:
-        ConfigError: the configuration or an override cannot be read.
-    """
-    cfg = read_config(config, given)[0]
-    named = overridden_keys(given)
-
-    def is_given(*keys: str) -> bool:
-        return any(key == name or key.startswith(f"{name}.") for key in keys for name in named)
-
-    values: dict[str, Any] = {}
-    if not is_given(*_LENGTH_KEYS):
-        values |= {"Engine.run_mode": "epoch", "Engine.num_train_epochs": EPOCHS}
-        if cfg.Data.Eval is not None and not is_given("Engine.eval_freq"):
-            values["Engine.eval_freq"] = 1
-    if not is_given("Engine.logging_freq"):
-        lines = 10 if not is_given("Engine.max_steps") else cfg.Engine.max_steps // 10
-        values["Engine.logging_freq"] = next((steps for steps in (10, 5, 2) if steps <= lines), 1)
-    if not is_given(*_BATCH_KEYS):
-        micro = cfg.Global.micro_batch_size or 1
-        values |= {"Global.micro_batch_size": micro, "Global.local_batch_size": -(-BATCH // micro) * micro}
-    if _LR not in named:
-        course = {**_COURSE, "max_lr": FULL_RATE if cfg.Model.lora is None else ADAPTER_RATE}
-        if is_given(f"{_LR}.warmup_steps"):
-            del course["warmup_rate"]
-        if is_given(f"{_LR}.name"):
-            del course["decay_style"]
-        values |= {f"{_LR}.{name}": value for name, value in course.items() if not is_given(f"{_LR}.{name}")}
-    return [Setting(key, value, "the defaults of finetuning") for key, value in values.items()]
-
-
-def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Settings that make a run train to step ``max_steps``; a run in the output directory continues to there.
-
-    Args:
-        max_steps: optimizer steps of the whole run.
-        config: the configuration's file.
-        given: the user's overrides.
-
-    Raises:
-        ConfigError: the configuration or an override cannot be read.
-    """
-    cfg = read_config(config, given)[0]
-    options, output_dir = cfg.Engine.save_load, Path(cfg.Engine.save_load.output_dir)
-    values: dict[str, Any] = {"Engine.max_steps": max_steps}
-    key = "Engine.num_train_epochs"
-    if cfg.Engine.run_mode == "epoch" and key not in overridden_keys(given):
-        values[key] = max(max_steps, cfg.Engine.num_train_epochs)  # an epoch has a step at least
-    newest = None if read_run(output_dir) is None else newest_complete(output_dir)
-    if newest is not None and not options.overwrite and options.ckpt_dir is None:
-        if parse_step_directory(newest.name)[1] < max_steps:
-            configure_logging(quiet=rank(os.environ) != 0)
-            get_logger().info(
-                f"the run in {output_dir} goes on from {newest.name} to step {max_steps}; its learning rate "
-                "follows the configuration's schedule for so many steps"
-            )
-        if not options.resume:
-            values["Engine.save_load.resume"] = "auto"
-        if options.lr_schedule == "strict":
-            values["Engine.save_load.lr_schedule"] = "config"
-    return [Setting(key, value, "--max-steps") for key, value in values.items()]

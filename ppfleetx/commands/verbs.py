@@ -36,7 +36,7 @@ class Verb:
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "train": (
         Verb("train", "train:Train", "pretrain or finetune the model of a configuration"),
-        Verb("finetune", "train:Finetune", "train from the weights of another run or model"),
+        Verb("finetune", "finetune:Finetune", "train from the weights of another run or model"),
         Verb("supervise", "supervise:Supervise", "run a training command and start it again when it fails"),
         Verb("hang-report", "supervise:HangReport", "say why a job came to a halt, from its ranks' reports"),
         Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
@@ -57,7 +57,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("eval", "evaluate:Evaluate", "loss and perplexity of a checkpoint, or a classifier's scores"),
         Verb("lm-eval", "lm_eval:LmEval", "tasks of lm-evaluation-harness"),
         Verb("export", "serving:Export", "export a checkpoint as a program that generates by itself"),
-        Verb("infer", "serving:Infer", "continue prompts with an exported model"),
+        Verb("infer", "infer:Infer", "continue prompts with an exported model"),
         Verb("serve", "serving:Serve", "serve a checkpoint over HTTP"),
     ),
     "checkpoints": (
