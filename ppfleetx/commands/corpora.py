@@ -30,7 +30,7 @@ class InspectData(Command):
     )
     verify: bool = switch("read everything and compare all checksums")
     write_checksums: bool = switch("write PREFIX.checksums.json for a pair as it is now")
-    json: bool = switch("print the summary as JSON, an object a corpus")
+    json: bool = switch("print the summary as JSON, one object per corpus")
 
     def run(self) -> int:
         """Show, verify, or write checksums."""
@@ -136,7 +136,7 @@ class StdlibCorpus(Command):
     """Write the source files of this Python's standard library as json lines: a corpus without a download."""
 
     output: Path = option("json lines file to write", default=MISSING, metavar="FILE")
-    seed: int = option("of the order of the documents (default: 1234)", default=1234)
+    seed: int = option("seed of the order of the documents (default: 1234)", default=1234)
     overwrite: bool = switch("replace a file that is there already")
 
     def run(self) -> None:

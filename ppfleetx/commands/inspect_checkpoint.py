@@ -27,7 +27,7 @@ class Inspect(Command):
     diff: tuple[str, str] | None = option(
         "list the tensors in which two checkpoints differ", metavar=("A", "B")
     )
-    filter: str | None = option("only tensors whose name (name/state) this is found in", metavar="REGEX")
+    filter: str | None = option("only tensors whose name (name/state) matches", metavar="REGEX")
     json: bool = switch("print the summary as JSON, without the table")
 
     def run(self) -> int:

@@ -61,7 +61,7 @@ examples:
   ppfleetx finetune --from output-pruned --output recovered
 """
     ratio: float = option(
-        "share of the heads and units taken out of each layer, rounded to fewer (default: 0)",
+        "share of the heads and units taken out of each layer, rounded down (default: 0)",
         default=0.0,
         metavar="R",
     )

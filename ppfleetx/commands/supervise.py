@@ -67,10 +67,10 @@ _SHOWN_FAULTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport(Command):
-    """Say why a job came to a halt, from what its ranks have left in OUTPUT_DIR/hang.
+    """Say why a job hung, from the reports that its ranks left in OUTPUT_DIR/hang.
 
-    The first line is the sentence that the job ended with: who is missing where. Reports of an evaluation or
-    a generation in the same directory are read too; the newest ones count. A line for each rank follows.
+    The first line is the sentence that the job ended with: which rank is missing where. A line for each rank
+    follows. Reports of an evaluation or a generation in the same directory are read too; the newest count.
     The files rank_*.txt beside the reports have each rank's last collectives and the stacks of its threads.
     """
 

@@ -37,7 +37,7 @@ examples:
         default=(),
     )
     dialect: str | None = option("the toolkit, if it is not recognised", metavar="NAME")
-    to: str | None = option("write there, and not to standard output", metavar="OUT.yaml")
+    to: str | None = option("write there instead of to standard output", metavar="OUT.yaml")
 
     def run(self) -> None:
         """Print the translation, or write it."""

@@ -48,7 +48,7 @@ examples:
         default=0.0,
         metavar="S",
     )
-    seed: int = option("of routers and noise (default: 0)", default=0)
+    seed: int = option("seed of routers and noise (default: 0)", default=0)
 
     def run(self) -> None:
         """Write the mixture, and print the sizes before and after."""

@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("train", "train:Train", "pretrain or finetune the model of a configuration"),
         Verb("finetune", "finetune:Finetune", "train from the weights of another run or model"),
         Verb("supervise", "supervise:Supervise", "run a training command and start it again when it fails"),
-        Verb("hang-report", "supervise:HangReport", "say why a job came to a halt, from its ranks' reports"),
+        Verb("hang-report", "supervise:HangReport", "say why a job hung, from its ranks' reports"),
         Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
         Verb("check", "check:Check", "look at a configuration: plan, parameters, batch arithmetic"),
         Verb("plan", "plan:Plan", "predict memory and step time, or rank the plans of so many cards"),
