@@ -59,7 +59,7 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
         UserError: a run would be refused.
     """
     from ppfleetx.core.engine.run_directory import check_beginning
-    from ppfleetx.data.token_ids import token_id_lines
+    from ppfleetx.data.corpus_checks import token_id_lines
 
     cfg = load_config(config, overrides, world_size=world_size)
     report = check_report(cfg)

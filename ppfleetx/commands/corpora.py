@@ -59,7 +59,7 @@ def show(prefix: str, as_json: bool) -> None:
 
 def verify(prefix: str) -> int:
     """Compare a corpus with its checksums; prints each damage."""
-    from ppfleetx.data.verify import all_damage
+    from ppfleetx.data.corpus_checks import all_damage
 
     found, has_checksums = all_damage(prefix)
     for sentence in found:
@@ -159,7 +159,7 @@ class Index(ConfigOptions):
         """Build what is missing, mode by mode."""
         from ppfleetx.config.loader import load_config
         from ppfleetx.data.build import build_dataloader
-        from ppfleetx.data.verify import verify_corpora
+        from ppfleetx.data.corpus_checks import verify_corpora
         from ppfleetx.utils.log import configure_logging
         from ppfleetx.utils.progress import ProgressBar
 

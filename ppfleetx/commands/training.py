@@ -31,11 +31,10 @@ from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
 from ppfleetx.core.module.build import build_module
 from ppfleetx.core.module.finetune import predictions_directory, write_predictions
 from ppfleetx.data.build import build_dataloader, load_tokenizer
+from ppfleetx.data.corpus_checks import token_id_lines, verify_corpora
 from ppfleetx.data.loader import DataLoader, MicroBatch
 from ppfleetx.data.tasks.glue import TASKS
-from ppfleetx.data.token_ids import token_id_lines
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.verify import verify_corpora
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import first_on_each_node, joint_errors, local_rank
 from ppfleetx.models.evaluator import Evaluator

@@ -13,8 +13,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.data.chat.templates import ASSISTANT, render_with_answers, template_of
 from ppfleetx.data.gpt_dataset import PADDING, Sample
-from ppfleetx.data.tasks.conversations import MESSAGES, read_conversation
-from ppfleetx.data.tasks.records import RecordDataset, record_file
+from ppfleetx.data.tasks.records import MESSAGES, RecordDataset, read_conversation, record_file
 from ppfleetx.data.text_files import read_records
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 class ChatDataset(RecordDataset):
     """Conversations, for causal language modelling with the loss on the assistant's turns.
 
-    A record of the file has one of the forms of `ppfleetx.data.tasks.conversations`. The template decides
+    A record of the file has one of the forms of `ppfleetx.data.tasks.records`. The template decides
     about BOS and about what ends a turn. A conversation that is too long loses its oldest turns, but not the
     system message; when one question with its answer is left, it loses its end.
 

@@ -14,8 +14,7 @@ from ppfleetx.dialects.megatron import network_rules, run_rules
 from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translate import Rule, translate
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation, translate
 
 TITLE = "Megatron"
 _DEEPSPEED = "deepspeed_config"

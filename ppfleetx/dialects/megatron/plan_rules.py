@@ -8,8 +8,7 @@ from typing import Any
 
 from ppfleetx.config.sections.distributed import DistributedConfig
 from ppfleetx.dialects.megatron.network_rules import PIPELINE, TENSOR
-from ppfleetx.dialects.translate import Rule
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation
 
 _ZERO = "deepspeed_config.zero_optimization"
 _COUNTS = re.compile(r"[\[\]\d,\s]*", re.ASCII)

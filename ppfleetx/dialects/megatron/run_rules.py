@@ -7,8 +7,7 @@ import os
 from typing import Any
 
 from ppfleetx.dialects.given import Given
-from ppfleetx.dialects.translate import Rule
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation
 from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
 
 _DEFAULT = "its default"

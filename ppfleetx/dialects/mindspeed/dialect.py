@@ -17,8 +17,7 @@ from ppfleetx.dialects.megatron.network_rules import TENSOR
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.mindspeed.keys import ALIASES, LLM, PRECISION, TABLE, documented, plain
 from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translate import Rule, translate
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation, translate
 
 TITLE = "MindSpeed-Core-MS"
 FILE_OPTIONS = ("yaml_cfg", "config_path", "config")

@@ -13,8 +13,7 @@ from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
 from ppfleetx.dialects.paddleformers import rules
 from ppfleetx.dialects.paddleformers.rules import CONFIG
 from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translate import Rule, translate
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation, translate
 
 TITLE = "PaddleFormers"
 TABLES = tables_of(read_file("paddleformers"))

@@ -7,8 +7,7 @@ import os
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.given import weighted_corpora
-from ppfleetx.dialects.translate import Rule
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation
 from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, expected_device, of_recipe
 
 _DEFAULT = "its default"
