@@ -291,7 +291,7 @@ def _recompute(model: ModelConfig) -> str:
 
 
 def _group_lines(cfg: RunConfig) -> list[str]:
-    """Which parameters train by which optimizer and with which settings, where they are not all alike."""
+    """The optimizer and settings of each group of parameters, if there is more than one."""
     rows = group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
     if len(rows) == 1:
         return []

@@ -59,7 +59,7 @@ class HarnessModel(TemplateLM):
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text; what the tokenizer puts after it is left out, since it goes on."""
+        """Ids of a text without the tokens that the tokenizer appends, because the text continues."""
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
 

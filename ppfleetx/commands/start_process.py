@@ -41,7 +41,7 @@ def start_process(
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """:func:`start_process` for a configuration that is loaded already.
+    """:func:`start_process` for a configuration that is already loaded.
 
     Raises:
         ConfigError: something it needs is missing, or a task that only evaluates is to be trained.

@@ -131,7 +131,7 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
 
 
 def _check_ramp(cfg: RunConfig) -> None:
-    """What goes with a batch that grows."""
+    """Rules for a batch that grows."""
     key = "Global.rampup_batch_size"
     if cfg.Engine.run_mode == "epoch":
         raise RuleError((key, "Engine.run_mode"), "counts in steps, so it needs Engine.run_mode = step")

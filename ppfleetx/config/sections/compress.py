@@ -154,8 +154,8 @@ class Form:
 
 
 class WeightsConfig(Section):
-    """How the weights of a quantised checkpoint are stored. `ppfleetx quantize` writes this section; it is
-    not a wish, and is not written by hand.
+    """How the weights of a quantised checkpoint are stored. `ppfleetx quantize` writes this section; do
+    not write it by hand.
 
     Linears of the blocks have `bits`; the word embedding and the head have 8, with a scale for each row or
     column."""
@@ -251,7 +251,7 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """How many of ``total`` equal parts make up ``share``, rounded to fewer."""
+    """How many of ``total`` equal parts make up ``share``, rounded down."""
     return int(total * share + 1e-9)
 
 

@@ -257,7 +257,7 @@ def render_with_answers(
 
 
 class _Turns:
-    """A conversation, and where its turns are in its text."""
+    """The text of a conversation, and the places of its turns."""
 
     def __init__(
         self, template: ChatTemplate, messages: Sequence[Message], variables: dict[str, Any]

@@ -257,7 +257,7 @@ def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) 
 
 
 def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
-    """The whole of a file, unpacked; None when it is packed and longer than ``max_document_bytes``."""
+    """The unpacked content of a file; None when it is packed and longer than ``max_document_bytes``."""
     with TextFile(path) as file:
         return file.read_all(max(max_document_bytes, path.stat().st_size))
 

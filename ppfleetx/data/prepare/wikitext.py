@@ -72,7 +72,7 @@ def passages(lines: Iterator[str] | TextIO) -> Iterator[str]:
 def prepare_wikitext(
     source: Path, output_dir: Path, tokenizer: Tokenizer, *, length: int, overwrite: bool = False
 ) -> list[SplitReport]:
-    """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` of what ``source`` has of them.
+    """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` for the splits that ``source`` has.
 
     Args:
         source: the published zip, or the folder with ``wiki.{train,valid,test}.tokens`` (or ``.raw``).

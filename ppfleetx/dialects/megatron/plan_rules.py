@@ -312,7 +312,7 @@ def _ids(run: Translation, name: str) -> list[int]:
 
 
 def _counts(run: Translation, name: str) -> list[list[int]] | None:
-    """A list of numbers, or of lists of them, as a list of rows; from a text in either form too."""
+    """A list of numbers, or of lists of numbers, as a list of rows; also from a text."""
     if name not in run:
         return None
     value = run.value(name)

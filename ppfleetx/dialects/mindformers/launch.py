@@ -154,7 +154,7 @@ def _check_count(content: dict[str, Any], table: RankTable, place: str) -> None:
 
 
 def _check_devices(table: RankTable, place: str) -> None:
-    """Each device once: by its number on its host, and by its address, which may be left at the host's."""
+    """Check that no device is there twice: by its number on its host, and by its own address."""
     for server in table.servers:
         _refuse_twice(
             "device_id", [device.device_id for device in server.devices], f"{place}, {server.address}"
@@ -368,7 +368,7 @@ def _check_size(text: str | None, table: RankTable, width: int) -> None:
 
 
 def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
-    """The host whose ranks these are; of a table of one host, any of its devices."""
+    """The host with these ranks; in a table of one host, with these devices."""
     if len(table.servers) == 1:
         server = table.servers[0]
         known = {device.device_id for device in server.devices}

@@ -84,7 +84,7 @@ def _without_dashes(one: Given) -> Given:
 
 
 def _arguments(argv: Sequence[str]) -> Iterable[Given]:
-    """Options; one without a value is true."""
+    """The options of a command line; one without a value is true."""
     words: list[str] = []
     for at, word in enumerate(argv):
         words.append(word)
