@@ -9,9 +9,9 @@ from pathlib import Path
 from ppfleetx.checkpoint.upcycle import upcycled
 from ppfleetx.checkpoint.weights import fitted
 from ppfleetx.checkpoint.weights_only import read_ppfleetx, write_ppfleetx
-from ppfleetx.commands.model_options import refuse_adapters
 from ppfleetx.commands.options import OptionalConfigOptions, option, positional
 from ppfleetx.commands.resolve_model import resolve_model
+from ppfleetx.commands.shrinking import refuse_adapters
 from ppfleetx.config.errors import CheckpointError, ConfigError, naming, shown
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.resume_policy import network
@@ -48,7 +48,7 @@ examples:
         default=0.0,
         metavar="S",
     )
-    seed: int = option("of routers and noise (default: 0)", default=0)
+    seed: int = option("seed of routers and noise (default: 0)", default=0)
 
     def run(self) -> None:
         """Write the mixture, and print the sizes before and after."""

@@ -20,7 +20,7 @@ from paddle import nn
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
 from ppfleetx.checkpoint.tensors import load_model
-from ppfleetx.checkpoint.weights import VOCAB_DIM, with_vocabulary
+from ppfleetx.checkpoint.weights import vocab_dims, with_vocabulary
 from ppfleetx.compress.report import LayerReport, Report
 from ppfleetx.compress.rounding import (
     Stored,
@@ -52,7 +52,7 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 
 Method = Literal["rtn", "gptq"]
-_VOCAB_DIM = {**VOCAB_DIM, "embedding.word_embeddings.scale": 0, "head.scale": 1}
+_SCALE_VOCAB_DIM = {"embedding.word_embeddings.scale": 0, "head.scale": 1}
 _MATRICES = ("matrix", "head", "word_embedding")
 GROUPS = (128, 64, 32, 16, 8)
 """Group sizes to try; the first that fits is used unless the user names one."""
@@ -274,7 +274,7 @@ class Quantizer:
             (0,) * values.ndim,
             values.shape,
             lambda: np.load(path, mmap_mode="r"),
-            vocab_dim=_VOCAB_DIM.get(name),
+            vocab_dim=_SCALE_VOCAB_DIM.get(name, vocab_dims().get(name)),
         )
 
     def _fill(self, layer: nn.Layer) -> None:

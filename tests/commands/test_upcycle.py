@@ -31,7 +31,7 @@ def test_a_mixture_begins_with_what_the_dense_model_computes(tmp_path, name):
 
 
 def test_noise_tells_experts_apart(tmp_path):
-    place = write_run(tmp_path / "dense", MODELS["llama"])
+    place = write_run(tmp_path / "dense", MODELS["llama_style"])
     name = "decoder.layers.0.mlp.experts.fc1.weight"
     dense = read_ppfleetx(place).tensors["decoder.layers.0.mlp.fc1.weight"].read()
     _, weights = made(place, tmp_path / "one", noise=0.1, top_k=1)
@@ -55,13 +55,13 @@ def test_noise_tells_experts_apart(tmp_path):
     ],
 )
 def test_what_would_not_compute_the_same_is_refused(tmp_path, keys, words):
-    place = write_run(tmp_path / "dense", MODELS["llama"])
+    place = write_run(tmp_path / "dense", MODELS["llama_style"])
     with pytest.raises(UserError, match=words):
         made(place, tmp_path / "moe", **keys)
     assert not (tmp_path / "moe").exists()
 
 
 def test_experts_are_not_merged(tmp_path):
-    place = write_run(tmp_path / "mixture", {**MODELS["llama"], "moe": {"num_experts": 4}})
+    place = write_run(tmp_path / "mixture", {**MODELS["llama_style"], "moe": {"num_experts": 4}})
     with pytest.raises(UserError, match=r"mixture of 4 experts\. Experts are neither merged nor multiplied"):
         made(place, tmp_path / "moe")

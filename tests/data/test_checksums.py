@@ -17,7 +17,6 @@ from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter
 from ppfleetx.data.prepare.corpus import find_sources
 from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.prepare.token_files import merge
-from ppfleetx.data.verify import all_damage, verify_corpora, verify_corpus
 from tests.data.test_loader import make_config
 from tests.helpers.texts import small_tokenizer
 

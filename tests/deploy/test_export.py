@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.commands.infer import Infer, merge_settings
 from ppfleetx.commands.resolve_model import as_replicas
-from ppfleetx.commands.serving import Export, Infer, merge_settings
+from ppfleetx.commands.serving import Export
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig

@@ -225,13 +225,13 @@ DAMAGED = {
 def test_damaged_and_foreign_files_are_passed_over_and_named(tmp_path, capsys, content):
     (tmp_path / "rank_00001.json").write_bytes(content)
     (tmp_path / "rank_00002.json").mkdir()
-    with pytest.raises(UserError, match=r"has no report of a rank .*rank_00001.json is passed over: "):
+    with pytest.raises(UserError, match=r"has no report of a rank .*rank_00001.json is skipped: "):
         call("hang-report", [str(tmp_path)])
     (tmp_path / "rank_00000.json").write_text(WAITING[0].to_json())
     call("hang-report", [str(tmp_path)])
     said = capsys.readouterr()
     assert said.out.startswith(f"rank 0 waits in {CALL}; ranks 1-3 never arrived and wrote no report")
-    assert said.err.count("is passed over: ") == 2
+    assert said.err.count("is skipped: ") == 2
 
 
 def test_without_reports_it_says_so(tmp_path):

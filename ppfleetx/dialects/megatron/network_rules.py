@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.dialects.given import Given
+from ppfleetx.dialects.given import Given, weighted_corpora
 from ppfleetx.dialects.translation import Translation
 
 COMMAND_LINE = "the command line"
@@ -259,11 +259,7 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
     words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
     if not words:
         raise run.error(name, "names no corpus")
-    numbers = [_number(word) for word in words[::2]]
-    if len(words) % 2 == 0 and all(number is not None for number in numbers):
-        prefixes, weights = words[1::2], [number for number in numbers if number is not None]
-    else:
-        prefixes, weights = words, None
+    prefixes, weights = weighted_corpora(words)
     for prefix in prefixes:
         if _is_directory(Path(prefix)):
             raise run.error(
@@ -272,15 +268,8 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
     return prefixes, weights
 
 
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
 def _is_directory(path: Path) -> bool:
-    """Whether it is one; not, where its name is none that a file can have."""
+    """Whether it is a directory; False for a name that no file can have."""
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 
