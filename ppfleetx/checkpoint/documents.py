@@ -19,8 +19,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.resume_policy import Effect, effect_of
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
-from ppfleetx.data.chat.templates import DEFAULT
-from ppfleetx.data.tasks.chats import NAME, template_of
+from ppfleetx.data.chat.templates import CHAT_DATASET, DEFAULT, template_of
 from ppfleetx.data.tokenizer.files import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
@@ -64,7 +63,7 @@ def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes
 def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """The chat template that the model is trained with, if it is not the tokenizer's own."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
-    if dataset is None or dataset.name != NAME:
+    if dataset is None or dataset.name != CHAT_DATASET:
         return {}
     template = template_of(dataset, tokenizer)
     return (
@@ -82,10 +81,11 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
     """``cfg`` as YAML, without what belongs to a plan, a machine or one call."""
     plain = cfg.model_dump(mode="json")
     data = {key: value for key, value in plain["Data"].items() if value is not None}
+    plugins = {"plugins": list(cfg.Global.plugins)} if cfg.Global.plugins else {}
     data["tokenizer"] = None if tokenizer is None else {"eos_token": tokenizer.eod_token}
     size = cfg.batch.micro_batch_size
     tree: dict[str, Any] = {
-        "Global": {"seed": cfg.Global.seed, "local_batch_size": size, "micro_batch_size": size},
+        "Global": {"seed": cfg.Global.seed, "local_batch_size": size, "micro_batch_size": size, **plugins},
         "Model": portable_model(plain["Model"]),
         "Data": data,
         **{name: _without_derived(plain[name], f"{name}.", cfg) for name in PORTABLE_SECTIONS},

@@ -21,14 +21,12 @@ from ppfleetx.data.blended import (
     normalise,
     weighted_order,
 )
-from ppfleetx.data.corpus_paths import find_prefixes, open_tokens
-from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
+from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
+from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, split_ranges
 from ppfleetx.data.loader import DataLoader, Dataset
 from ppfleetx.data.sampler import GlobalBatchSampler, Tail
-from ppfleetx.data.split import MODES, split_ranges
 from ppfleetx.data.tasks.chats import ChatDataset
-from ppfleetx.data.tasks.glue import TASKS
-from ppfleetx.data.tasks.glue_metrics import require_libraries
+from ppfleetx.data.tasks.glue import TASKS, require_libraries
 from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.token_store import TokenStore
 from ppfleetx.data.tokenizer.files import GPT2_FILES
@@ -68,8 +66,9 @@ def requested_samples(cfg: RunConfig, mode: Mode) -> int:
     the last one ended; here every evaluation reads the same batches, and which ones they are depends neither
     on how long the run is nor on how often it evaluates.
     """
-    batch = cfg.batch.global_batch_size
-    return batch * (cfg.Engine.max_steps if mode == "Train" else _evaluation_batches(cfg, mode))
+    if mode == "Train":
+        return cfg.batch.consumed_after(cfg.Engine.max_steps)
+    return cfg.batch.global_batch_size * _evaluation_batches(cfg, mode)
 
 
 def _evaluation_batches(cfg: RunConfig, mode: Mode) -> int:
@@ -113,6 +112,7 @@ def build_dataloader(
         data_rank,
         data_size,
         consumed_samples if mode == "Train" else 0,
+        size_at=batch.size_at if mode == "Train" else None,
         tail=tail,
         shuffle_seed=_seed(cfg, mode) if shuffles else None,
     )

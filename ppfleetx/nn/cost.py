@@ -43,6 +43,8 @@ class Work:
         activation_bytes, parameter_bytes, gradient_bytes: bytes of a number.
         kernels: whose operations are counted.
         flash: whether attention is fused.
+        ep, emp: ranks that divide the experts of a layer, and that slice each; None: as many as ``mp``.
+        imbalance: rows of the experts of one rank at the worst time, over the mean of all ranks.
     """
 
     micro_batch: int
@@ -55,6 +57,9 @@ class Work:
     gradient_bytes: int
     kernels: Kernels
     flash: bool
+    ep: int = 1
+    emp: int | None = None
+    imbalance: float = 1.0
 
     @cached_property
     def tokens(self) -> float:

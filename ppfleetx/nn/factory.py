@@ -18,7 +18,7 @@ from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.compress import Form, QuantizationConfig
 from ppfleetx.config.sections.lora import LoraConfig
-from ppfleetx.distributed.collectives import sum_gradient, sum_of_ranks
+from ppfleetx.distributed.collectives import gather_rows, sum_gradient, sum_of_ranks
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.attention_strategy import AttentionStrategy, Ulysses
 from ppfleetx.nn.dropout import Dropout, NoDropout, SlicedDropout
@@ -204,6 +204,17 @@ class LocalFactory:
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
         for group in self._position_groups():
             values = sum_of_ranks(values, group)
+        return values
+
+    @paddle.no_grad()
+    def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        for group in reversed(self._position_groups()):
+            values = gather_rows(values, values.shape[0], group)
+        return values
+
+    def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        for group in self._position_groups():
+            values = values.split(group.nranks, axis=0)[group.rank]
         return values
 
     def _position_groups(self) -> list[Any]:

@@ -77,14 +77,14 @@ class Router(nn.Layer):
         capacity = self.cfg.capacity
         if capacity is None or not self.training:
             return None
-        return choices.within_capacity(
-            routing.choice,
-            routing.weights.detach(),
-            counts,
+        known = (routing.choice, routing.weights.detach(), counts)
+        kept = choices.within_capacity(
+            *(self.factory.all_positions(values) for values in known),
             num_experts=self.cfg.num_experts,
             factor=capacity.factor,
             policy=capacity.policy,
         )
+        return self.factory.own_positions(kept)
 
     def _losses(
         self,
@@ -183,7 +183,7 @@ class MoE(nn.Layer):
             exchange.own(tensor.reshape([-1, tensor.shape[-1]]))
             for tensor in (hidden, routing.choice, routing.weights)
         )
-        kept = None if kept is None else exchange.own(kept.reshape(choice.shape))
+        kept = None if kept is None else exchange.own(kept.reshape([-1, kept.shape[-1]]))
         order = Order(choice, self.num_experts, kept)
         there, counts = exchange.dispatch(order.dispatch(rows), order.counts)
         outputs = exchange.combine(self.experts(there, counts))

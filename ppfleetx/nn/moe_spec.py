@@ -137,22 +137,36 @@ class MoESpec:
             yield from self.shared.operations(work)
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
-    def _rows(self, work: Work) -> Work:
-        """The rows of experts on one rank, if all experts get the same number."""
-        return replace(work, micro_batch=work.micro_batch * self.cfg.top_k, sequence_parallel=False)
+    def _rows(self, work: Work, load: float = 1.0) -> Work:
+        """The rows of the experts of one rank, which get ``load`` times the mean."""
+        emp = work.mp if work.emp is None else work.emp
+        rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
+        return replace(work, micro_batch=rows, mp=emp, sequence_parallel=False)
+
+    def sent_bytes(self, work: Work) -> float:
+        """Of the rows that a rank sends to experts, itself included: one for each choice."""
+        return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Steps of a forward pass; their names begin with ``writes``."""
-        rows, size = self._rows(work), work.part_of(self.hidden_size)
+        """Steps of a forward pass; their names begin with ``writes``. Experts of the rank with most rows are
+        what memory must be there for."""
+        rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
+        sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)
+        travels = work.ep > 1 or rows.mp > 1
         names = [f"{writes}: {name}" for name in ("scores", "rows", "experts", "routed")]
-        of_experts = self.expert.tape(rows, names[2], names[1])
+        there, back = (
+            f"{writes}: {name}" if travels else names[at] for name, at in (("there", 1), ("back", 2))
+        )
+        of_experts = self.expert.tape(rows, names[2], there)
         weights = float(self.hidden_size * self.cfg.num_experts * work.gradient_bytes)
         steps = [
             Step(names[0], scores, (reads,), keeps=(reads, names[0]), scratch=scores, weights=weights),
-            Step(names[1], rows.part_of(self.hidden_size) / work.split, (reads,)),
-            *(replace(step, weights=step.weights * self.cfg.num_experts) for step in of_experts),
-            Step(names[3], size, (names[2], names[0]), keeps=(names[2],)),
+            Step(names[1], sent, (reads,)),
+            *([Step(there, here, (names[1],))] if travels else []),
+            *(replace(step, weights=step.weights * self.cfg.num_experts / work.ep) for step in of_experts),
+            *([Step(back, sent, (names[2],))] if travels else []),
+            Step(names[3], size, (back, names[0]), keeps=(back,)),
         ]
         if self.shared is None:
             return [*steps, Step(writes, size, (names[3],), view=True)]

@@ -87,12 +87,14 @@ class LayerFactory(Protocol):
         sequence_parallel: whether tensor-parallel ranks see other positions of the hidden states.
         fused: the fused operators that its layers take.
         matmul: multiplies by the weights of its layers.
+        keeps_weights: whether weights stay what and where they are once they have been used.
         experts: brings rows of hidden states to the ranks of their experts, and back.
         hidden_same_on: of the axes that share a micro batch, those whose ranks hold the same hidden states.
     """
 
     attention: AttentionStrategy
     sequence_parallel: bool
+    keeps_weights: bool
     fused: FusedOps
     matmul: Matmul
     experts: ExpertExchange
@@ -158,6 +160,12 @@ class LayerFactory(Protocol):
         """Sums over this rank's positions to sums over whole sequences, float32.
 
         A loss made of them is the same on the axes ``mp`` and ``sep``."""
+
+    def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        """``[s, ...]`` of this rank's positions to those of whole sequences; carries no gradient."""
+
+    def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        """The opposite of :meth:`all_positions`."""
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int

@@ -1,16 +1,18 @@
-"""How many parameters each rank holds, trains and updates, from the model's declaration."""
+"""How many parameters each rank holds, trains and updates, derived from the model's declaration."""
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
+from ppfleetx.config.mesh import EXPERTS, Mesh
 from ppfleetx.models.gpt.spec import model_spec, parameter_specs
-from ppfleetx.nn.param_spec import REPLICATE
+from ppfleetx.nn.param_spec import REPLICATE, Shard
 from ppfleetx.planner.job import Job, ModelKey
 
 _LAYER = "decoder.layers."
@@ -22,17 +24,18 @@ class Held:
     """Parameters of one rank of one pipeline stage.
 
     Attributes:
-        values: parameters of its part of the model that have the model's type.
-        resident: those of them it has between steps: with sharding stage 3, the ones it owns.
-        stored: bytes of parameters with a type of their own (small weights), between steps.
-        trained: those that train.
-        owned: those of the trained ones whose states it keeps and that it updates.
-        largest_layer: parameters of the largest model stage, which sharding stage 3 fetches at once.
-        fills: of each size of a parameter, how many elements all up to the last such one have together, and
-            the size: the order in which parameters get their first values.
-        num_tensors: number of its parameters.
-        whole: trained ones that every tensor-parallel rank holds whole.
-        partial: those of them whose gradients are parts of a sum with sequence parallelism.
+        values: elements of its part of the model that have the model's type.
+        resident: of these, the elements it holds between steps; with sharding stage 3, those it owns.
+        stored: bytes of parameters that have a type of their own (small weights), held between steps.
+        trained: elements that train.
+        owned: trained elements whose states it keeps and which it updates.
+        largest_layer: elements of the largest model stage, which sharding stage 3 fetches at once.
+        fills: for each parameter size, the number of elements up to and including the last parameter of that
+            size, and the size; in the order in which parameters get their initial values.
+        num_tensors: number of parameters.
+        whole: trained elements that every tensor-parallel rank holds in full.
+        partial: of these, the elements whose gradients are partial sums under sequence parallelism.
+        experts: trained elements of experts.
     """
 
     values: int
@@ -45,17 +48,24 @@ class Held:
     num_tensors: int
     whole: int
     partial: int
+    experts: int = 0
+
+    @property
+    def dense(self) -> int:
+        """Trained ones that are not of experts."""
+        return self.trained - self.experts
 
 
 class _Local(NamedTuple):
-    """A parameter on one tensor-parallel rank: elements, and bytes if it has a type of its own; the rest as
-    in :class:`Held`."""
+    """A parameter on one tensor-parallel rank: its elements, and its bytes if it has a type of its own; the
+    other fields are as in :class:`Held`."""
 
     size: int
     stored: int
     trains: bool
     whole: bool
     partial: bool
+    of_experts: bool
 
 
 _Group = tuple[_Local, ...]
@@ -65,8 +75,8 @@ class _Groups(NamedTuple):
     """The parameters of each part of the model on one tensor-parallel rank.
 
     Attributes:
-        embedding, layers, end: of each part.
-        words: the word embedding, where another pipeline stage has a copy of it at its end.
+        embedding, layers, end: parameters of each part.
+        words: the word embedding if the head is tied to it; another pipeline stage then has a copy.
     """
 
     embedding: _Group
@@ -77,7 +87,7 @@ class _Groups(NamedTuple):
 
 def held_parameters(job: Job, stage: int) -> Held:
     """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one with most."""
-    plan, groups = job.plan, _groups(job.model_key, job.plan.mp)
+    plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
     parts += [groups.layers[index] for chunk in job.layers_of_stage(stage) for index in chunk]
@@ -85,60 +95,79 @@ def held_parameters(job: Job, stage: int) -> Held:
         parts.append(groups.end if first else groups.end + groups.words)
     runs = tuple((group, sum(1 for _ in same)) for group, same in groupby(parts))
     if job.flat_states:
-        whole = _held(runs, 1, False)
+        whole = _held(runs, 1, 1, False)
         return replace(whole, owned=-(-whole.trained // plan.sharding))
-    return _held(runs, plan.sharding, plan.sharding_stage == 3 and plan.sharding > 1)
+    replicas = Mesh(plan).size_of("edp") if plan.sharding > 1 else 1
+    return _held(runs, plan.sharding, replicas, plan.sharding_stage == 3 and plan.sharding > 1)
+
+
+def _slices(job: Job) -> tuple[int, int, int]:
+    return job.plan.mp, job.plan.ep, job.plan.emp
 
 
 @lru_cache(maxsize=4096)
-def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, fetches: bool) -> Held:
+def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fetches: bool) -> Held:
+    """Owners are among ``sharding`` ranks, those of experts among ``replicas``."""
+
+    def largest_share(of: Iterable[tuple[_Local, int]]) -> int:
+        sizes: dict[bool, list[int]] = {False: [], True: []}
+        for one, size in of:
+            sizes[one.of_experts].append(size)
+        return _largest_share(sizes[False], sharding) + _largest_share(sizes[True], replicas)
+
     held = [one for group, count in runs for _ in range(count) for one in group]
     sizes, trained = [one.size for one in held if not one.stored], [one for one in held if one.trains]
-    stored = [one.stored for one in held]
     ends = dict(zip(sizes, accumulate(sizes), strict=True))
     return Held(
         values=sum(sizes),
-        resident=_largest_share(sizes, sharding) if fetches else sum(sizes),
-        stored=_largest_share(stored, sharding) if fetches else sum(stored),
+        resident=largest_share((one, one.size) for one in held if not one.stored) if fetches else sum(sizes),
+        stored=largest_share((one, one.stored) for one in held)
+        if fetches
+        else sum(one.stored for one in held),
         trained=sum(one.size for one in trained),
-        owned=_largest_share([one.size for one in trained], sharding),
+        owned=largest_share((one, one.size) for one in trained),
         largest_layer=max((sum(one.size for one in group) for group, _ in runs), default=0),
         fills=tuple((end, size) for size, end in ends.items()),
         num_tensors=len(held),
         whole=sum(one.size for one in trained if one.whole),
         partial=sum(one.size for one in trained if one.partial),
+        experts=sum(one.size for one in trained if one.of_experts),
     )
 
 
 def embedding_bytes(job: Job, stage: int) -> float:
     """Of the gradient that is complete last, and of the values that are needed first: the word embedding's,
     if it is on ``stage`` and trains."""
-    words = _groups(job.model_key, job.plan.mp).embedding[0]
+    words = _groups(job.model_key, *_slices(job)).embedding[0]
     return words.size * job.precision.gradient_bytes if stage == 0 and words.trains else 0.0
 
 
 def largest_layer(job: Job) -> tuple[int, int]:
     """(elements, tensors) of the largest block on one tensor-parallel rank."""
-    return _largest_layer(job.model_key, job.plan.mp)
+    return _largest_layer(job.model_key, *_slices(job))
 
 
 @lru_cache(maxsize=256)
-def _largest_layer(same: ModelKey, mp: int) -> tuple[int, int]:
-    return max((sum(one.size for one in group), len(group)) for group in set(_groups(same, mp).layers))
+def _largest_layer(same: ModelKey, mp: int, ep: int, emp: int) -> tuple[int, int]:
+    layers = set(_groups(same, mp, ep, emp).layers)
+    return max((sum(one.size for one in group), len(group)) for group in layers)
 
 
 @lru_cache(maxsize=256)
-def _groups(same: ModelKey, mp: int) -> _Groups:
+def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
+    degrees = {"mp": mp, "ep": ep, "emp": emp}
     groups: dict[str, list[_Local]] = {}
     words: list[_Local] = []
     for name, spec in parameter_specs(same.model, same.compress).items():
-        if spec.kind == "quant":  # single numbers, which take neither memory nor time
+        if spec.kind == "quant":  # single numbers: no memory or time to speak of
             continue
         part = name.split(".", 3)[2] if name.startswith(_LAYER) else name.partition(".")[0]
-        whole = spec.lies("mp") == REPLICATE
-        size = math.prod(spec.shape) // (1 if whole else mp)
+        of_experts = spec.view == EXPERTS
+        whole = not of_experts and spec.lies("mp") == REPLICATE
+        cut = [degrees[axis] for axis, placement in spec.value.items() if isinstance(placement, Shard)]
+        size = math.prod(spec.shape) // math.prod(cut)
         stored = size * _BYTES[spec.dtype] if spec.dtype else 0
-        local = _Local(size, stored, spec.trains, whole, whole and spec.sums("mp"))
+        local = _Local(size, stored, spec.trains, whole, whole and spec.sums("mp"), of_experts)
         groups.setdefault(part, []).append(local)
         if name.startswith("embedding.word_embeddings."):
             words.append(local)
@@ -153,8 +182,8 @@ def _groups(same: ModelKey, mp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """The most that a rank owns when whole parameters are dealt out, the largest first, each to the rank
-    that has least (the rule of ``parallel/sharding.py``)."""
+    """The most that any rank owns when whole parameters are assigned, largest first, each to the rank that
+    has least so far (the rule of ``parallel/sharding.py``)."""
     if ranks == 1:
         return sum(sizes)
     load = [0] * ranks

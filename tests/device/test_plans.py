@@ -10,6 +10,7 @@ from ppfleetx.config.plan import enumerate_plans
 from tests.device import reference
 from tests.device.place import deterministic, place
 from tests.helpers.ranks import Pools
+from tests.parity import experts
 from tests.parity.comparison import Comparison, fields_of, micro_batch_size_of
 from tests.parity.every_plan import workload
 
@@ -29,9 +30,16 @@ def _plans():
                     yield plan, model
 
 
-PLANS = [pytest.param(plan, model, id=f"{model}: {plan}") for plan, model in _plans()] or [
-    pytest.param(Plan(dp=2), "gpt", id="two cards")
-]
+def _expert_plans():
+    """Those that divide experts: all of 2 cards, a choice of those of 4."""
+    for size in (size for size in place().sizes(start=2) if size <= 4):
+        plans = experts.plans(size, workload("moe"))[:: 1 if size == 2 else 9]
+        yield from ((plan, ("moe", "moe_bias")[number % 2]) for number, plan in enumerate(plans))
+
+
+PLANS = [
+    pytest.param(plan, model, id=f"{model}: {plan}") for plan, model in (*_plans(), *_expert_plans())
+] or [pytest.param(Plan(dp=2), "gpt", id="two cards")]
 OPTIONS = {
     "": {},
     "no overlap": {
@@ -84,7 +92,7 @@ def _rows(plans):
 
 
 VARIANTS, LIMITED = _rows(_VARIED), _rows(_LIMITED)
-DROPPING = _rows((plan, "") for plan in dict.fromkeys(row.values[0] for row in PLANS))
+DROPPING = _rows((plan, "") for plan in dict.fromkeys(plan for plan, _ in _plans()))
 DROPOUT = {"Model.hidden_dropout_prob": 0.2, "Model.attention_probs_dropout_prob": 0.2}
 HALF_PLANS = [
     *(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppfleetx.doctor.rows import Row, Status, ok
+from ppfleetx.doctor.check import Row, Status, ok
 from ppfleetx.doctor.run import slowest
 from tests.helpers.ranks import Pools
 
@@ -22,12 +22,13 @@ def test_every_operation_in_every_group_is_right_and_a_wrong_sum_is_found(ranks)
         [Row.from_json(row) for row in own] for own in pool.run("tests.doctor.rank_cases:collectives", mp=2)
     ]
     titles = [row.name for row in rows[0]]
-    assert len(titles) == len(set(titles)) == 18  # six operations; the job, dp and mp
+    assert len(titles) == len(set(titles)) == 31  # six operations; the job, dp, mp, ep, emp
+    assert "uneven all_to_all (ep)" in titles
     assert {row.status for own in rows for row in own} == {Status.OK}
     assert all(row.numbers["bytes_per_second_4096"] > 0 for row in rows[3])
     told = pool.run("tests.doctor.rank_cases:collectives", mp=2, fault=3)
     failed = [(rank, row["name"]) for rank, own in enumerate(told) for row in own if row["status"] == "fail"]
-    assert failed == [(3, "all_reduce (job)"), (3, "all_reduce (dp)"), (3, "all_reduce (mp)")]
+    assert failed == [(3, f"all_reduce ({group})") for group in ("job", "dp", "mp", "ep", "emp")]
     (row, *_) = [row for row in told[3] if row["status"] == "fail"]
     assert "numbers are wrong; number 0 is" in row["found"] and "NCCL_DEBUG" in row["cure"]
 

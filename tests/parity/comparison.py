@@ -37,12 +37,13 @@ class Difference:
 
     loss: float
     grad_norm: float
+    metrics: float
     first: float
     last: float
 
     @property
     def worst(self) -> float:
-        return max(self.loss, self.grad_norm, self.last)
+        return max(self.loss, self.grad_norm, self.metrics, self.last)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value:.1e}" for name, value in asdict(self).items())
@@ -86,12 +87,13 @@ class Comparison:
         reference, directory = self.reference(model, optimizer, reference_micro_batch_size, **more)
         more["extra"] = {**more["extra"], **(of_plan or {})}
         results = self.run_plan(plan, model, optimizer, micro_batch_size, directory, **more)
-        for key in ("loss", "grad_norm", "tokens"):
+        for key in ("loss", "grad_norm", "metrics", "tokens"):
             assert all(result[key] == results[0][key] for result in results), f"{key} differs between ranks"
         assert results[0]["tokens"] == reference["tokens"]
         return Difference(
             loss=_relative(results[0]["loss"], reference["loss"]),
             grad_norm=_relative(results[0]["grad_norm"], reference["grad_norm"]),
+            metrics=_relative(results[0]["metrics"], reference["metrics"]),
             first=max(result["first_weights"] for result in results),
             # AdamW makes a whole step of a gradient that is nearly zero: its weights are not compared.
             last=max(result["last_weights"] for result in results) if optimizer == "sgd" else 0.0,
@@ -185,4 +187,4 @@ def _layers(plan: ParallelPlan) -> dict[str, int]:
 
 
 def _relative(values: list[float], expected: list[float]) -> float:
-    return max(abs(v - e) / abs(e) for v, e in zip(values, expected, strict=True))
+    return max((abs(v - e) / abs(e) for v, e in zip(values, expected, strict=True)), default=0.0)

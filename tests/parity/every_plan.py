@@ -1,10 +1,11 @@
 """Every legal plan against one card: ``make parity``, or ``python -m tests.parity.every_plan 2 4 -m llama``.
 
-The model ``mixed`` is run on up to 4 processes.
+The models ``mixed`` and ``latent`` are run on up to 4 processes.
 
 Prints one line a plan with the largest relative difference of loss, gradient norm (AdamW, with clipping,
 weight decay, warm-up, accumulation, unequal padding) and final weights (SGD) from the run of one process.
-Then plans with quantisation-aware training (``-m qat``: those alone), and with pruning (``-m pruned``).
+Then plans with quantisation-aware training (``-m qat``: those alone), with pruning (``-m pruned``), and runs
+that resume under another plan of experts (``-m resume``).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
 from tests.helpers.ranks import Pools, RanksFailedError
-from tests.parity import pruned, qat
+from tests.parity import experts, pruned, qat
 from tests.parity.comparison import TOLERANCE, Comparison
 from tests.parity.training import MODELS, SEQ_LEN, SIZES
 
-_MOST_OF_MIXED = 4
+_MOST_OF = {"mixed": 4, "latent": 4}
 # The order of passes changes nothing that ranks exchange: a choice of plans is enough.
 ZERO_BUBBLE = [
     replace(plan, pp_schedule="zb_h1")
@@ -43,6 +44,14 @@ ZERO_BUBBLE = [
 ]
 
 
+def plans_of(model: str, size: int) -> list[ParallelPlan]:
+    """Every plan that a model is run under. The two mixtures of experts take turns."""
+    if model.startswith("moe"):
+        return experts.plans(size, workload(model))[model == "moe_bias" :: 2]
+    zero_bubble = [plan for plan in ZERO_BUBBLE if plan.world_size == size]
+    return [*enumerate_plans(size, workload(model)), *zero_bubble]
+
+
 def workload(model: str) -> Workload:
     """What a plan has to divide."""
     heads = SIZES["num_attention_heads"]
@@ -53,13 +62,15 @@ def workload(model: str) -> Workload:
         ffn_size=SIZES["ffn_hidden_size"],
         padded_vocab=128,
         seq_len=SEQ_LEN,
+        num_experts=4 if model.startswith("moe") else 0,
+        expert_size=32,
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sizes", nargs="*", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("-m", "--models", nargs="+", default=[*MODELS, "qat", "pruned"])
+    parser.add_argument("-m", "--models", nargs="+", default=[*MODELS, "qat", "pruned", "resume"])
     parser.add_argument("-k", "--keyword", default="", help="only plans whose text contains this")
     arguments = parser.parse_args()
     failures = total = 0
@@ -68,10 +79,9 @@ def main() -> int:
         comparison = Comparison(pools, Path(directory))
         for size in arguments.sizes:
             for model in (model for model in arguments.models if model in MODELS):
-                if model == "mixed" and size > _MOST_OF_MIXED:
+                if size > _MOST_OF.get(model, size):
                     continue
-                zero_bubble = [plan for plan in ZERO_BUBBLE if plan.world_size == size]
-                for plan in (*enumerate_plans(size, workload(model)), *zero_bubble):
+                for plan in plans_of(model, size):
                     if arguments.keyword in str(plan):
                         total += 1
                         failures += not report(comparison, plan, model)
@@ -84,6 +94,11 @@ def main() -> int:
             if plan.world_size in arguments.sizes and arguments.keyword in f"{plan}, {form}":
                 total += 1
                 failures += not report(pruning, plan, model, f"pruned {form}", extra=pruned.FORMS[form])
+        for pair in experts.RESUMED if "resume" in arguments.models else ():
+            text = " -> ".join(map(str, pair))
+            if max(plan.world_size for plan in pair) in arguments.sizes and arguments.keyword in text:
+                total += 1
+                failures += not report_resumed(comparison, pair, Path(directory) / f"resumed_{total}")
         pools.close()
     print(f"{total - failures} of {total} plans equal one card within {TOLERANCE:g}")
     return 1 if failures else 0
@@ -116,6 +131,20 @@ def report_qat(comparison: Comparison, plan: ParallelPlan, form: str, model: str
     took = time.monotonic() - started
     word = "passed" if passed else "FAILED"
     print(f"{word:7} {model:5} {plan}, QAT ({form}): {found} ({took:.1f} s)", flush=True)
+    return passed
+
+
+def report_resumed(comparison: Comparison, pair: tuple[ParallelPlan, ParallelPlan], directory: Path) -> bool:
+    """Two steps under each plan, the second from the first's checkpoint; print the line, say whether it
+    passed."""
+    try:
+        worst = experts.resumed(comparison, pair, directory)
+    except (RanksFailedError, AssertionError) as error:
+        print(f"FAILED  resume {' -> '.join(map(str, pair))}\n{error}", flush=True)
+        return False
+    passed = worst <= TOLERANCE
+    word = "passed" if passed else "FAILED"
+    print(f"{word:7} resume {' -> '.join(map(str, pair))}: {worst:.1e}", flush=True)
     return passed
 
 

@@ -57,6 +57,30 @@ MODELS["mixed"] = {
     "tie_word_embeddings": True,
     "add_qkv_bias": True,
 }
+# Experts with biases, wide ones, beside a shared one with a gate; losses of sequences and of positions.
+MODELS["moe"] = {
+    "moe": "{num_experts: 4, top_k: 2, expert_ffn_size: 32, layer_freq: 2, shared_experts: {ffn_size: 16, "
+    "gate: true}, aux_loss: {kind: sequence, weight: 0.1}, z_loss_weight: 0.01}",
+}
+# DeepSeek's router, whose bias moves after each step, and a loss by the loads of the step before.
+MODELS["moe_bias"] = {
+    **MODELS["llama"],
+    "moe": "{num_experts: 8, top_k: 2, expert_ffn_size: 16, first_dense_layers: 1, router: {score: sigmoid, "
+    "bias: true, num_groups: 4, top_groups: 2, scale: 1.5}, aux_loss: {kind: switch, weight: 0.1}, "
+    "bias_update_rate: 0.01}",
+}
+# DeepSeek's attention; sizes are those of ordinary heads, so that the same plans divide them.
+MODELS["latent"] = {
+    **MODELS["llama"],
+    "num_query_groups": 16,
+    "head_dim": "null",
+    "rotary_interleaved": True,
+    "latent_attention.q_rank": 12,
+    "latent_attention.kv_rank": 10,
+    "latent_attention.rope_head_dim": 4,
+    "latent_attention.nope_head_dim": 3,
+    "latent_attention.value_head_dim": 5,
+}
 OPTIMIZERS = {
     # Small enough steps that a difference in the last digit of a gradient stays one.
     "adamw": {"name": "AdamW", "weight_decay": 0.1, "lr.max_lr": 1e-3, "lr.min_lr": 1e-4},
@@ -148,6 +172,7 @@ def train(
         "loss": [eval_before[0] / eval_before[1], *(o.loss for o in outputs), eval_after[0] / eval_after[1]],
         "grad_norm": [output.grad_norm for output in outputs],
         "tokens": [output.num_valid_tokens for output in outputs],
+        "metrics": [m.mean for output in outputs for _, m in sorted(output.metrics.items())],
         "first_weights": first,
         "last_weights": last,
     }
@@ -216,8 +241,8 @@ def train_part(
     """Losses and gradient norms of some steps with AdamW, from a checkpoint and to another."""
     import paddle
 
-    from ppfleetx.checkpoint.manager import CheckpointManager
     from ppfleetx.checkpoint.reader import open_checkpoint
+    from ppfleetx.checkpoint.save import CheckpointManager
     from ppfleetx.checkpoint.tensors import load_model, load_optimizer, model_slices, optimizer_slices
 
     with paddle.utils.unique_name.guard(), default_dtype(dtype):

@@ -13,12 +13,13 @@ from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
 from ppfleetx.planner.cards import card_names, load_card
-from ppfleetx.planner.job import Job, Precision, job_of, uses_flash
+from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Precision, job_of, uses_flash
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.prediction import Prediction
-from ppfleetx.planner.timeline import Messages, play
+from ppfleetx.planner.search import search
+from ppfleetx.planner.timeline import Messages, simulate
 from ppfleetx.planner.utilization import step_flops
 from tests.planner.traffic import sent_bytes
 
@@ -40,6 +41,58 @@ def test_a_layer_keeps_what_the_formula_says():
     assert block.tape(work, "none").kept == 34 * LENGTH * 2 * H + 5 * 4 * LENGTH**2 * 2
     assert block.tape(work, "core_attn").kept == 34 * LENGTH * 2 * H
     assert block.tape(work, "full").kept == 2 * LENGTH * 2 * H
+
+
+MOE = {"moe": {"num_experts": 8, "top_k": 2, "expert_ffn_size": 32, "first_dense_layers": 1}}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp=4, ep=2),
+        ParallelPlan(mp=2, dp=2, ep=2),
+        ParallelPlan(mp=2, dp=2, ep=4, expert_mp=1),
+        ParallelPlan(sharding=4, ep=2),
+    ],
+    ids=str,
+)
+def test_ranks_hold_their_slices_of_experts(plan):
+    one, held = (held_parameters(small_job(each, **MOE), 0) for each in (ParallelPlan(), plan))
+    each = 2 * H * 32 + 32 + H
+    assert one.experts == 3 * 8 * each
+    bias = 3 * 8 * H // plan.ep * (1 - 1 / plan.emp)  # the last bias is whole where matrices are sliced
+    assert held.experts == one.experts / (plan.ep * plan.emp) + bias
+    assert (
+        held.owned == held.trained if plan.sharding == 1 else held.owned < held.dense / 3 + held.experts / 2
+    )
+
+
+def test_experts_exchange_rows_and_need_memory_for_more_than_the_mean():
+    cluster = Cluster(load_card("A100-80GB"), per_node=2)
+    inside, outside = (
+        Prediction(small_job(plan, **MOE), cluster)
+        for plan in (
+            ParallelPlan(dp=2, sharding=2, ep=2),
+            ParallelPlan(dp=2, mp=2, ep=2, sequence_parallel=True),
+        )
+    )
+    assert 0 < inside.time.parts["expert_parallel"] < outside.time.parts["expert_parallel"]
+    assert Prediction(small_job(ParallelPlan(dp=2), **MOE), cluster).time.parts["expert_parallel"] == 0
+    mixture = small_job(ParallelPlan(dp=2, ep=2), **MOE)
+    mlp, work = mixture.spec.blocks[1].mlp, mixture.work
+    assert mlp.sent_bytes(work) == 2 * 2 * LENGTH * H * 2  # two rows for each of the positions, in 16 bits
+    worst, mean = (
+        sum(step.size for step in mlp.tape(each, "out", "in"))
+        for each in (work, replace(work, imbalance=1.0))
+    )
+    assert work.imbalance == EXPERT_IMBALANCE and worst > mean
+
+
+def test_a_search_divides_experts():
+    job = replace(small_job(**MOE), precision=Precision(), kernels="cpu", micro_batch=8, accumulate=1)
+    plans = [p.job.plan for p in search(job, Cluster(load_card("CPU"), per_node=4), 4, keep=1000).best]
+    assert {plan.ep for plan in plans} == {1, 2, 4}
+    assert any(plan.emp == 1 < plan.mp for plan in plans)
 
 
 def test_operations_follow_the_papers():
@@ -85,8 +138,8 @@ def test_sharding_divides_states():
 def test_an_empty_pipeline_has_the_bubble_of_the_textbook():
     """(p - 1) / m more than the passes, with equal stages and no messages (Narayanan et al. 2021, §2.2.1)."""
     forward, backward = [[1.0]] * 4, [[2.0]] * 4
-    assert play(forward, backward, 8, Messages(0.0)).seconds == pytest.approx((8 + 3) * 3.0)
-    halves = play([[0.5, 0.5]] * 4, [[1.0, 1.0]] * 4, 8, Messages(0.0)).seconds
+    assert simulate(forward, backward, 8, Messages(0.0)).seconds == pytest.approx((8 + 3) * 3.0)
+    halves = simulate([[0.5, 0.5]] * 4, [[1.0, 1.0]] * 4, 8, Messages(0.0)).seconds
     assert halves == pytest.approx((8 + 3 / 2) * 3.0)
 
 
@@ -94,11 +147,11 @@ def test_gradients_of_weights_fill_the_bubble():
     """(p - 1)(F + B - W) remains (Qi et al. 2023, table 2), B the backward pass without W, for any times."""
     for forward, inputs, weights in ((1.0, 1.0, 1.0), (1.0, 1.3, 0.9)):
         times = [[forward]] * 4, [[inputs + weights]] * 4, 8, Messages(0.0)
-        played = play(*times, weights=[weights] * 4)
+        played = simulate(*times, weights=[weights] * 4)
         busy = 8 * (forward + inputs + weights)
         assert played.seconds == pytest.approx(busy + 3 * (forward + inputs - weights), rel=0.01)
         assert sum(span.is_weights for span in played.spans) == 4 * 8
-        long = play(times[0], times[1], 64, Messages(0.0), weights=[weights] * 4).seconds
+        long = simulate(times[0], times[1], 64, Messages(0.0), weights=[weights] * 4).seconds
         assert long == pytest.approx(busy * 8 + 3 * (forward + inputs - weights), rel=0.01)
 
 
@@ -131,7 +184,7 @@ def test_messages_that_travel_while_stages_compute():
 
     def four_more(seconds: float, *, waits: bool) -> float:
         messages = Messages(seconds, output_waits=waits, gradient_waits=waits)
-        return play(*times, 68, messages).seconds - play(*times, 64, messages).seconds
+        return simulate(*times, 68, messages).seconds - simulate(*times, 64, messages).seconds
 
     assert four_more(0.25, waits=False) == pytest.approx(4 * 3.0 + 2 * 3 * 0.25)
     assert four_more(0.25, waits=True) == pytest.approx(4 * (3.0 + 2 * 0.25))
@@ -142,8 +195,8 @@ def test_messages_that_travel_while_stages_compute():
 def test_a_long_step_is_not_played_to_its_end_and_takes_as_long(chunks):
     forward = [[(1.0 + 0.1 * stage) / chunks] * chunks for stage in range(4)]
     backward = [[2.0 / chunks] * chunks for _ in range(4)]
-    whole = play(forward, backward, 64, Messages(0.1), whole=True).seconds
-    assert play(forward, backward, 64, Messages(0.1)).seconds == pytest.approx(whole, rel=1e-9)
+    whole = simulate(forward, backward, 64, Messages(0.1), whole=True).seconds
+    assert simulate(forward, backward, 64, Messages(0.1)).seconds == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_ring_moves_its_bytes_twice():
@@ -228,7 +281,7 @@ def test_plans_are_ranked(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--plan", "dp=3"), "cannot be dealt out"),
+        (("--plan", "dp=3"), "cannot be split"),
         (("--plan", "mp=3,dp=1"), "must divide by mp_degree"),
         (("--plan", "dq=3"), "must be dp, mp"),
         (("--plan", "dp=1,dp=1"), "names dp twice"),

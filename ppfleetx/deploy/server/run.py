@@ -13,8 +13,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError, UserError
+from ppfleetx.config.sections.generation import API_KEY_VARIABLE
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
-from ppfleetx.config.sections.serve import API_KEY_VARIABLE
 from ppfleetx.utils.cli import EXIT_INTERRUPTED
 from ppfleetx.utils.log import get_logger
 
@@ -117,8 +117,8 @@ def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> 
     Raises:
         ConfigError: ``Serve.chat_template`` cannot be used.
     """
+    from ppfleetx.deploy.server.answering import TokenTexts
     from ppfleetx.deploy.server.app import Service
-    from ppfleetx.deploy.server.logprobs import TokenTexts
     from ppfleetx.deploy.server.metrics import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler
@@ -166,8 +166,9 @@ def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
 def cache_bytes(cfg: RunConfig, item_size: int) -> int:
     """Bytes of the keys and values of one sequence as long as the model takes."""
     model = cfg.Model
-    per_position = 2 * model.num_layers * model.kv_heads * model.head_size * item_size
-    return per_position * model.max_position_embeddings
+    latent = model.latent_attention
+    width = 2 * model.kv_heads * model.head_size if latent is None else latent.kv_rank + latent.rope_head_dim
+    return model.num_layers * width * item_size * model.max_position_embeddings
 
 
 def serve(service: Service, listener: socket.socket) -> None:

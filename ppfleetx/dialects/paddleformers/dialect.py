@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.reading.files import read_text, shown_path
-from ppfleetx.config.reading.parse import parse_yaml
+from ppfleetx.config.reading.parse import parse_yaml, read_text, shown_path
 from ppfleetx.dialects.given import Given, given_arguments, given_in, without_launcher, world_of
 from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
 from ppfleetx.dialects.paddleformers import rules
@@ -70,6 +69,7 @@ def _translated(given: list[Given], place: str, world_size: int | None) -> Trans
 def _rules(world_size: int | None) -> list[Rule]:
     return [
         rules.network,
+        rules.balancing,
         rules.batches,
         rules.precision,
         rules.optimizer,

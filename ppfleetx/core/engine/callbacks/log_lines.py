@@ -14,7 +14,7 @@ from ppfleetx.utils.progress import ProgressBar
 
 
 class TrainLog(Callback):
-    """One line every ``logging_freq`` steps; costs and speed are means since the last line."""
+    """Logs one line every ``logging_freq`` steps; costs and speeds are means since the last line."""
 
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq
@@ -22,7 +22,7 @@ class TrainLog(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> TrainLog:
-        """For any run."""
+        """For every run."""
         return cls(setup.cfg.Engine.logging_freq)
 
     def on_fit_start(self, run: Run) -> None:
@@ -34,7 +34,7 @@ class TrainLog(Callback):
         self._window.add(record)
         if record.step % self._logging_freq == 0 or record.step == run.max_steps:
             utilization = device_utilization(run.cfg, run.ctx.device)
-            rates = {} if utilization is None else utilization.rates(self._window.batch_cost)
+            rates = {} if utilization is None else utilization.rates(self._window.whole_batch_cost(run.cfg))
             get_logger().info(train_line(record, self._window, rates))
             if record.sources:
                 get_logger().info(sources_line(record))
@@ -47,7 +47,7 @@ class TrainLog(Callback):
 
 
 def eval_line(record: EvalRecord) -> str:
-    """An evaluation's result: perplexity of a language model, the metrics of a classifier."""
+    """The line for an evaluation: a language model's perplexity, or a classifier's metrics."""
     what = "examples" if record.ppl is None else "tokens"
     numbers = {**({} if record.ppl is None else {"ppl": record.ppl}), **record.metrics}
     listed = "".join(f"{name}: {value:.4f}, " for name, value in numbers.items())
@@ -59,19 +59,21 @@ def eval_line(record: EvalRecord) -> str:
 
 
 def sources_line(record: StepRecord) -> str:
-    """The losses of a blend's sources."""
+    """The line with the loss of each corpus of a blend."""
     listed = ", ".join(f"{name}: {source.mean:.9f}" for name, source in record.sources.items())
     return f"loss per source at global step {record.step}, {listed}"
 
 
 def metrics_line(record: StepRecord) -> str:
-    """The task's metrics, and those of the model's layers."""
-    listed = ", ".join(f"{name}: {value:.9g}" for name, value in record.own_metrics.items())
+    """The task's metrics, and those of the model's layers. Those of one layer (``expert_load/3``) are in the
+    file alone."""
+    metrics = {name: value for name, value in record.own_metrics.items() if "/" not in name}
+    listed = ", ".join(f"{name}: {value:.9g}" for name, value in metrics.items())
     return f"metrics at global step {record.step}, {listed}"
 
 
 def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | None = None) -> str:
-    """The line's text; its shape is a contract. ``rates`` are those of ``Utilization.rates``."""
+    """The line for a step, whose form users rely on. ``rates`` come from ``Utilization.rates``."""
     text = (
         f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
         f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "
@@ -87,22 +89,22 @@ def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | 
     return f"{text}, loss_scale: {record.loss_scale:g}, found_inf: {int(record.skipped)}"
 
 
-_LARGEST_LOSS = 20.0  # Megatron prints no larger perplexity than that of this loss
+_LARGEST_LOSS = 20.0  # Megatron caps the perplexity at that of this loss
 
 
 class MegatronLog(Callback):
-    """`` iteration N/ TOTAL | consumed samples: ... |`` every ``logging_freq`` steps, and a line for each
-    evaluation; times and speeds are means since the last line."""
+    """Logs `` iteration N/ TOTAL | consumed samples: ... |`` every ``logging_freq`` steps, and a line for
+    each evaluation, as Megatron-LM does; times and speeds are means since the last line."""
 
-    def __init__(self, logging_freq: int, batch_size: int) -> None:
-        self._logging_freq, self._batch_size = logging_freq, batch_size
+    def __init__(self, logging_freq: int) -> None:
+        self._logging_freq = logging_freq
         self._window = Window()
         self._skipped = 0
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MegatronLog:
         """For any run."""
-        return cls(setup.cfg.Engine.logging_freq, setup.cfg.batch.global_batch_size)
+        return cls(setup.cfg.Engine.logging_freq)
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._window.add(record)
@@ -110,12 +112,13 @@ class MegatronLog(Callback):
         if record.step % self._logging_freq and record.step != run.max_steps:
             return
         seconds = self._window.batch_cost
+        batch_size = record.num_tokens // run.cfg.Data.Train.dataset.max_seq_len
         scale = "" if record.loss_scale is None else f" loss scale: {record.loss_scale:.1f} |"
         get_logger().info(
             f" iteration {record.step:8d}/{run.max_steps:8d} | consumed samples: "
             f"{run.state.consumed_samples:12d} | elapsed time per iteration (ms): {1000 * seconds:.1f} | "
-            f"samples/sec: {self._batch_size / seconds:.3f} | learning rate: {record.lr:.6E} | "
-            f"global batch size: {self._batch_size:5d} | lm loss: {record.loss:.6E} |{scale} "
+            f"samples/sec: {batch_size / seconds:.3f} | learning rate: {record.lr:.6E} | "
+            f"global batch size: {batch_size:5d} | lm loss: {record.loss:.6E} |{scale} "
             f"grad norm: {record.grad_norm:.3f} | number of skipped iterations: {self._skipped:3d} | "
             f"number of nan iterations:   0 |"
         )
@@ -131,8 +134,8 @@ class MegatronLog(Callback):
 
 
 class MindSpeedLog(Callback):
-    """``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms`` every ``logging_freq`` steps; the time is of
-    one step. The line is printed as it is, with nothing before it."""
+    """Prints ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms`` every ``logging_freq`` steps, as
+    MindSpeed does, without a log prefix. The time is the mean of one step."""
 
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq
@@ -140,7 +143,7 @@ class MindSpeedLog(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MindSpeedLog:
-        """For any run."""
+        """For every run."""
         return cls(setup.cfg.Engine.logging_freq)
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
@@ -158,7 +161,7 @@ class MindSpeedLog(Callback):
 
 
 class TrainProgress(Callback):
-    """Steps done of ``max_steps``, time left, and the last loss."""
+    """A progress bar: steps done of ``max_steps``, time left, and the last loss."""
 
     def __init__(self, show: bool | Literal["auto"]) -> None:
         self._show = show
