@@ -186,8 +186,8 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
         )
     if model.latent_attention is not None:
         yield RuleError((f"{key}.enable", "Model.latent_attention"), "such layers cannot be pruned")
-    if model.moe is not None and pruning.part != "heads":
-        yield RuleError((f"{key}.part", "Model.moe"), "units of experts are not pruned; set part to heads")
+    if model.moe is not None:
+        yield RuleError((f"{key}.enable", "Model.moe"), "models with mixtures of experts are not pruned")
     totals = {"heads": model.kv_heads, "mlp": model.ffn_size}
     pruned = [part for part in totals if pruning.part in (part, "both")]
     if "heads" in pruned and model.kv_heads == 1:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ppfleetx.checkpoint.reader import open_checkpoint
-from tests.e2e.conftest import FOUR_STEPS, NANO, Tool, losses, records
+from tests.e2e.conftest import FOUR_STEPS, NANO, Tool, environment, losses, records
+from tests.helpers import programs
 
 CONFIG = NANO.with_name("gpt_moe_nano.yaml")
 BALANCED = (
@@ -56,3 +59,21 @@ def test_another_choice_of_experts_is_another_network(tool: Tool, trained: Path,
     tool.ok(tmp_path, *keys, "Model.moe.z_loss_weight=0", **evaluation)
     for changed in ("Model.moe.top_k=1", "Model.moe.router.normalize=False"):
         assert changed.partition("=")[0] in tool.refused(tmp_path, *keys, changed, **evaluation)
+
+
+def test_experts_are_stored_in_few_bits(tool: Tool, trained: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ppfleetx", "quantize", str(trained), "--to", "int8"]
+    refused = programs.run(
+        [*command, "--smooth", "--calibration", "x", "--output", "y"], timeout=120, cwd=tmp_path
+    )
+    assert refused.returncode == 2 and "--smooth" in refused.stderr and "Traceback" not in refused.stderr
+    small = tmp_path / "small"
+    done = programs.run([*command, "--output", str(small)], timeout=120, env=environment())
+    assert done.returncode == 0, done.stderr
+    keys, evaluation = BALANCED, {"script": "tools/eval.py", "config": CONFIG}
+    whole = tool.ok(tmp_path / "a", *keys, f"Engine.save_load.ckpt_dir={trained}", **evaluation)
+    few = tool.ok(
+        tmp_path / "b", *keys, f"Engine.save_load.ckpt_dir={small}", "Compress.Weights.bits=8", **evaluation
+    )
+    losses_of = [float(re.search(r"loss: ([\d.]+)", one.stdout)[1]) for one in (whole, few)]
+    assert losses_of[0] != losses_of[1] and losses_of[1] == pytest.approx(losses_of[0], rel=0.01)
