@@ -12,6 +12,7 @@ from ppfleetx.commands.main import call
 from ppfleetx.config.errors import DataError
 from ppfleetx.data import checksums
 from ppfleetx.data.checksums import checksums_path, compute_checksums, read_checksums
+from ppfleetx.data.corpus_checks import all_damage, verify_corpora, verify_corpus
 from ppfleetx.data.corpus_formats import convert
 from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter
 from ppfleetx.data.prepare.corpus import find_sources

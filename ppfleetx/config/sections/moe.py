@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Literal
 
 from pydantic import model_validator
@@ -117,6 +118,10 @@ class MoEConfig(Section):
     those with more (needs `router.bias`; 0.001 in DeepSeek-V3): balances without a loss."""
     capacity: CapacityConfig | None = None
     """Limit an expert's positions; null: nothing is dropped."""
+
+    def __repr__(self) -> str:
+        """As it may be written in YAML."""
+        return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
 
     def mixture_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers (0-based, over the whole model) that are mixtures."""
