@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from ppfleetx.commands.verbs import GROUPS, Verb
+from ppfleetx.commands.verbs import GROUPS
 from ppfleetx.utils.cli import run_tool
+
+Row = tuple[str, str]
+"""An argument's signature and its meaning."""
+
+_MANY = 5  # verbs that share an option, from which on it is listed once
 
 _HEAD = """# Commands
 
@@ -46,7 +52,19 @@ def commands_markdown() -> str:
     lines = [_HEAD, "| verb | script | what it does |", "|---|---|---|"]
     verbs = [verb for group in GROUPS.values() for verb in group]
     lines += [f"| [`{v.name}`](#{v.name}) | {_code(scripts.get(v.name))} | {v.help} |" for v in verbs]
-    return "\n".join([*lines, "", *(_section(verb) for verb in verbs)]).rstrip() + "\n"
+    parsers = {verb.name: verb.command().parser(f"ppfleetx {verb.name}") for verb in verbs}
+    counts = Counter(
+        _row(action, parser)
+        for parser in parsers.values()
+        for action in _arguments(parser)
+        if action.option_strings
+    )
+    shared = [row for row, count in counts.items() if count >= _MANY]
+    lines += ["", "## Options of many verbs", "", *_table(shared)]
+    return (
+        "\n".join([*lines, *(_section(name, parser, shared) for name, parser in parsers.items())]).rstrip()
+        + "\n"
+    )
 
 
 def _scripts() -> list[Path]:
@@ -57,18 +75,30 @@ def _verbs_run_by(path: Path) -> list[str]:
     return re.findall(r"run_program\(\"([\w-]+)\"", path.read_text("utf-8"))
 
 
-def _section(verb: Verb) -> str:
-    parser = verb.command().parser(f"ppfleetx {verb.name}")
+def _section(name: str, parser: argparse.ArgumentParser, shared: Collection[Row]) -> str:
+    """A verb: what it does, its own arguments, and the names of those that it shares."""
     description = (parser.description or "").strip().replace("``", "`")
     if re.search(r"^  ", description, re.MULTILINE):
         description = f"```text\n{description}\n```"
-    lines = [f"## {verb.name}", "", description, ""]
-    arguments = [f"| {_signature(action)} | {_meaning(action, parser)} |" for action in _arguments(parser)]
-    if arguments:
-        lines += ["| argument | meaning |", "|---|---|", *arguments, ""]
+    lines = [f"## {name}", "", description, ""]
+    rows = {_row(action, parser): action for action in _arguments(parser)}
+    if common := [action for row, action in rows.items() if row in shared]:
+        names = [f"`{one.option_strings[0]}`{_required(one)}" for one in common]
+        lines += [f"[Options of many verbs](#options-of-many-verbs): {', '.join(names)}.", ""]
+    own = [(row[0], f"{row[1]}{_required(one)}") for row, one in rows.items() if row not in shared]
+    lines += _table(own) if own else []
     if parser.epilog:
         lines += ["```text", parser.epilog.strip() % {"prog": parser.prog}, "```", ""]
     return "\n".join(lines)
+
+
+def _table(rows: Iterable[Row]) -> list[str]:
+    return [
+        "| argument | meaning |",
+        "|---|---|",
+        *(f"| {signature} | {meaning} |" for signature, meaning in rows),
+        "",
+    ]
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
@@ -91,11 +121,13 @@ def _signature(action: argparse.Action) -> str:
     return ", ".join(_code(f"{option} {words}".strip()) for option in action.option_strings)
 
 
-def _meaning(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+def _row(action: argparse.Action, parser: argparse.ArgumentParser) -> Row:
     text = action.help % {**vars(action), "prog": parser.prog} if action.help else ""
-    if action.required and action.option_strings:
-        text += " (required)"
-    return " ".join(text.split()).replace("|", "\\|")
+    return _signature(action), " ".join(text.split()).replace("|", "\\|")
+
+
+def _required(action: argparse.Action) -> str:
+    return " (required)" if action.required and action.option_strings else ""
 
 
 def _code(text: str | None) -> str:

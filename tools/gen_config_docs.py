@@ -25,8 +25,7 @@ sys.path.insert(0, str(_ROOT))
 from ppfleetx.config.field_types import describe, field_types, item_type, section_in
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import LEGAL
-from ppfleetx.config.reading.files import MAX_FILE_BYTES
-from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_VALUES
+from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_FILE_BYTES, MAX_VALUES
 from ppfleetx.config.resume_policy import Effect, keys_of
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -37,16 +36,15 @@ _HEAD = """\
 
 Made by `tools/gen_config_docs.py` from `ppfleetx/config`; do not edit.
 
-A configuration is one YAML file with the sections below. `_base_: other.yaml` (or a list of files, the last
-one strongest) names files it builds on, relative to itself: mappings merge key by key, everything else
-replaces. `_inherited_: False` inside a mapping drops what the bases have there. On the command line
-`-o Section.key=value` replaces one value; the value is YAML, list items are named by index
-(`Data.Train.dataset.split.0=90`), and `null` or `None` is nothing. One key may be given several times with
-equal values; unequal ones are an error. Unknown keys, wrong types and values that do not fit together are
-errors that name the place.
+A configuration is one YAML file with the sections below. `_base_: other.yaml` names a file it builds on (or a
+list of files, of which the last wins), relative to itself: mappings merge key by key, other values replace.
+`_inherited_: False` in a mapping drops what the bases have there. On the command line `-o Section.key=value`
+replaces one value; the value is YAML, list items are named by index (`Data.Train.dataset.split.0=90`), and
+`null` or `None` clears a value. Unknown keys, wrong types, values that do not fit together, and one key given
+twice with different values are errors that name the place.
 
-Files are plain YAML: no tags, no merge keys (`<<`), no second document. Aliases (`&name`, `*name`) are read.
-A file has at most {max_file} bytes, {max_depth} levels and {max_values} values.
+A file has no tags, merge keys (`<<`) or second document, and at most {max_file} bytes, {max_depth} levels and
+{max_values} values. Aliases (`&name`, `*name`) are read.
 
 Editors complete and check these files with the schema in `ppfleetx/configs/schema.json`: put
 `# yaml-language-server: $schema=<path to schema.json>` into the first line.
@@ -55,10 +53,10 @@ Editors complete and check these files with the schema in `ppfleetx/configs/sche
 _EFFECTS_HEAD = """\
 ## What a resumed run may change
 
-A run that resumes a checkpoint compares its configuration with the one in the checkpoint. What becomes of a
-change depends on what the key decides. A section stands for all keys in it that are not listed themselves.
+A run that resumes compares its configuration with the one in the checkpoint. Whether a key may change depends
+on what it decides. A section stands for all keys in it that are not listed themselves.
 
-| what the keys decide, and what becomes of a change | keys |
+| what the keys decide, and whether they may change | keys |
 |---|---|"""
 
 

@@ -67,7 +67,7 @@ def filled(page: str, blocks: dict[str, str], tool: str) -> str:
 def legal_combinations() -> str:
     """Which two kinds go together, as a table, and how many plans there are."""
     lines = [_row(["", *_KINDS]), _row(["---"] * (len(_KINDS) + 1))]
-    refused = []
+    refused: dict[frozenset[str], str] = {}
     for one, change in _KINDS.items():
         cells = []
         for other, further in _KINDS.items():
@@ -75,19 +75,19 @@ def legal_combinations() -> str:
             if plan is None:
                 cells.append("")
             elif found := violations(plan):
-                refused.append(f"{one} with {other}: {found[0].sentence}.")
+                refused.setdefault(frozenset((one, other)), f"- {one} with {other}: {found[0].sentence}.")
                 cells.append("no")
             else:
                 cells.append("yes")
         lines.append(_row([f"**{one}**", *cells]))
     counts = {n: sum(not plan.sharding_offload for plan in enumerate_plans(n)) for n in (2, 4, 8)}
-    numbers = ", ".join(f"{count} of {size}" for size, count in counts.items())
+    numbers = ", ".join(f"{count} for {size} processes" for size, count in counts.items())
     lines += [
         "",
-        f"Of all plans, whatever the model, {numbers} processes are legal, with three and more axes too; "
-        "those with sharding 2 or 3 also with offload.",
+        f"Legal plans of all axes: {numbers}; with sharding 2 or 3 also with offload. Not legal:",
+        "",
     ]
-    return "\n".join([*lines, *(f"- {text}" for text in dict.fromkeys(refused))])
+    return "\n".join([*lines, *refused.values()])
 
 
 def _combined(change: dict, further: dict) -> ParallelPlan | None:

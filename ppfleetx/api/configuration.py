@@ -8,8 +8,8 @@ from typing import Any
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import Section
 from ppfleetx.config.loader import ConfigSource
-from ppfleetx.config.reading.files import Sections
 from ppfleetx.config.reading.overrides import Override, Setting
+from ppfleetx.config.reading.parse import Sections
 from ppfleetx.config.sections.root import RunConfig
 
 Overrides = Mapping[str, Any] | Sequence[str]

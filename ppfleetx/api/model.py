@@ -5,7 +5,9 @@ Nothing here imports Paddle before a model is asked for. Shape letters: b sequen
 
 from __future__ import annotations
 
+import queue
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
@@ -15,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import numpy as np
 
 from ppfleetx.api.configuration import Configuration, Overrides, config_source, settings_of
-from ppfleetx.api.streaming import stream_of
 from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.generation.prompts import as_prompts
+from ppfleetx.generation.text import as_prompts
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
@@ -33,8 +34,56 @@ if TYPE_CHECKING:
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.generation.generator import Generation
-    from ppfleetx.generation.prompts import Prompt
+    from ppfleetx.generation.text import Prompt
     from ppfleetx.models.staged import StagedModel
+
+
+Piece = tuple[int, int, str]
+"""Number of the prompt, number of its continuation, text."""
+
+
+class _AbandonedError(Exception):
+    """Nobody reads the text any more."""
+
+
+def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
+    """Yield each piece of text that ``generate`` passes to ``on_text``.
+
+    If generation fails, its error is raised after the last piece. When the iterator is closed or dropped,
+    generation ends at its next token.
+    """
+    pieces: queue.Queue[Piece | BaseException | None] = queue.Queue()
+    abandoned = threading.Event()
+
+    def on_text(prompt: int, copy: int, piece: str) -> None:
+        if abandoned.is_set():
+            raise _AbandonedError
+        pieces.put((prompt, copy, piece))
+
+    def work() -> None:
+        end: BaseException | None = None
+        try:
+            generate(on_text)
+        except _AbandonedError:
+            pass
+        except BaseException as error:  # noqa: BLE001  (raised in the thread that reads)
+            end = error
+        pieces.put(end)
+
+    thread = threading.Thread(target=work, name="generation", daemon=True)
+    thread.start()
+    try:
+        while True:
+            found = pieces.get()
+            if found is None:
+                return
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+    finally:
+        abandoned.set()
+        thread.join()
+
 
 Tokens = "paddle.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]]"
 
@@ -330,7 +379,7 @@ class GPT:
         Raises:
             CheckpointError: ``directory`` is not empty, or transformers has no such network.
         """
-        from ppfleetx.checkpoint.merge_lora import merge_lora
+        from ppfleetx.checkpoint.adapters import merge_lora
         from ppfleetx.conversion.convert import Conversion, convert
 
         with tempfile.TemporaryDirectory(prefix="ppfleetx-") as scratch:

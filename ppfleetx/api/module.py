@@ -16,7 +16,7 @@ import numpy as np
 from ppfleetx.api.model import GPT, ready
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.data.build import load_tokenizer
-from ppfleetx.generation.prompts import as_texts
+from ppfleetx.generation.text import as_texts
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig

@@ -19,7 +19,7 @@ from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
 from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.generation.prompts import as_texts
+from ppfleetx.generation.text import as_texts
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:

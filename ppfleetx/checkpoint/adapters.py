@@ -1,15 +1,25 @@
-"""LoRA adapters saved without their base weights: the fingerprint that ties them to the base."""
+"""LoRA adapters saved without their base weights: tied to the base by a fingerprint, and merged into it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.checkpoint.weights import fitted, network_of, with_vocabulary
+from ppfleetx.checkpoint.weights_only import model_section, read_ppfleetx, write_ppfleetx
+from ppfleetx.config.errors import CheckpointError, naming
+from ppfleetx.config.sections.lora import LoraConfig
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.models.gpt.spec import parameter_shapes
+from ppfleetx.utils.files import is_taken, refuse_unwritable
 
 BASE = "base"
 """Key of the base's fingerprint in the checkpoints of adapters alone."""
@@ -75,3 +85,126 @@ def refuse_without_base(checkpoint: Checkpoint) -> None:
             f"checkpoint {checkpoint.path} holds adapters alone; name the checkpoint of the weights they "
             "belong to with Model.lora.base (or merge both with ppfleetx merge)"
         )
+
+
+_FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
+"""Input features in one row of a quantised matrix, by its element type."""
+
+
+def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
+    """Write the model that adapters and their base make up; return its step directory.
+
+    ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type, or in float32 if W is
+    quantised.
+
+    Args:
+        path: checkpoint of a run with `Model.lora`; whatever `Engine.save_load.ckpt_dir` accepts.
+        output: a new or empty directory.
+        base: the frozen weights of adapters saved alone; None: those they were trained on.
+
+    Raises:
+        CheckpointError: there are no adapters, or they were trained on another base.
+    """
+    output = Path(output)
+    if is_taken(output):
+        raise CheckpointError(f"--output {output} is there already; name a new or empty directory")
+    refuse_unwritable(output, "--output")
+    with naming("--input", path):
+        trained = read_ppfleetx(path, masters=True, few_bits=True)
+    model = _model(path)
+    tensors = _widened({**_frozen(path, model, base), **trained.tensors})
+    plain = model.model_copy(update={"lora": None})
+    merged = {
+        name: tensor if adapters is None else _sum(tensor, *adapters, scale=model.lora.scale)
+        for name, tensor, adapters in _with_adapters(tensors, parameter_shapes(plain))
+    }
+    weights = replace(trained, tensors=merged)
+    return write_ppfleetx(weights, fitted(weights, plain), plain, output)
+
+
+def _model(path: str | Path) -> ModelConfig:
+    checkpoint = open_resolved(resolve_checkpoint(path))
+    section = model_section(checkpoint.manifest)
+    model = network_of(section, f"checkpoint {checkpoint.path}") if section else None
+    if model is None or model.lora is None:
+        raise CheckpointError(f"checkpoint {checkpoint.path} was not trained with adapters (Model.lora)")
+    return model
+
+
+def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> dict[str, LazyTensor]:
+    """The tensors of the base, if the checkpoint does not hold them itself."""
+    checkpoint = open_resolved(resolve_checkpoint(path))
+    if checkpoint.manifest.fingerprints.get(BASE) is None:
+        if base is not None:
+            raise CheckpointError(f"checkpoint {checkpoint.path} holds the whole model: --base is not needed")
+        return {}
+    lora: LoraConfig = model.lora
+    place = base or lora.base
+    with naming("--base" if base else "Model.lora.base", place):
+        source = with_vocabulary(open_resolved(resolve_checkpoint(place)), model.vocab_size)
+    scales = {name for name in source.names() if name.endswith(".scale")}  # of quantised weights
+    names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
+    names += [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
+    check_base(checkpoint, base_fingerprint(source, names), str(place))
+    return {name: _lazy(source, name) for name in names}
+
+
+def _lazy(source: Checkpoint, name: str) -> LazyTensor:
+    entry = source.entry(name)
+    return LazyTensor(entry.dtype, tuple(entry.shape), lambda: source.read(name))
+
+
+def _with_adapters(
+    tensors: Mapping[str, LazyTensor], names: Iterable[str]
+) -> Iterator[tuple[str, LazyTensor, tuple[LazyTensor, LazyTensor] | None]]:
+    """(name, tensor, its A and B or None) for each of ``names`` in ``tensors``."""
+    for name in names:
+        if name in tensors:
+            linear = name.removesuffix(".weight")
+            a, b = (tensors.get(f"{linear}.lora.{letter}") for letter in "ab")
+            yield name, tensors[name], None if a is None else (a, b)
+
+
+def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> LazyTensor:
+    def load() -> np.ndarray:
+        product = a.cast("F32").read() @ b.cast("F32").read()
+        values = weight.cast("F32").read() + np.float32(scale) * product
+        return cast(values, "F32", weight.dtype)
+
+    return LazyTensor(weight.dtype, weight.shape, load)
+
+
+def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """``tensors`` without scales and with quantised weights as float32, read on demand.
+
+    Args:
+        tensors: by canonical name. ``X.weight``, int8 ``[k, n]`` or pairs uint8 ``[k / 2, n]``, has
+            ``X.scale``: ``[g, n]`` for g groups of input features, or ``[k, 1]`` for the rows of a table.
+    """
+    scales = {
+        name: f"{name.removesuffix('.weight')}.scale"
+        for name, tensor in tensors.items()
+        if tensor.dtype in _FEATURES_IN_A_ROW
+    }
+    return {
+        name: _wide(tensor, tensors[scales[name]]) if name in scales else tensor
+        for name, tensor in tensors.items()
+        if name not in scales.values()
+    }
+
+
+def _wide(stored: LazyTensor, scale: LazyTensor) -> LazyTensor:
+    rows, columns = stored.shape
+    shape = (rows * _FEATURES_IN_A_ROW[stored.dtype], columns)
+
+    def load() -> np.ndarray:
+        levels = stored.read()
+        if stored.dtype == "U8":
+            halves = np.stack([levels & 15, levels >> 4], axis=1).reshape(shape).astype(np.int8)
+            levels = np.where(halves > 7, halves - 16, halves)
+        values, steps = levels.astype(np.float32), scale.read().astype(np.float32)
+        if steps.shape[1] != columns:
+            return values * steps
+        return (values.reshape(len(steps), -1, columns) * steps[:, np.newaxis]).reshape(shape)
+
+    return LazyTensor("F32", shape, load)

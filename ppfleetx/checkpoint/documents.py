@@ -19,8 +19,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.resume_policy import Effect, effect_of
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
-from ppfleetx.data.chat.templates import DEFAULT
-from ppfleetx.data.tasks.chats import NAME, template_of
+from ppfleetx.data.chat.templates import CHAT_DATASET, DEFAULT, template_of
 from ppfleetx.data.tokenizer.files import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
@@ -64,7 +63,7 @@ def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes
 def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """The chat template that the model is trained with, if it is not the tokenizer's own."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
-    if dataset is None or dataset.name != NAME:
+    if dataset is None or dataset.name != CHAT_DATASET:
         return {}
     template = template_of(dataset, tokenizer)
     return (

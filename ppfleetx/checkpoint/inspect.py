@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.entries import TensorEntry
 from ppfleetx.checkpoint.lazy import cast
+from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL
 

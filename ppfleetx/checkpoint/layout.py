@@ -14,8 +14,7 @@ import yaml
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import TOKENIZER_DIR, copy_tokenizer, documents_in
-from ppfleetx.checkpoint.entries import TensorEntry
-from ppfleetx.checkpoint.manifest import Manifest, rank_directory
+from ppfleetx.checkpoint.manifest import Manifest, TensorEntry, rank_directory
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, TensorSlice
 from ppfleetx.checkpoint.weights_only import find_tokenizer_dir

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from ppfleetx.checkpoint import storage
-from ppfleetx.checkpoint.entries import CHUNK_BYTES, SliceEntry, TensorEntry
 from ppfleetx.checkpoint.manifest import (
+    CHUNK_BYTES,
     FORMAT,
     MANIFEST_FILE,
     MARKER_FILE,
     VERSION,
     Manifest,
+    SliceEntry,
+    TensorEntry,
     read_sealed,
 )
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, intersect

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ppfleetx.checkpoint.entries import CHUNK_BYTES, MAX_DOCUMENT_BYTES, DocumentEntry, FileEntry, SliceEntry
+from ppfleetx.checkpoint.manifest import CHUNK_BYTES, MAX_DOCUMENT_BYTES, DocumentEntry, FileEntry, SliceEntry
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.files import fsync_dir

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.entries import TensorEntry
 from ppfleetx.checkpoint.lazy import cast
+from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NAME, MODEL, OPTIMIZER, Index, TensorSlice
 from ppfleetx.config.counts import counted

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ppfleetx.checkpoint.entries import TensorEntry
 from ppfleetx.checkpoint.lazy import LazyTensor, cast, finite
-from ppfleetx.checkpoint.manifest import Manifest
+from ppfleetx.checkpoint.manifest import Manifest, TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, TensorSlice
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown

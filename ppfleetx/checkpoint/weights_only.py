@@ -12,9 +12,8 @@ import yaml
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import OF_ONE_CALL, TOKENIZER_DIR, copy_tokenizer, portable_config
-from ppfleetx.checkpoint.entries import MAX_DOCUMENT_BYTES
 from ppfleetx.checkpoint.lazy import LazyTensor
-from ppfleetx.checkpoint.manifest import Manifest
+from ppfleetx.checkpoint.manifest import MAX_DOCUMENT_BYTES, Manifest
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER
 from ppfleetx.checkpoint.tensors import MASTER_WEIGHT
@@ -23,8 +22,7 @@ from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.config.reading.files import MadeFile, model_in
-from ppfleetx.config.reading.parse import parse_yaml
+from ppfleetx.config.reading.parse import MadeFile, model_in, parse_yaml
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.sections.model import ModelConfig

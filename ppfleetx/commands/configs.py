@@ -1,11 +1,14 @@
-"""The verb ``configs``."""
+"""The verbs ``configs`` and ``completion``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Literal
 
+from ppfleetx.commands.main import PROGRAM
 from ppfleetx.commands.options import Command, positional
+from ppfleetx.commands.verbs import VERBS
 from ppfleetx.config.errors import ConfigError
 
 
@@ -59,3 +62,50 @@ def table() -> str:
         for row in rows
     ]
     return "\n".join(lines)
+
+
+_BASH = """\
+_{name}() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" words
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{verbs}"
+    else
+        case "${{COMP_WORDS[1]}}" in
+{cases}
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word") $(compgen -f -- "$word"))
+}}
+complete -o filenames -F _{name} {name}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion(Command):
+    """Print a script that completes the command's verbs and options in bash or zsh."""
+
+    examples = """\
+examples:
+  source <(ppfleetx completion bash)     in ~/.bashrc
+  source <(ppfleetx completion zsh)      in ~/.zshrc, after compinit
+"""
+    shell: Literal["bash", "zsh"] = positional(None, "which shell the script is for", default=MISSING)
+
+    def run(self) -> None:
+        """Print the script; zsh reads bash's by means of its own bashcompinit."""
+        head = "autoload -U +X bashcompinit && bashcompinit\n" if self.shell == "zsh" else ""
+        print(head + bash_script(), end="")
+
+
+def bash_script() -> str:
+    """The script, with what the verbs take now."""
+    cases = "\n".join(f'        {name}) words="{" ".join(_words(name))}" ;;' for name in sorted(VERBS))
+    return _BASH.format(name=PROGRAM, verbs=" ".join(sorted(VERBS)), cases=cases)
+
+
+def _words(verb: str) -> list[str]:
+    """Options of a verb, and what its positional arguments may be where they are a choice."""
+    words: list[str] = []
+    for action in VERBS[verb].command().parser()._actions:
+        words += action.option_strings or [str(choice) for choice in action.choices or ()]
+    return words

@@ -120,7 +120,7 @@ class Merge(Command):
 
     def run(self) -> None:
         """Merge, and say where the result is."""
-        from ppfleetx.checkpoint.merge_lora import merge_lora
+        from ppfleetx.checkpoint.adapters import merge_lora
         from ppfleetx.utils.log import configure_logging
 
         configure_logging()

@@ -16,8 +16,7 @@ from ppfleetx.commands.launching import SCRIPT, LaunchOptions
 from ppfleetx.commands.options import OptionalConfigOptions, option, switch
 
 if TYPE_CHECKING:
-    from ppfleetx.doctor.case import Case
-    from ppfleetx.doctor.rows import Row
+    from ppfleetx.doctor.check import Row, Target
 
 
 def _seconds(text: str) -> float:
@@ -89,46 +88,45 @@ examples:
             from ppfleetx.doctor.report import exit_code, in_groups
             from ppfleetx.doctor.run import examine_job
 
-            case = _case(self)
+            target = _target(self)
         except ImportError as error:
             return _show([broken_row(error)], 1, as_object=self.json)
         directory = os.environ.get(DIRECTORY_VARIABLE, "")
 
         def finish(rows: list[Row]) -> None:
-            if not directory and case.rank == 0:
-                _show(rows, case.world_size, as_object=self.json)
+            if not directory and target.rank == 0:
+                _show(rows, target.world_size, as_object=self.json)
             elif directory:
-                leave_report(rows, case.world_size, directory, case.local_rank)
+                leave_report(rows, target.world_size, directory, target.local_rank)
 
-        if case.world_size == 1:
-            rows = in_groups(_alone(case))
+        if target.world_size == 1:
+            rows = in_groups(_alone(target))
         else:
-            rows = examine_job(case, seconds=self.timeout, finish=finish)
+            rows = examine_job(target, seconds=self.timeout, finish=finish)
         finish(rows)
         return 0 if directory else exit_code(rows)
 
 
-def _alone(case: Case) -> list[Row]:
+def _alone(target: Target) -> list[Row]:
     """What one process finds; where Paddle cannot be imported, all that needs no Paddle."""
-    from ppfleetx.doctor.before import import_row
+    from ppfleetx.doctor.launch import import_row
     from ppfleetx.doctor.registry import CHECKS
     from ppfleetx.doctor.run import examine_all
 
     problem = import_row() if "paddle" not in sys.modules and find_spec("paddle") is not None else None
     if problem is None:
-        return examine_all(case)
+        return examine_all(target)
     checks = [check for check in CHECKS if not check.imports_paddle]
-    return [replace(problem, group="environment"), *examine_all(case, checks)]
+    return [replace(problem, group="environment"), *examine_all(target, checks)]
 
 
-def _case(options: Doctor) -> Case:
+def _target(options: Doctor) -> Target:
     """This process's place, and the configuration where it can be read."""
     from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config
     from ppfleetx.distributed.together import local_rank
-    from ppfleetx.doctor.case import Case
-    from ppfleetx.doctor.rows import fail
+    from ppfleetx.doctor.check import Target, fail
     from ppfleetx.utils.devices import expected_device
 
     size, cfg, found, device = world_size(os.environ), None, [], expected_device("auto")
@@ -137,9 +135,9 @@ def _case(options: Doctor) -> Case:
             cfg = load_config(options.config, options.override, world_size=size if size > 1 else None)
             device = expected_device(cfg.Global.device)
     except UserError as error:
-        cure = "correct the key that is named; `ppfleetx check -c FILE` looks at the configuration alone"
-        found.append(replace(fail("configuration", str(error), cure), group="configuration"))
-    return Case(
+        fix = "correct the key that is named; `ppfleetx check -c FILE` looks at the configuration alone"
+        found.append(replace(fail("configuration", str(error), fix), group="configuration"))
+    return Target(
         cfg,
         device,
         rank(os.environ),

@@ -185,7 +185,7 @@ def _one(
     micro = named.micro or written.micro_batch()
     if batch % (plan.data_size * micro):
         raise ConfigError(
-            f"{batch} sequences a step cannot be dealt out to {plan.data_size} data ranks (dp x sharding) in "
+            f"{batch} sequences a step cannot be split among {plan.data_size} data ranks (dp x sharding) in "
             f"micro batches of {micro}",
             key=option if words else "--batch",
             value=words or batch,

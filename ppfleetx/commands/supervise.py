@@ -1,13 +1,20 @@
-"""The verb ``supervise``."""
+"""The verbs ``supervise`` and ``hang-report``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass
+from pathlib import Path
 
-from ppfleetx.commands.options import Command, option, positional
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.commands.options import Command, option, positional, switch
+from ppfleetx.config.errors import ConfigError, UserError
+from ppfleetx.resilience.explain import explain
+from ppfleetx.resilience.hang_report import Report, latest, read_reports
+from ppfleetx.resilience.report_dir import HANG_DIRS
 from ppfleetx.resilience.supervisor import supervise, with_resume
 
 
@@ -53,3 +60,85 @@ class Supervise(Command):
             backoff=self.backoff,
             grace=self.grace,
         )
+
+
+_SHOWN_FAULTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangReport(Command):
+    """Say why a job came to a halt, from what its ranks have left in OUTPUT_DIR/hang.
+
+    The first line is the sentence that the job ended with: who is missing where. Reports of an evaluation or
+    a generation in the same directory are read too; the newest ones count. A line for each rank follows.
+    The files rank_*.txt beside the reports have each rank's last collectives and the stacks of its threads.
+    """
+
+    examples = """\
+examples:
+  ppfleetx hang-report output
+  ppfleetx hang-report output/hang --json
+"""
+    directory: Path = positional("DIR", "a run's output directory, or its hang/", default=MISSING)
+    json: bool = switch("print one JSON object")
+
+    def run(self) -> None:
+        """Read the reports, join them, and print what they say."""
+        reports = _newest(self.directory)
+        explanation = explain(reports)
+        if self.json:
+            ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
+            print(json.dumps({**asdict(explanation), "ranks": ranks}, indent=2))
+            return
+        print(explanation.sentence)
+        print()
+        for line in _table(reports):
+            print(line)
+
+
+def _newest(directory: Path) -> dict[int, Report]:
+    """The reports of the last hang in ``directory`` or in those that a run has below it; files that cannot be
+    read are named.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not directory.is_dir():
+        raise UserError(f"{directory}: there is no such directory")
+    faults: dict[Path, str] = {}
+    places = [directory, *(directory / name for name in HANG_DIRS)]
+    found = [latest(read_reports(place, faults=faults)) for place in places]
+    skipped = [f"{path.relative_to(directory)} is passed over: {fault}" for path, fault in faults.items()]
+    reports = max(found, key=lambda one: max((report.written for report in one.values()), default=0.0))
+    if not reports:
+        rest = f". {'; '.join(skipped[:_SHOWN_FAULTS])}" if skipped else ""
+        raise UserError(
+            f"{directory} has no report of a rank (rank_*.json): no job has come to a halt there, or "
+            f"none of its ranks could write (its error then names another directory){rest}"
+        )
+    for line in skipped[:_SHOWN_FAULTS]:
+        print(f"warning: {line}", file=sys.stderr)
+    return reports
+
+
+def _facts(report: Report) -> dict[str, object]:
+    """A report without its calls and stacks, which are in the file."""
+    facts = asdict(report)
+    for name in ("calls", "stacks", "counts"):
+        del facts[name]
+    return facts
+
+
+def _table(reports: Mapping[int, Report]) -> Iterator[str]:
+    size = max(report.world_size for report in reports.values())
+    for rank in range(size):
+        report = reports.get(rank)
+        if report is None:
+            yield f"rank {rank}: no report"
+            continue
+        state = f"waits in {report.waits_for}" if report.waits_for else f"{report.place}, {report.where}"
+        if report.failure:
+            yield f"rank {rank} on {report.host}, step {report.step}: {state}; {report.failure}"
+            continue
+        step = "before its first step" if report.step is None else f"step {report.step}"
+        yield f"rank {rank} on {report.host}, {step}: {state}; no progress for {report.quiet_seconds:.0f} s"

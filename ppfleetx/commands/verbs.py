@@ -38,9 +38,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("train", "train:Train", "pretrain or finetune the model of a configuration"),
         Verb("finetune", "finetune:Finetune", "train from the weights of another run or model"),
         Verb("supervise", "supervise:Supervise", "run a training command and start it again when it fails"),
-        Verb(
-            "hang-report", "hang_report:HangReport", "say why a job came to a halt, from its ranks' reports"
-        ),
+        Verb("hang-report", "supervise:HangReport", "say why a job came to a halt, from its ranks' reports"),
         Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
         Verb("check", "check:Check", "look at a configuration: plan, parameters, batch arithmetic"),
         Verb("plan", "plan:Plan", "predict memory and step time, or rank the plans of so many cards"),
@@ -49,7 +47,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
             "translate:Translate",
             "print another toolkit's configuration or command line as ours",
         ),
-        Verb("index", "index:Index", "build the index maps of a configuration ahead of a run"),
+        Verb("index", "corpora:Index", "build the index maps of a configuration ahead of a run"),
         Verb("compare", "compare:Compare", "compare the losses of two runs"),
         Verb("plot", "plot:Plot", "draw the loss curves of a run"),
     ),
@@ -58,9 +56,9 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("chat", "chat:Chat", "talk with a model"),
         Verb("eval", "evaluate:Evaluate", "loss and perplexity of a checkpoint, or a classifier's scores"),
         Verb("lm-eval", "lm_eval:LmEval", "tasks of lm-evaluation-harness"),
-        Verb("export", "export:Export", "export a checkpoint as a program that generates by itself"),
-        Verb("infer", "infer:Infer", "continue prompts with an exported model"),
-        Verb("serve", "serve:Serve", "serve a checkpoint over HTTP"),
+        Verb("export", "serving:Export", "export a checkpoint as a program that generates by itself"),
+        Verb("infer", "serving:Infer", "continue prompts with an exported model"),
+        Verb("serve", "serving:Serve", "serve a checkpoint over HTTP"),
     ),
     "checkpoints": (
         Verb("inspect", "inspect_checkpoint:Inspect", "show a checkpoint, verify its checksums, compare two"),
@@ -85,9 +83,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
     ),
     "the command itself": (
         Verb("configs", "configs:Configs", "list the configurations that ship, or copy one"),
-        Verb(
-            "completion", "completion:Completion", "print a script that completes this command in bash or zsh"
-        ),
+        Verb("completion", "configs:Completion", "print a script that completes this command in bash or zsh"),
     ),
 }
 """The verbs as ``ppfleetx --help`` lists them."""

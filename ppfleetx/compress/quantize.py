@@ -29,10 +29,10 @@ from ppfleetx.compress.rounding import (
     nearest,
     on_trained_grid,
     output_error,
+    smooth_block,
     weight_error,
 )
 from ppfleetx.compress.samples import Samples
-from ppfleetx.compress.smoothing import smooth_block
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.compress import (
     GROUP_MULTIPLE,

@@ -9,7 +9,7 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.data.corpus_paths import open_tokens
+from ppfleetx.data.corpus_formats import open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 _TEXT = (".txt", ".md", ".text")

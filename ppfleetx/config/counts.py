@@ -1,6 +1,8 @@
-"""Numbers of things in messages: `1 process`, `2 processes`, `3 corpora`."""
+"""Counts, sizes and ranks in messages: `1 process`, `3 corpora`, `1.5 GiB`, `ranks 0-2, 5`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 _IRREGULAR = {"corpus": "corpora", "epoch": "epochs"}
 
@@ -11,3 +13,22 @@ def counted(count: int, noun: str, spec: str = "") -> str:
     if count != 1:
         last = _IRREGULAR.get(last) or last + ("es" if last.endswith(("s", "x", "ch", "sh")) else "s")
     return " ".join([f"{count:{spec}}", *before, last])
+
+
+def bytes_text(num_bytes: float) -> str:
+    """``1.5 GiB``, in the largest unit of GiB, MiB and KiB of which there is at least one."""
+    units = ((1 << 30, "GiB"), (1 << 20, "MiB"))
+    unit, name = next(((unit, name) for unit, name in units if num_bytes >= unit), (1 << 10, "KiB"))
+    return f"{num_bytes / unit:.1f} {name}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``, ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [f"{a}-{b}" if b > a + 1 else ", ".join(map(str, range(a, b + 1))) for a, b in runs]
+    return f"rank{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {', '.join(shown)}"

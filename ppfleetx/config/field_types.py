@@ -9,7 +9,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ppfleetx.config.fields import Says, Section
-from ppfleetx.config.other_toolkits.synonyms import our_key
+from ppfleetx.config.foreign import our_key
 from ppfleetx.config.registry import Registered
 
 

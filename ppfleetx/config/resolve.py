@@ -6,15 +6,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ppfleetx.config.batch import BatchPlan, resolve_batch
-from ppfleetx.config.compression import compression_violations
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
-from ppfleetx.config.finetuning import finetuning_violations, glue_task, num_outputs
-from ppfleetx.config.fused_products import fused_violations
-from ppfleetx.config.lengths import length_violations, position_violations, workload_of
 from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, nearest_plan, violations
 from ppfleetx.config.reading.tree import is_argument
+from ppfleetx.config.rules import (
+    compression_violations,
+    finetuning_violations,
+    fused_violations,
+    glue_task,
+    length_violations,
+    num_outputs,
+    position_violations,
+    workload_of,
+)
 from ppfleetx.config.sections.root import RunConfig, plan_of
 from ppfleetx.config.validate import violation_error
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.reading.files import shown_path
+from ppfleetx.config.reading.parse import shown_path
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 _BASES = "_base_"

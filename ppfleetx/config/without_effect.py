@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.fields import Section
-from ppfleetx.config.reading.files import is_of_a_model
+from ppfleetx.config.reading.parse import is_of_a_model
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.registries import DATASETS, OPTIMIZERS, SCHEDULES
 from ppfleetx.config.sections.compress import PruneConfig, QuantizationConfig

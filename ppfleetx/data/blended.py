@@ -13,7 +13,7 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, Sample
-from ppfleetx.data.index_cache import load_or_build
+from ppfleetx.data.index_map import load_or_build
 
 BLEND_VERSION = 1
 """Changes when equal weights would give another order than before."""

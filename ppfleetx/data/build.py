@@ -21,14 +21,12 @@ from ppfleetx.data.blended import (
     normalise,
     weighted_order,
 )
-from ppfleetx.data.corpus_paths import find_prefixes, open_tokens
-from ppfleetx.data.gpt_dataset import GPTDataset, SampleOptions
+from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
+from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, split_ranges
 from ppfleetx.data.loader import DataLoader, Dataset
 from ppfleetx.data.sampler import GlobalBatchSampler, Tail
-from ppfleetx.data.split import MODES, split_ranges
 from ppfleetx.data.tasks.chats import ChatDataset
-from ppfleetx.data.tasks.glue import TASKS
-from ppfleetx.data.tasks.glue_metrics import require_libraries
+from ppfleetx.data.tasks.glue import TASKS, require_libraries
 from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.token_store import TokenStore
 from ppfleetx.data.tokenizer.files import GPT2_FILES

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.build import load_tokenizer
-from ppfleetx.data.corpus_paths import find_prefixes, open_tokens
+from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_corpus, check_tokenizer
 

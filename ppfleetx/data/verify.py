@@ -11,7 +11,7 @@ import numpy as np
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, MissingDataError
 from ppfleetx.data.checksums import SUFFIXES, Block, checksums_path, read_checksums
-from ppfleetx.data.corpus_paths import find_prefixes
+from ppfleetx.data.corpus_formats import find_prefixes
 from ppfleetx.data.indexed import IndexedDataset
 from ppfleetx.utils.log import get_logger
 

@@ -13,20 +13,20 @@ from paddle import inference
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.generation import InferenceConfig, TensorRTConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.capabilities import check_generation, check_onednn
 from ppfleetx.deploy.export_dir import (
     PROGRAM_FILE,
     TOKENIZER_DIRECTORY,
     WEIGHTS_FILE,
     ExportManifest,
     blocks_file,
+    check_generation,
+    check_onednn,
     cpu_ops_file,
     open_export,
     quantized_ops_file,
 )
 from ppfleetx.distributed.device import is_card, is_gpu, kind_of, waiting_for_each_operator
-from ppfleetx.generation.batch import Batch
-from ppfleetx.generation.generator import TextGenerator
+from ppfleetx.generation.generator import Batch, TextGenerator
 from ppfleetx.generation.processors import SMALLEST
 from ppfleetx.generation.search import Row
 from ppfleetx.generation.session import pad_left

@@ -1,4 +1,4 @@
-"""Values of a configuration file or command line as the user wrote them, each with its place."""
+"""Values of a configuration file or command line as the user wrote them, and the launcher in front of it."""
 
 from __future__ import annotations
 

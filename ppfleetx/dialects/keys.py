@@ -1,4 +1,17 @@
-"""The keys of a dialect and what becomes of each, for translation, messages and documentation."""
+"""The keys of a dialect and what becomes of each, read from its ``keys.yaml``.
+
+The tables of a file are those of the dialect's page. A row says what happens to a key, or to several keys
+with blanks between them:
+
+- ``to``: the native keys that its value becomes, as it is, or ``by`` one of `CONVERSIONS`, or by a table of
+  ``choices``;
+- ``joint``: native keys that a rule of the dialect computes from this key and others;
+- ``fixed``: nothing follows this key, for this reason; with ``only``, no other values are accepted;
+- ``unused``: the key has no meaning here, for this reason;
+- ``refused``: the key is an error, for this reason.
+
+``says`` is a note for the page. ``*`` stands for any one part of a key, a last ``**`` for one or more parts.
+"""
 
 from __future__ import annotations
 

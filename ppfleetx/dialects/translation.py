@@ -1,4 +1,4 @@
-"""The result of a translation: native values that know where they came from."""
+"""A translation: what the user gave, and native values that know where they came from."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How the processes of a job meet: the first one listens, the others find it, and each learns about all.
+"""Rendezvous of the processes of a job: the first one listens, the others connect, and each learns about all.
 
-The process groups of CPU ranks begin this way instead of with Paddle's TCPStore, which waits in C++ for ranks
-that do not come and cannot name them. ``ppfleetx doctor`` meets the same way and keeps the connections. Every
-wait ends in a known time, with a sentence that names the address and who is missing.
+CPU process groups start this way rather than with Paddle's TCPStore, which waits in C++ for missing ranks and
+cannot name them. ``ppfleetx doctor`` uses the same rendezvous and keeps the connections. Every wait has a
+time limit, and its error names the address and the missing processes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ppfleetx.config.counts import ranks_text
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.cpu.watch import end_when_silent
 from ppfleetx.utils.log import get_logger
@@ -27,28 +28,28 @@ from ppfleetx.utils.log import get_logger
 Address = tuple[str, int]
 
 MARGIN_SECONDS = 10.0
-"""The others wait this much longer than the first process, which knows who is missing."""
+"""How much longer the others wait than the first process, which knows who is missing."""
 _LOG_AFTER_SECONDS = 10.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 _ANSWER_SECONDS = 10.0
 _SEND_SECONDS = 30.0
 _LONGEST_LINE = 64 << 20
-_SAME_CURE = "start all with the same --nnodes, --nproc and --master, and no other job at that address"
+_SAME_FIX = "start all with the same --nnodes, --nproc and --master, and no other job at that address"
 
 
 class RendezvousError(Exception):
-    """The processes cannot meet; ``cure`` says what to do about it."""
+    """The processes cannot meet; ``fix`` says what to do."""
 
-    def __init__(self, found: str, cure: str) -> None:
+    def __init__(self, found: str, fix: str) -> None:
         super().__init__(found)
-        self.cure = cure
+        self.fix = fix
 
 
 def meeting_point() -> Address:
-    """The address at which rank 0 listens: the one that Paddle would use for the job's store.
+    """The address on which rank 0 listens: the one Paddle would use for the job's store.
 
     Raises:
-        ConfigError: the environment names none.
+        ConfigError: the environment does not name one.
     """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not (host and port):
@@ -79,7 +80,8 @@ class Line:
             self._out.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self, deadline: float) -> Any:
-        """The next value. Raises TimeoutError at ``deadline`` (monotonic), ConnectionError at the end."""
+        """The next value. Raises TimeoutError at ``deadline`` (monotonic), ConnectionError if it is
+        closed."""
         while (value := self.buffered()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -98,7 +100,7 @@ class Line:
             raise ConnectionAbortedError(errno.EMSGSIZE, "the message is too long")
 
     def buffered(self) -> Any:
-        """The next value that has arrived completely, or None."""
+        """The next value, or None if it has not arrived completely."""
         line, end, rest = self._read.partition(b"\n")
         if not end:
             return None
@@ -118,10 +120,10 @@ class Member:
     """What a process says about itself.
 
     Attributes:
-        name: for messages, e.g. ``rank 3``.
-        number: its place in the job, 0 for the process that listens; None in a job whose members are numbered
-            as they come.
-        address: where it can be reached later, if the others need to know.
+        name: its name in messages, e.g. ``rank 3``.
+        number: its number in the job, 0 for the process that listens; None if members are numbered in the
+            order they arrive.
+        address: where the others can reach it later, if they need to.
     """
 
     name: str
@@ -134,11 +136,11 @@ class Members:
     """What every process knows once all have met.
 
     Attributes:
-        number: the place of this process.
-        names, addresses: of all processes, by number.
+        number: the number of this process.
+        names, addresses: names and addresses of all processes, by number.
         token: 256 random bits that prove that a connection belongs to this job.
-        lines: the connections that are open, by number: the first process has one to each of the others,
-            and these have one to it.
+        lines: the open connections, by number: the first process has one to each of the others, and each of
+            the others has one to it.
     """
 
     number: int
@@ -153,7 +155,7 @@ class Members:
 
 
 class _Wait:
-    """A limited wait; the log says once what it is for when it takes long."""
+    """A wait with a time limit. If it takes long, the log says once what it is for."""
 
     def __init__(self, seconds: float) -> None:
         self._begin, self.seconds, self._is_logged = time.monotonic(), seconds, False
@@ -166,7 +168,7 @@ class _Wait:
         return waited >= self.seconds
 
     def next_look(self) -> float:
-        """Seconds until the limit or the line in the log, whichever is next."""
+        """Seconds until the time limit or the log message, whichever comes first."""
         until = self.seconds if self._is_logged else min(self.seconds, _LOG_AFTER_SECONDS)
         return max(self._begin + until - time.monotonic(), 0.0) + 0.001
 
@@ -175,11 +177,11 @@ class _Wait:
 
 
 def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Listen at ``point`` until all ``size`` processes have come.
+    """Listen at ``point`` until all ``size`` processes have arrived.
 
     Raises:
-        RendezvousError: the port cannot be opened, somebody did not come or is gone again. The others get
-            the same sentence.
+        RendezvousError: the port cannot be opened, or a process did not arrive or has left again. The others
+            get the same message.
     """
     try:
         listener = socket.create_server(("", point[1]), backlog=size + 16)
@@ -199,14 +201,14 @@ def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
 
 
 class _Reception:
-    """Who has come so far."""
+    """The processes that have arrived so far."""
 
     def __init__(self, point: Address, size: int, own: Member) -> None:
         self._where, self._size = "{}:{}".format(*point), size
         self._came: dict[int, Member] = {0: own}
         self._lines: dict[int, Line] = {}
         self._numbers: dict[Line, int] = {}
-        self._strangers: dict[Line, str] = {}  # connections that have not said who they are, and from where
+        self._strangers: dict[Line, str] = {}  # connections that have not said who they are -> address
         self._refused: list[str] = []
         self._selector = selectors.DefaultSelector()
 
@@ -233,18 +235,18 @@ class _Reception:
         names, addresses = [one.name for one in members], [one.address for one in members]
         token = secrets.token_bytes(32)
         for number, line in self._lines.items():
-            with contextlib.suppress(OSError):  # it is gone; whoever needs it next finds out
+            with contextlib.suppress(OSError):  # it is gone; the next to need it will notice
                 line.send({"number": number, "names": names, "addresses": addresses, "token": token.hex()})
         return Members(0, names, addresses, token, self._lines)
 
     def refuse_all(self, error: RendezvousError) -> None:
         for line in self._lines.values():
             with contextlib.suppress(OSError):
-                line.send({"refused": str(error), "cure": error.cure})
+                line.send({"refused": str(error), "fix": error.fix})
             line.close()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it is gone already
+        with contextlib.suppress(OSError):  # it has left already
             connection, address = listener.accept()
             end_when_silent(connection)
             line = Line(connection)
@@ -252,10 +254,10 @@ class _Reception:
             self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> bool:
-        """Read what has arrived; False when nothing more is wanted from there.
+        """Read what has arrived. Returns False if the connection is of no use.
 
         Raises:
-            RendezvousError: a member that had come is gone.
+            RendezvousError: a member that had arrived has left.
         """
         try:
             line.fill()
@@ -283,7 +285,7 @@ class _Reception:
         elif number in self._came or not 0 < number < self._size:
             why = f"number {number} is there already: two jobs meet at {self._where}"
         with contextlib.suppress(OSError):
-            line.send({"refused": why, "cure": _SAME_CURE} if why else {})
+            line.send({"refused": why, "fix": _SAME_FIX} if why else {})
         if why:
             self._refused.append(f"{name}: {why}")
             return False
@@ -295,7 +297,7 @@ class _Reception:
     def _listed(self, numbers: Sequence[int]) -> str:
         if self._came[0].number is None:
             return f"{len(numbers)} of {self._size - 1} others"
-        return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+        return ranks_text(numbers)
 
     def _incomplete(self, missing: Sequence[int], seconds: float) -> RendezvousError:
         text = f"{self._listed(missing)} did not come to {self._where} within {seconds:g} s"
@@ -314,10 +316,10 @@ class _Reception:
 
 
 def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
-    """Find the process that listens at ``point``, and wait until all have come.
+    """Connect to the process that listens at ``point``, and wait until all have arrived.
 
     Raises:
-        RendezvousError: nobody listens there, nothing comes through, or the first one names who is missing.
+        RendezvousError: nobody listens there, nothing gets through, or the first process says who is missing.
     """
     first = f"{'rank 0' if own.number is not None else 'the first machine'} at {{}}:{{}}".format(*point)
     deadline = time.monotonic() + seconds
@@ -343,18 +345,18 @@ def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
             "look at its log; does another program hold that port?",
         ) from error
     line.close()
-    raise RendezvousError(f"{first} says: {said['refused']}", str(said.get("cure")))
+    raise RendezvousError(f"{first} says: {said['refused']}", str(said.get("fix")))
 
 
 def _connect(point: Address, name: str, first: str, wait: _Wait) -> socket.socket:
-    """Try until it succeeds or the time is up."""
+    """Try to connect until it succeeds or the time is up."""
     while True:
         try:
             connection = socket.create_connection(point, max(0.2, min(_CONNECT_SECONDS, wait.next_look())))
             if connection.getsockname() != connection.getpeername():
                 end_when_silent(connection)
                 return connection
-            # TCP may connect a local port to itself while nobody listens there.
+            # TCP may connect a local port to itself if nobody listens on it.
             connection.close()
             problem: OSError = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         except OSError as error:
@@ -380,13 +382,13 @@ def _silent(first: str, seconds: float, *, is_heard: bool) -> RendezvousError:
 def _unreachable(first: str, error: OSError, seconds: float) -> RendezvousError:
     if isinstance(error, socket.gaierror):
         why = f"the name is not known here ({error.strerror})"
-        cure = "give the address instead of the name, or add it to /etc/hosts of this machine"
+        fix = "give the address instead of the name, or add it to /etc/hosts of this machine"
     elif isinstance(error, ConnectionRefusedError):
-        why, cure = f"nobody listens there ({error.strerror})", "start it; is this its address and port?"
+        why, fix = f"nobody listens there ({error.strerror})", "start it; is this its address and port?"
     elif isinstance(error, TimeoutError):
         why = "nothing comes back"
-        cure = "a firewall drops what goes to that port, or the address is of another network: open the port"
+        fix = "a firewall drops what goes to that port, or the address is of another network: open the port"
     else:
         why = f"it cannot be reached ({error.strerror})"
-        cure = "is the address right, and is the network up?"
-    return RendezvousError(f"no connection to {first} within {seconds:g} s: {why}", cure)
+        fix = "is the address right, and is the network up?"
+    return RendezvousError(f"no connection to {first} within {seconds:g} s: {why}", fix)

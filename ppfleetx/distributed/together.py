@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ppfleetx.config.counts import ranks_text
 from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.cpu.transport import time_limit
@@ -95,7 +96,7 @@ def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> st
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):
         return first
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {first}"
+    return f"{ranks_text(ranks)}: {first}"
 
 
 def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""What must be equal on all processes of a job: versions, sources, configuration, data, variables."""
+"""Compare what must be equal in all processes of a job: versions, sources, configuration, data, variables."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx import __version__
+from ppfleetx.config.counts import ranks_text
 from ppfleetx.config.record import flat_values
-from ppfleetx.doctor.case import Case, within
+from ppfleetx.doctor.check import Row, Target, fail, ok, warn, within
 from ppfleetx.doctor.files import fingerprints, starts
-from ppfleetx.doctor.report import rank_words
-from ppfleetx.doctor.rows import Row, fail, ok, warn
 from ppfleetx.utils.installed import LIBRARIES
 
 Values = Mapping[str, Any]
@@ -27,49 +26,49 @@ _UNREAD: Values = {"unread": True}
 _PACKAGE = Path(__file__).resolve().parents[1]
 _VARIABLES = ("NCCL_", "HCCL_", "BKCL_", "FLAGS_", "NVIDIA_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")
 _OF_A_RANK = ("FLAGS_selected_",)
-_OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA", "HCCL_IF_IP")  # interfaces may have other names on another machine
-# These may differ between machines without harm: the log, the cards, the wiring.
+_OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA", "HCCL_IF_IP")  # the names of interfaces may differ by machine
+# These may differ between machines without harm: logs, cards, wiring.
 _HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SHOWN = 4
-_READ_SECONDS = 40.0  # of one fact; less than the others wait
+_READ_SECONDS = 40.0  # to read one fact; shorter than the others wait
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that is compared.
+    """Something that must be equal in all processes.
 
     Attributes:
-        name: of the row.
-        read: what this process has of it, by name.
-        cure: what to do if they differ.
-        of_node: only the first process of each node reads it.
+        name: name of the row.
+        read: returns this process's values by name.
+        fix: what to do if the values differ.
+        of_node: whether only the first process of each node reads it.
     """
 
     name: str
-    read: Callable[[Case], Values]
-    cure: str
+    read: Callable[[Target], Values]
+    fix: str
     of_node: bool = False
 
-    def of(self, case: Case) -> Values | None:
-        """The values of this process; None where another process of the node has them."""
-        if self.of_node and case.local_rank != 0:
+    def of(self, target: Target) -> Values | None:
+        """This process's values; None if another process of the node reads them."""
+        if self.of_node and target.local_rank != 0:
             return None
         try:
-            return within(_READ_SECONDS, lambda: self.read(case))
+            return within(_READ_SECONDS, lambda: self.read(target))
         except TimeoutError:
             return _UNREAD
 
 
-def _versions(case: Case) -> Values:
-    """Of everything that ppfleetx, its extras and Paddle require, and of NVIDIA's libraries."""
+def _versions(target: Target) -> Values:
+    """The versions of all that ppfleetx, its extras and Paddle require, and of NVIDIA's libraries."""
     wanted = _required()
     mine = {name: version for name, version in _installed().items() if name in wanted or "nvidia" in name}
     return {"python": platform.python_version(), **mine, "ppfleetx": __version__}
 
 
 def _installed() -> dict[str, str]:
-    """Versions of the distributions by name: of each the first on the path, which is the one imported."""
+    """The versions of installed distributions; of duplicates the first on the path, which Python imports."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:
@@ -88,8 +87,8 @@ def _required() -> set[str]:
     return names
 
 
-def _sources(case: Case) -> Values:
-    """A hash for each folder of the package."""
+def _sources(target: Target) -> Values:
+    """A hash of each folder of the package."""
     digests: dict[str, Any] = {}
     for file in sorted(_PACKAGE.rglob("*.py")):
         relative = file.relative_to(_PACKAGE)
@@ -99,16 +98,16 @@ def _sources(case: Case) -> Values:
     return {folder: digest.hexdigest()[:12] for folder, digest in digests.items()}
 
 
-def _configuration(case: Case) -> Values:
-    if case.cfg is None:
+def _configuration(target: Target) -> Values:
+    if target.cfg is None:
         return {}
-    return {key: repr(value) for key, value in flat_values(case.cfg.model_dump(mode="json"))}
+    return {key: repr(value) for key, value in flat_values(target.cfg.model_dump(mode="json"))}
 
 
-def _variables(case: Case) -> Values:
+def _variables(target: Target) -> Values:
     return {
         name: value
-        for name, value in case.environ.items()
+        for name, value in target.environ.items()
         if name.startswith(_VARIABLES)
         and not name.startswith((*_OF_A_RANK, *_HARMLESS))
         and not name.endswith(_OF_A_MACHINE)
@@ -125,20 +124,20 @@ FACTS: tuple[Fact, ...] = (
     Fact("checkpoints", starts, "copy the same checkpoint to all machines, or share it", of_node=True),
     Fact("variables", _variables, "set them alike for all processes: these change what is computed or sent"),
 )
-"""Everything that is compared."""
+"""All facts that are compared."""
 
 
-def digests(case: Case, tell: Callable[[str], None]) -> dict[str, str | None]:
-    """A hash of each fact of this process; None where another process of the node has it.
+def digests(target: Target, tell: Callable[[str], None]) -> dict[str, str | None]:
+    """A hash of each fact in this process; None if another process of the node reads it.
 
     Args:
-        case: the place of this process.
+        target: what this process examines.
         tell: called with the name of each fact before it is read, which may take a while.
     """
     found: dict[str, str | None] = {}
     for fact in FACTS:
         tell(fact.name)
-        values = fact.of(case)
+        values = fact.of(target)
         found[fact.name] = None if values is None else _digest(values)
     return found
 
@@ -148,56 +147,55 @@ def _digest(values: Values) -> str:
 
 
 def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """Names of the facts that differ between processes, or that one of them could not read."""
+    """The names of facts that differ between processes or that a process could not read."""
     hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
 
-def in_full(case: Case, names: Sequence[str], tell: Callable[[str], None]) -> dict[str, Values | None]:
-    """The values of these facts; ``tell`` as in :func:`digests`."""
+def in_full(target: Target, names: Sequence[str], tell: Callable[[str], None]) -> dict[str, Values | None]:
+    """The values of the named facts; ``tell`` is as in :func:`digests`."""
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:
             tell(fact.name)
-            found[fact.name] = fact.of(case)
+            found[fact.name] = fact.of(target)
     return found
 
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
-    """A row for each fact.
+    """One row for each fact.
 
     Args:
-        answers: :func:`in_full` by rank.
-        names: the facts that differ, or were not read; the others are equal.
+        answers: the results of :func:`in_full`, by rank.
+        names: the facts that differ or could not be read; all others are equal.
     """
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}
         unread = [rank for rank, mine in values.items() if mine == _UNREAD]
         if fact.name in names and unread:
-            text = f"not compared: {rank_words(unread)} could not read it within {_READ_SECONDS:g} s"
+            text = f"not compared: {ranks_text(unread)} could not read it within {_READ_SECONDS:g} s"
             yield warn(fact.name, text, "is the file system slow, or dead? (ls, df)")
         elif fact.name in names and (differences := "; ".join(_differences(values))):
-            yield fail(fact.name, differences, fact.cure)
+            yield fail(fact.name, differences, fact.fix)
         else:
             yield ok(fact.name, "equal on all processes")
 
 
 def _differences(values: Mapping[int, Values]) -> Iterator[str]:
-    """What differs, with the ranks that have it."""
+    """Describe what differs, naming the ranks."""
     keys = sorted({key for mine in values.values() for key in mine})
     unequal = [key for key in keys if len({str(mine.get(key)) for mine in values.values()}) > 1]
     for key in unequal[:_SHOWN]:
         ranks: dict[str, list[int]] = {}
         for rank, mine in sorted(values.items()):
             ranks.setdefault(str(mine[key]) if key in mine else "nothing", []).append(rank)
-        yield f"{key} is " + ", ".join(f"{value} on {rank_words(those)}" for value, those in ranks.items())
+        yield f"{key} is " + ", ".join(f"{value} on {ranks_text(those)}" for value, those in ranks.items())
     if len(unequal) > _SHOWN:
         yield f"and {len(unequal) - _SHOWN} more"
 
 
-def host_of(case: Case) -> str:
-    """The name that tells this machine from the job's others."""
-    return (
-        f"{socket.gethostname()} {case.environ.get('PADDLE_CURRENT_ENDPOINT', '').rpartition(':')[0]}".strip()
-    )
+def host_of(target: Target) -> str:
+    """A name that distinguishes this machine from the others in the job."""
+    endpoint = target.environ.get("PADDLE_CURRENT_ENDPOINT", "")
+    return f"{socket.gethostname()} {endpoint.rpartition(':')[0]}".strip()

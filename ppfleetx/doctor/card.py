@@ -1,6 +1,6 @@
-"""A card: its driver, the types it computes in, and small runs on it compared with the CPU.
+"""Check a card: its driver, the types it computes in, and small computations compared with the CPU.
 
-The runs take a device, so tests can try them on a CPU; as checks they run on cards only.
+The computations take a device argument so that tests can run them on a CPU; as checks they run on cards only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import paddle.nn.functional as F
 
 from ppfleetx.distributed.device import capability, count, is_gpu, kind_of, total_memory
 from ppfleetx.distributed.tf32 import allow_tf32
-from ppfleetx.doctor.case import Case, lacks
-from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
+from ppfleetx.doctor.check import Row, Target, fail, lacks, ok, skipped, warn
 from ppfleetx.nn.flash import flash_attention, flash_obstacle
 from ppfleetx.nn.fused import TABLE, obstacles
 from ppfleetx.nn.kernels import KernelOptions, reference_attention
@@ -26,8 +25,8 @@ _QUERY_SECONDS = 20.0
 _BUSY_SHARE = 0.1
 
 
-def driver(case: Case) -> Iterator[Row]:
-    """What ``nvidia-smi`` reports: driver, cards, memory in use, errors."""
+def driver(target: Target) -> Iterator[Row]:
+    """Report what ``nvidia-smi`` says: driver, cards, memory in use, memory errors, links."""
     program = shutil.which("nvidia-smi")
     if program is None:
         yield warn("nvidia-smi", "not found", "install the driver's tools; in a container: --gpus all")
@@ -47,7 +46,7 @@ def driver(case: Case) -> Iterator[Row]:
 
 
 def card_rows(answer: str) -> Iterator[Row]:
-    """Rows of the answer of ``nvidia-smi --query-gpu`` (``csv,noheader,nounits``)."""
+    """One row for each card in the output of ``nvidia-smi --query-gpu`` (``csv,noheader,nounits``)."""
     for line in answer.strip().splitlines():
         index, name, version, total, used, errors, _ = (part.strip() for part in line.split(","))
         text = f"{name}, driver {version}, {used} of {total} MiB used"
@@ -61,7 +60,7 @@ def card_rows(answer: str) -> Iterator[Row]:
 
 
 def _links(matrix: str) -> str:
-    """The number of pairs of cards by kind of link, from ``nvidia-smi topo -m``."""
+    """Count pairs of cards by kind of link, from the output of ``nvidia-smi topo -m``."""
     kinds: dict[str, int] = {}
     rows = [line.split() for line in matrix.splitlines() if line.startswith("GPU")]
     for number, words in enumerate(rows):
@@ -70,8 +69,8 @@ def _links(matrix: str) -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "one card"
 
 
-def card(case: Case) -> Iterator[Row]:
-    """The card of this process, as Paddle sees it."""
+def card(target: Target) -> Iterator[Row]:
+    """Describe the card of this process as Paddle sees it."""
     device = paddle.get_device()
     parts, numbers = [f"{count(kind_of(device))}; this process has {device}"], {}
     found = total_memory()
@@ -87,15 +86,15 @@ def card(case: Case) -> Iterator[Row]:
         }
         parts += [f"{name} {version}" for name, version in libraries.items()]
     yield ok("visible cards", ", ".join(parts), **numbers)
-    for dtype in case.float_types:
+    for dtype in target.float_types:
         if lacks(dtype):
-            yield _lacking(dtype, device, case)
+            yield _lacking(dtype, device, target)
 
 
-def _lacking(dtype: str, device: str, case: Case) -> Row:
-    """The row of a type the card does not compute in: a failure if the configuration asks for it."""
+def _lacking(dtype: str, device: str, target: Target) -> Row:
+    """The row for a type the card cannot compute in: a failure if the configuration asks for it."""
     text = f"{device} does not compute in {dtype}"
-    if case.cfg is None:
+    if target.cfg is None:
         return skipped(dtype, f"{text}; nothing of it is tried")
     return fail(
         dtype, text, "set Engine.mix_precision.dtype to float16, or Engine.mix_precision.enable to False"
@@ -108,10 +107,10 @@ Inputs = Sequence[np.ndarray]
 Operator = Callable[..., paddle.Tensor]
 
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest difference from the CPU's float32, relative to the largest number of the result."""
+"""Largest difference from float32 on the CPU, relative to the largest number in the result."""
 HEAD_SIZES = (32, 64, 80, 96, 128, 192, 256)
 _HALF = ("float16", "bfloat16")
-_CURE = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
+_FIX = "this card, its driver or this build of Paddle computes wrongly: try another card, then Paddle 3.3.x"
 
 
 def _random(*shape: int) -> np.ndarray:
@@ -122,7 +121,7 @@ def _ids(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 16, shape)
 
 
-# The operators of a step and their inputs. Whole numbers stay whole in every type.
+# The operators of a training step and their inputs. Integer inputs are not converted.
 OPERATORS: dict[str, tuple[Operator, Inputs]] = {
     "matmul": (paddle.matmul, (_random(24, 32), _random(32, 40))),
     "batched matmul": (lambda a, b: paddle.matmul(a, b, transpose_y=True), (_random(2, 3, 8, 16),) * 2),
@@ -146,11 +145,11 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 }
 
 
-def small_operators(case: Case) -> Iterator[Row]:
-    """Each operator in each type of the plan, forward and backward, against the CPU; fused ones too."""
-    types = [dtype for dtype in case.float_types if dtype in TOLERANCE and not lacks(dtype)]
+def small_operators(target: Target) -> Iterator[Row]:
+    """Compare each operator, forward and backward, with the CPU in each type of the plan; fused ones too."""
+    types = [dtype for dtype in target.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
-        yield operators_row(dtype, case.device)
+        yield operators_row(dtype, target.device)
     for name, reasons in obstacles(list(TABLE), types).items():
         well = [dtype for dtype, reason in reasons.items() if reason is None]
         others = "; ".join(f"{dtype}: {reason}" for dtype, reason in reasons.items() if reason)
@@ -161,7 +160,7 @@ def small_operators(case: Case) -> Iterator[Row]:
 def operators_row(
     dtype: str, device: str, operators: Mapping[str, tuple[Operator, Inputs]] = OPERATORS
 ) -> Row:
-    """All operators in one type on one device, without TF32."""
+    """Compare all operators in one type on one device with the CPU, without TF32."""
     wrong, worst = [], 0.0
     allow_tf32(False)
     for name, (operator, inputs) in operators.items():
@@ -172,15 +171,13 @@ def operators_row(
         if not error <= TOLERANCE[dtype]:
             wrong.append(f"{name} by {error:.1e}")
     if wrong:
-        return fail(
-            f"operators {dtype}", f"off from the CPU: {', '.join(wrong)}", _CURE, relative_error=worst
-        )
+        return fail(f"operators {dtype}", f"off from the CPU: {', '.join(wrong)}", _FIX, relative_error=worst)
     text = f"{len(operators)} forward and backward: at most {worst:.1e} from the CPU"
     return ok(f"operators {dtype}", text, relative_error=worst)
 
 
 def _run(operator: Operator, inputs: Inputs, dtype: str, device: str) -> list[np.ndarray]:
-    """The result and the gradients of the inputs, as float32."""
+    """The result of an operator and the gradients of its inputs, as float32."""
     before = paddle.get_device()
     paddle.set_device(device)
     try:
@@ -204,9 +201,10 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
 # -- attention -------------------------------------------------------------------------------------
 
 
-def flash(case: Case) -> Iterator[Row]:
-    """Flash attention against the reference, by head size, type and documents."""
-    for dtype in case.float_types:
+def flash(target: Target) -> Iterator[Row]:
+    """Compare flash attention with the reference for each head size and type, with and without packed
+    documents."""
+    for dtype in target.float_types:
         if dtype not in _HALF or lacks(dtype):
             continue
         for packed in (False, True):
@@ -214,7 +212,7 @@ def flash(case: Case) -> Iterator[Row]:
 
 
 def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_SIZES) -> Row:
-    """All head sizes in one type, with one document in a row or several (``packed``)."""
+    """Compare all head sizes in one type; with ``packed`` a row holds several documents."""
     name = f"flash {dtype}{', documents' if packed else ''}"
     well, wrong, refused = [], [], {}
     for size in head_sizes:
@@ -235,13 +233,14 @@ def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_
         f"heads of {', '.join(map(str, sizes))} by the reference: {why}" for why, sizes in refused.items()
     ]
     if wrong:
-        cure = "set Model.attention_kernel to reference on these cards"
-        return fail(name, f"heads of {', '.join(wrong)} differ from the reference; {'; '.join(parts)}", cure)
+        fix = "set Model.attention_kernel to reference on these cards"
+        return fail(name, f"heads of {', '.join(wrong)} differ from the reference; {'; '.join(parts)}", fix)
     return ok(name, "; ".join(parts))
 
 
 def _attention_inputs(size: int, dtype: str, *, packed: bool) -> tuple:
-    """``query [b, g, r, q, d]``, ``key``, ``value [b, g, k, d]``: two query heads per key head."""
+    """``query [b, g, r, q, d]``, and ``key`` and ``value [b, g, k, d]``, with two query heads per key
+    head."""
     length = 64
     query = paddle.to_tensor(_random(2, 2, 2, length, size)).astype(dtype)
     key, value = (paddle.to_tensor(_random(2, 2, length, size)).astype(dtype) for _ in range(2))

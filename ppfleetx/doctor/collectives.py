@@ -1,4 +1,5 @@
-"""Every kind of communication in every group of the plan: whether the result is right, and the speed."""
+"""Try every kind of communication in every process group of the plan: check the results, measure the
+speed."""
 
 from __future__ import annotations
 
@@ -11,20 +12,20 @@ import numpy as np
 import paddle
 from paddle import distributed
 
+from ppfleetx.config.counts import bytes_text
 from ppfleetx.distributed.collectives import alltoall_rows
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages, is_card, on_card
-from ppfleetx.doctor.rows import Row, fail, ok
-from ppfleetx.doctor.storage import words
+from ppfleetx.doctor.check import Row, fail, ok
 
 CPU_SIZES = (4 << 10, 256 << 10, 4 << 20)
 CARD_SIZES = (4 << 10, 1 << 20, 16 << 20, 128 << 20)
-"""Bytes of a message."""
+"""Message sizes in bytes."""
 _TIMES = 3
-_TYPES = ("int64", "float16", "bfloat16")  # beside float32, with the smallest size
+_TYPES = ("int64", "float16", "bfloat16")  # tried with the smallest size only; float32 with all sizes
 _ITEM_BYTES = 4
 _ROUNDING = {"float16": 1e-2, "bfloat16": 1e-2}
-_CURE = (
+_FIX = (
     "the link, its driver or its library is at fault: NCCL_DEBUG=INFO shows the path that NCCL uses; try "
     "NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 to find out"
 )
@@ -32,7 +33,7 @@ _CURE = (
 
 @dataclass(frozen=True)
 class Member:
-    """This process in a group: the group's ranks in the job, and its own place among them."""
+    """This process as a member of a group: the ranks of the group, and its own place among them."""
 
     title: str
     group: Any
@@ -41,23 +42,23 @@ class Member:
 
     @property
     def size(self) -> int:
-        """Members of the group."""
+        """The number of members."""
         return len(self.ranks)
 
     def part(self, array: np.ndarray) -> np.ndarray:
-        """The part of this member."""
+        """This member's part of ``array``."""
         return np.split(array, self.size)[self.place]
 
 
 def groups_of(ctx: ParallelContext) -> Iterator[Member]:
-    """The job, and each group of the plan that this process is in."""
+    """The whole job, then each of the plan's groups that this process belongs to."""
     yield Member("job", None, range(ctx.world_size), ctx.rank)
     for axis, group in ctx.groups.items():
         if group.nranks > 1:
             yield Member(axis, group, list(group.ranks), list(group.ranks).index(ctx.rank))
 
 
-# -- the operations: run one on this member's tensor; and the result, from the inputs of all members
+# -- the operations: how to run each on this member's tensor, and its expected result from all members' inputs
 
 
 def _all_reduce(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
@@ -113,7 +114,7 @@ def _send_receive(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
         distributed.P2POp(distributed.irecv, result, before, member.group),
     ]
     if member.place % 2 and not groups_messages(paddle.get_device()):
-        messages.reverse()  # one by one: every second rank has to receive first
+        messages.reverse()  # messages go one by one, so every second rank must receive first
     for task in distributed.batch_isend_irecv(messages):
         task.wait()
     return result
@@ -136,12 +137,12 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
 def examine_groups(
     ctx: ParallelContext, tell: Callable[[str], None], sizes: Sequence[int] | None = None
 ) -> Iterator[Row]:
-    """Rows of every operation in every group of this process; all processes of the job call this.
+    """Try every operation in every group of this process. All processes of the job must call this.
 
     Args:
-        ctx: the place of this process.
-        tell: called with the name of what comes next.
-        sizes: bytes of the messages; None: those of the device.
+        ctx: the parallel context of this process.
+        tell: called with the name of each operation before it runs.
+        sizes: message sizes in bytes; None: the default for the device.
     """
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
@@ -151,30 +152,30 @@ def examine_groups(
 
 
 def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
-    """One operation in one group: the result in every type, and the speed by size in float32.
+    """Try one operation in one group: check the result in every type, measure float32 by message size.
 
-    A process with a wrong result continues, or the others would wait for it.
+    A process with a wrong result carries on, because the others would wait for it.
     """
     run, expect = OPERATIONS[name]
     title, speeds, problems, numbers = f"{name} ({member.title})", [], [], {}
     for dtype, size in (*((dtype, sizes[0]) for dtype in _TYPES), *(("float32", size) for size in sizes)):
         count = max(1, size // _ITEM_BYTES // member.size) * (1 if name == "all_gather" else member.size)
-        # Small whole numbers, whose sums are exact in 16 bits.
+        # Small integers, whose sums are exact in 16-bit types.
         inputs = [(np.arange(count) + number) % 3 for number in range(member.size)]
         mine = paddle.to_tensor(inputs[member.place]).astype(dtype)
         problem = _problem(run(member, mine), expect(member, inputs), dtype)
-        problems += [f"{dtype}, {words(size)}: {problem}"] if problem else []
+        problems += [f"{dtype}, {bytes_text(size)}: {problem}"] if problem else []
         if dtype == "float32":
             speed = size / _seconds(lambda mine=mine: run(member, mine))
-            speeds.append(f"{words(size)} at {words(speed)}/s")
+            speeds.append(f"{bytes_text(size)} at {bytes_text(speed)}/s")
             numbers[f"bytes_per_second_{size}"] = speed
     if problems:
-        return fail(title, f"group {list(member.ranks)}, {problems[0]}", _CURE)
+        return fail(title, f"group {list(member.ranks)}, {problems[0]}", _FIX)
     return ok(title, ", ".join(speeds), **numbers)
 
 
 def _problem(result: paddle.Tensor, expected: np.ndarray, dtype: str) -> str:
-    """What is wrong with a result; empty if it is right."""
+    """What is wrong with a result; empty if it is correct."""
     found = result.astype("float32").numpy()
     wrong = ~np.isclose(found, expected, rtol=_ROUNDING.get(dtype, 0.0), atol=0.0)
     if not wrong.any():

@@ -1,4 +1,4 @@
-"""The configuration: what cannot run or has no effect, where the run starts, and the memory it needs."""
+"""Check the configuration: keys that cannot work or have no effect, the start of the run, and its memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.engine.run_directory import check_beginning
 from ppfleetx.distributed.device import is_card, kind_of, total_memory
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
+from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.planner.report import verdict
@@ -18,10 +17,10 @@ from ppfleetx.utils.gpu_operators import on_the_host
 from ppfleetx.utils.machine import available_bytes
 
 
-def plan(case: Case) -> Iterator[Row]:
-    """The plan against the number of processes, and keys that are not supported or have no effect."""
-    cfg = case.cfg
-    wanted, there = cfg.plan.world_size, case.world_size
+def plan(target: Target) -> Iterator[Row]:
+    """Whether the plan matches the number of processes, and which keys are unsupported or have no effect."""
+    cfg = target.cfg
+    wanted, there = cfg.plan.world_size, target.world_size
     if wanted == there:
         yield ok("plan", f"{cfg.plan}: {there} processes")
     elif there == 1:
@@ -34,44 +33,44 @@ def plan(case: Case) -> Iterator[Row]:
             f"{cfg.plan} is for {wanted} processes, there are {there}",
             f"start {wanted}, or change the degrees: ppfleetx plan ranks the plans of {there}",
         )
-    reasons = not_supported_reasons(cfg, case.device)
+    reasons = not_supported_reasons(cfg, target.device)
     if reasons:
         yield fail("supported", "; ".join(reasons), "change the keys that are named")
-    for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, kind_of(case.device))):
+    for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, kind_of(target.device))):
         yield warn("note", note, "remove the key, or make it take effect")
     for reason in missing(cfg):
         yield warn("missing", reason, "install it, or remove what needs it")
 
 
-def beginning(case: Case) -> Iterator[Row]:
+def beginning(target: Target) -> Iterator[Row]:
     """Whether a run may start in the output directory."""
-    if case.cfg.Data.Train is None:
+    if target.cfg.Data.Train is None:
         yield skipped("start", "the configuration trains nothing (no Data.Train)")
         return
     try:
-        check_beginning(case.cfg)
+        check_beginning(target.cfg)
     except UserError as error:
         yield fail("start", str(error), "follow the message, or give another output directory")
         return
-    options = case.cfg.Engine.save_load
+    options = target.cfg.Engine.save_load
     how = "resumes from the newest checkpoint" if options.resume else "starts from the beginning"
     yield ok("start", f"a run in {options.output_dir} {how}")
 
 
-def memory(case: Case) -> Iterator[Row]:
-    """The memory that the planner predicts, against what the device has."""
-    prediction = run_prediction(case.cfg, case.device)
+def memory(target: Target) -> Iterator[Row]:
+    """Compare the memory the planner predicts with what the device has."""
+    prediction = run_prediction(target.cfg, target.device)
     if prediction is None:
         yield skipped("memory", "the planner only knows the training of our own GPT")
         return
-    needed, there = prediction.fullest, _there(case)
+    needed, there = prediction.fullest, _there(target)
     if there is None:
-        yield skipped("memory", f"Paddle does not report how much memory a {case.device} device has")
+        yield skipped("memory", f"Paddle does not report how much memory a {target.device} device has")
     else:
-        yield memory_row(needed, *there, cpu=not is_card(case.device))
+        yield memory_row(needed, *there, cpu=not is_card(target.device))
     host, free = max(stage.host for stage in prediction.memory), available_bytes()
-    if is_card(case.device) and host and free is not None:
-        of_node = host * case.local_size
+    if is_card(target.device) and host and free is not None:
+        of_node = host * target.local_size
         text = f"{of_node / GIB:.1f} GiB of host memory for states and copies while saving, "
         text += f"{free / GIB:.1f} GiB free"
         if of_node > free:
@@ -81,18 +80,18 @@ def memory(case: Case) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """The row for a device that needs so many bytes and has so many."""
+    """Whether ``needed`` bytes fit into the ``there`` bytes of the device called ``name``."""
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)
-    cure = "a smaller Global.micro_batch_size, Model.use_recompute, more devices; `ppfleetx plan` ranks them"
-    if cpu:  # other programs may free memory before the job starts
-        return warn("memory", text, cure, needed_gib=needed / GIB, there_gib=there / GIB)
-    return fail("memory", text, cure, needed_gib=needed / GIB, there_gib=there / GIB)
+    fix = "a smaller Global.micro_batch_size, Model.use_recompute, more devices; `ppfleetx plan` ranks them"
+    if cpu:  # only a warning: other programs may free memory before the job starts
+        return warn("memory", text, fix, needed_gib=needed / GIB, there_gib=there / GIB)
+    return fail("memory", text, fix, needed_gib=needed / GIB, there_gib=there / GIB)
 
 
-def _there(case: Case) -> tuple[float, str] | None:
-    """Bytes of one device, and its name; None if not known."""
-    if is_card(case.device):
+def _there(target: Target) -> tuple[float, str] | None:
+    """The bytes of one device, and its name; None if unknown."""
+    if is_card(target.device):
         return total_memory()
-    return (available_bytes() or 0) / case.local_size, "this machine's free memory, shared by its processes"
+    return (available_bytes() or 0) / target.local_size, "this machine's free memory, shared by its processes"

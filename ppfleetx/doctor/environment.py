@@ -1,4 +1,4 @@
-"""The machine, its limits, Paddle, and the variables of this process."""
+"""Check the machine, its limits, Paddle, and this process's environment variables."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import sys
 from collections.abc import Iterator
 
 from ppfleetx import __version__
-from ppfleetx.config.counts import counted
+from ppfleetx.config.counts import bytes_text, counted
 from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_of, visible_cards
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Row, fail, ok, warn
-from ppfleetx.doctor.storage import words
+from ppfleetx.doctor.check import Row, Target, fail, ok, warn
 from ppfleetx.utils.installed import not_installed, version_of
 from ppfleetx.utils.machine import available_bytes, available_cpus, read_cpuinfo
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
 PADDLE = "3.3."
-"""The versions of Paddle that ppfleetx supports begin with this."""
+"""Prefix of the Paddle versions that ppfleetx supports."""
 _PREFIXES = (
     "NCCL_",
     "HCCL_",
@@ -50,8 +48,8 @@ _LEAST_FILES, _FILES = 256, 4096
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
-def versions(case: Case) -> Iterator[Row]:
-    """Python, ppfleetx and Paddle."""
+def versions(target: Target) -> Iterator[Row]:
+    """The versions of Python, ppfleetx and Paddle."""
     yield ok("python", f"{platform.python_version()} ({sys.executable})")
     yield ok("ppfleetx", f"{__version__} ({os.path.dirname(os.path.dirname(__file__))})")  # noqa: PTH120
     yield _paddle_version()
@@ -69,23 +67,23 @@ def _paddle_version() -> Row:
             f"{text}: both builds are installed, and one overwrites the other's files",
             "pip uninstall paddlepaddle paddlepaddle-gpu, then install the one you want",
         )
-    version, cure = next(iter(there.values())), f"ppfleetx is tested with Paddle {PADDLE}x"
+    version, fix = next(iter(there.values())), f"ppfleetx is tested with Paddle {PADDLE}x"
     if not version.startswith(PADDLE):
         is_older = [int(part) for part in re.findall(r"\d+", version)[:2]] < [3, 3] and version != "0.0.0"
-        return (fail if is_older else warn)("paddle", text, f"{cure}: install that")
+        return (fail if is_older else warn)("paddle", text, f"{fix}: install that")
     return ok("paddle", text)
 
 
-def machine(case: Case) -> Iterator[Row]:
-    """Processor and memory."""
+def machine(target: Target) -> Iterator[Row]:
+    """The host, its processor and its memory."""
     model = next((line.partition(":")[2].strip() for line in _model_lines()), platform.machine())
     cpus, free = available_cpus(), available_bytes()
     memory = "" if free is None else f", {free / 2**30:.1f} GiB of memory free"
     yield ok("host", f"{platform.node()}, {platform.system()} {platform.release()}")
-    if case.local_size > cpus:
+    if target.local_size > cpus:
         yield warn(
             "processor",
-            f"{model}, {cpus} CPUs for {case.local_size} processes{memory}",
+            f"{model}, {cpus} CPUs for {target.local_size} processes{memory}",
             "processes that share a CPU wait for each other: start fewer on this machine",
         )
     else:
@@ -96,68 +94,69 @@ def _model_lines() -> Iterator[str]:
     return (line for line in read_cpuinfo().splitlines() if line.startswith("model name"))
 
 
-def limits(case: Case) -> Iterator[Row]:
-    """Open files, locked memory and shared memory."""
+def limits(target: Target) -> Iterator[Row]:
+    """The limits of open files, locked memory and shared memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield open_files_row(soft, hard)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if os.path.isdir(_RDMA) and os.listdir(_RDMA) and locked != resource.RLIM_INFINITY:  # noqa: PTH112, PTH208
-        yield locked_row(locked, case)
-    yield _shared_memory(case)
+        yield locked_row(locked, target)
+    yield _shared_memory(target)
 
 
 def open_files_row(soft: int, hard: int) -> Row:
-    """The row of ``ulimit -n``; below 0 there is no limit."""
+    """The row for the limit of open files (``ulimit -n``); negative: no limit."""
     if soft < 0 or soft >= _FILES:
         return ok("open files", f"at most {soft:,}" if soft >= 0 else "no limit")
-    cure = f"ulimit -n {max(_FILES, min(hard, 65536) if hard > 0 else 65536)} before the job starts"
+    fix = f"ulimit -n {max(_FILES, min(hard, 65536) if hard > 0 else 65536)} before the job starts"
     if 0 <= hard < _FILES:
-        cure += (
+        fix += (
             "; the hard limit is lower: raise it in /etc/security/limits.conf, with LimitNOFILE of the "
             "service, or with docker run --ulimit nofile=N"
         )
     text = f"at most {soft:,} (connections, corpora and logs are files too)"
-    return (fail if soft < _LEAST_FILES else warn)("open files", text, cure)
+    return (fail if soft < _LEAST_FILES else warn)("open files", text, fix)
 
 
-def locked_row(soft: int, case: Case) -> Row:
-    """The row of ``ulimit -l`` on a machine with InfiniBand: a failure if the job uses it."""
-    is_needed = is_card(case.device) and case.world_size > case.local_size
-    text = f"at most {words(soft)}: InfiniBand cannot register its buffers"
-    cure = "ulimit -l unlimited before the job starts, or docker run --ulimit memlock=-1"
-    return (fail if is_needed else warn)("locked memory", text, cure)
+def locked_row(soft: int, target: Target) -> Row:
+    """The row for the limit of locked memory (``ulimit -l``) where there is InfiniBand: a failure if the job
+    needs it."""
+    is_needed = is_card(target.device) and target.world_size > target.local_size
+    text = f"at most {bytes_text(soft)}: InfiniBand cannot register its buffers"
+    fix = "ulimit -l unlimited before the job starts, or docker run --ulimit memlock=-1"
+    return (fail if is_needed else warn)("locked memory", text, fix)
 
 
-def _shared_memory(case: Case) -> Row:
-    cure = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm; remove files that are left in it"
-    is_needed = is_card(case.device) and case.local_size > 1
+def _shared_memory(target: Target) -> Row:
+    fix = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm; remove files that are left in it"
+    is_needed = is_card(target.device) and target.local_size > 1
     if not os.path.isdir(_SHARED_MEMORY):  # noqa: PTH112
         text = f"there is no {_SHARED_MEMORY}"
         return (fail if is_needed else warn)("shared memory", text, f"mount -t tmpfs none {_SHARED_MEMORY}")
     total, _, free = shutil.disk_usage(_SHARED_MEMORY)
     text = f"{free / 2**20:.0f} of {total / 2**20:.0f} MiB free in {_SHARED_MEMORY}"
     if is_needed and free < _SHARED_BYTES:
-        text += f", through which the {counted(case.local_size, 'card')} of this machine exchange data"
-        return (fail if free < _LEAST_SHARED_BYTES * case.local_size else warn)("shared memory", text, cure)
+        text += f", through which the {counted(target.local_size, 'card')} of this machine exchange data"
+        return (fail if free < _LEAST_SHARED_BYTES * target.local_size else warn)("shared memory", text, fix)
     if free < _LEAST_SHARED_BYTES:
-        return warn("shared memory", text, cure)
+        return warn("shared memory", text, fix)
     return ok("shared memory", text)
 
 
-def variables(case: Case) -> Iterator[Row]:
-    """The variables of NCCL, CUDA, Paddle and ppfleetx."""
+def variables(target: Target) -> Iterator[Row]:
+    """The environment variables of NCCL, CUDA, Paddle and ppfleetx."""
     there = {
         name: "(not shown)" if _SECRET.search(name) else value
-        for name, value in sorted(case.environ.items())
+        for name, value in sorted(target.environ.items())
         if name.startswith(_PREFIXES) and not name.startswith(_OF_LAUNCHER)
     }
     text = " ".join(f"{name}={value}" for name, value in there.items())
     yield ok("variables", text or "none of NCCL, CUDA, Paddle or ppfleetx is set")
 
 
-def paddle_loads(case: Case) -> Iterator[Row]:
-    """Whether Paddle can be imported, which build it is, and the settings of the CPU."""
-    said = prepare_process(device=case.device)
+def paddle_loads(target: Target) -> Iterator[Row]:
+    """Import Paddle, and report its build and the settings of the process."""
+    said = prepare_process(device=target.device)
     try:
         import_paddle()
         import paddle
@@ -171,13 +170,13 @@ def paddle_loads(case: Case) -> Iterator[Row]:
         return
     build = "for GPUs" if is_built_for_gpus() else "for CPUs"
     yield ok("import paddle", f"{paddle.version.full_version} {build}, commit {paddle.version.commit[:12]}")
-    if is_card(case.device) and not count(kind_of(case.device)):
+    if is_card(target.device) and not count(kind_of(target.device)):
         yield fail(
             "visible cards",
-            f"Paddle sees no {kind_of(case.device)}",
-            f"load the driver, give the container its cards, and look at {visible_cards(case.device)}; on a "
-            "CPU: -o Global.device=cpu",
+            f"Paddle sees no {kind_of(target.device)}",
+            f"load the driver, give the container its cards, and look at {visible_cards(target.device)}; on "
+            "a CPU: -o Global.device=cpu",
         )
         return
-    paddle.set_device(case.device)
+    paddle.set_device(target.device)
     yield ok("settings", said)

@@ -1,8 +1,12 @@
-"""The corpora, tokenizer and checkpoints of the configuration: readable, undamaged, and large enough."""
+"""Check the files of a run: the corpora, tokenizer and checkpoints it reads, the directory it writes to."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import shutil
+import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,40 +14,42 @@ from pathlib import Path
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
-from ppfleetx.config.counts import counted
+from ppfleetx.config.counts import bytes_text, counted
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.config.weight_sources import sources
 from ppfleetx.conversion.detect import refuse_foreign
+from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
-from ppfleetx.data.split import MODES, split_ranges
+from ppfleetx.data.gpt_dataset import MODES, split_ranges
 from ppfleetx.data.token_ids import token_id_lines
 from ppfleetx.data.token_store import TokenStore
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Row, fail, ok, skipped, warn
+from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
+from ppfleetx.planner.long_run import checkpoint_bytes
+from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.utils.foreign_files import opened
 
-_CURE = "mount or copy the files to this machine, or correct the path: it is the same for all machines"
-_DENIED_CURE = "let this user read it: chmod a+r FILE, and a+x on the directories above; or run as its owner"
-_DAMAGED_CURE = "copy it again from where it is whole, or make it again (ppfleetx prepare)"
+_FIX = "mount or copy the files to this machine, or correct the path: it is the same for all machines"
+_DENIED_FIX = "let this user read it: chmod a+r FILE, and a+x on the directories above; or run as its owner"
+_DAMAGED_FIX = "copy it again from where it is whole, or make it again (ppfleetx prepare)"
 _BLOCKS, _BLOCKS_COMPARED = 256, 64
-"""Blocks of 1 MiB, spread over a file, that are read; smaller files are read completely."""
-_READ_SECONDS = 30.0  # for all corpora of a mode
+"""How many blocks of 1 MiB, spread over a file, are read; smaller files are read completely."""
+_READ_SECONDS = 30.0  # for all corpora of one mode
 _DAMAGE = ("truncated", "damaged", "not as it was written", "input/output")
 _MODES = ("Train", "Eval")
 
 
-def data(case: Case) -> Iterator[Row]:
-    """Open every corpus and text file of ``Data.Train`` and ``Data.Eval``, and read both ends."""
+def data(target: Target) -> Iterator[Row]:
+    """Open every corpus and text file of ``Data.Train`` and ``Data.Eval``, and read its ends."""
     found, unguarded = False, list[str]()
-    for mode, name, cfg in _sets(case.cfg):
+    for mode, name, cfg in _sets(target.cfg):
         found = True
         title = f"Data.{mode}" if name is None else f"Data.{mode} {name}"
         try:
             texts = list(_look(cfg, mode, unguarded))
         except (UserError, OSError) as error:
-            yield fail(title, str(error), _cure(error))
+            yield fail(title, str(error), _fix_for(error))
             continue
         yield ok(title, "; ".join(texts))
     if unguarded:
@@ -57,11 +63,11 @@ def data(case: Case) -> Iterator[Row]:
         yield skipped("data", "the configuration has neither Data.Train nor Data.Eval")
 
 
-def _cure(error: Exception) -> str:
+def _fix_for(error: Exception) -> str:
     text = str(error).lower()
     if "permission denied" in text:
-        return _DENIED_CURE
-    return _DAMAGED_CURE if any(word in text for word in _DAMAGE) else _CURE
+        return _DENIED_FIX
+    return _DAMAGED_FIX if any(word in text for word in _DAMAGE) else _FIX
 
 
 def _sets(cfg: RunConfig) -> Iterator[tuple[str, str | None, RunConfig]]:
@@ -71,7 +77,7 @@ def _sets(cfg: RunConfig) -> Iterator[tuple[str, str | None, RunConfig]]:
 
 
 def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
-    """What is there; adds corpora without checksums to ``unguarded``."""
+    """Describe the data of a mode, and append corpora without checksums to ``unguarded``."""
     if not getattr(cfg.Data, mode).dataset.is_corpus:
         yield f"{len(build_dataset(cfg, mode)):,} examples"
         return
@@ -92,7 +98,7 @@ def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
 
 
 def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> None:
-    """Raises DataError if no corpus has the tokens of one sample in the split."""
+    """Raise DataError if no corpus has enough tokens in the split for one sample."""
     options = getattr(cfg.Data, mode).dataset
     ranges = [split_ranges(len(corpus), options.split)[MODES.index(mode)] for corpus in corpora]
     most = max(int(one.sizes[first:last].sum()) for one, (first, last) in zip(corpora, ranges, strict=True))
@@ -105,7 +111,7 @@ def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> N
 
 
 def _as_written(sums: CorpusChecksums, end: float) -> str:
-    """Compare a corpus with its checksums until ``end`` (monotonic); says how much was compared.
+    """Compare a corpus with its checksums until ``end`` (monotonic), and say how much was compared.
 
     Raises:
         DataError: a block is damaged.
@@ -132,28 +138,28 @@ def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most ``most`` of the numbers below ``count``, with the first and the last."""
+    """At most ``most`` numbers below ``count``, evenly spread, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [(count - 1) * number // (most - 1) for number in range(most)]
 
 
 def corpora_of(cfg: RunConfig, mode: str) -> list[TokenStore]:
-    """All corpora of one mode."""
+    """All corpora of a mode."""
     return [corpus for group in open_corpora(cfg, mode) for corpus in group]
 
 
-def tokenizer(case: Case) -> Iterator[Row]:
-    """Load the tokenizer, and compare its ids and those of the corpora with the model's vocabulary."""
+def tokenizer(target: Target) -> Iterator[Row]:
+    """Load the tokenizer, and check that its ids and those of the corpora fit the model's vocabulary."""
     try:
-        loaded = load_tokenizer(case.cfg)
-        lines = token_id_lines(case.cfg)
+        loaded = load_tokenizer(target.cfg)
+        lines = token_id_lines(target.cfg)
     except (UserError, OSError) as error:
-        is_denied = _cure(error) == _DENIED_CURE
+        is_denied = _fix_for(error) == _DENIED_FIX
         yield fail(
             "tokenizer",
             str(error),
-            _DENIED_CURE
+            _DENIED_FIX
             if is_denied
             else "correct what the message names, or copy it from a machine where it is complete",
         )
@@ -164,28 +170,28 @@ def tokenizer(case: Case) -> Iterator[Row]:
     yield ok("tokenizer", "; ".join(lines))
 
 
-def checkpoints(case: Case) -> Iterator[Row]:
-    """The checkpoints that the run starts from: marker, manifest, sizes and headers."""
-    refuse_foreign(case.cfg)
-    named = list(sources(case.cfg))
+def checkpoints(target: Target) -> Iterator[Row]:
+    """Check the marker, manifest, sizes and headers of the checkpoints the run starts from."""
+    refuse_foreign(target.cfg)
+    named = list(sources(target.cfg))
     if not named:
         yield skipped("checkpoints", "the run starts from none")
     for key, place in named:
         try:
             yield ok(key, str(resolve_checkpoint(place, verify=False)))
         except (UserError, OSError) as error:
-            yield fail(key, str(error), _cure(error))
+            yield fail(key, str(error), _fix_for(error))
 
 
-def fingerprints(case: Case) -> dict[str, str]:
-    """Hashes of this node's data and tokenizer, by name."""
-    if case.cfg is None:
+def fingerprints(target: Target) -> dict[str, str]:
+    """Hashes of the data and the tokenizer on this node, by name."""
+    if target.cfg is None:
         return {}
     found: dict[str, str] = {}
-    for mode, _, cfg in _sets(case.cfg):
+    for mode, _, cfg in _sets(target.cfg):
         found |= _of_set(cfg, mode)
     try:
-        loaded = load_tokenizer(case.cfg)
+        loaded = load_tokenizer(target.cfg)
     except (UserError, OSError):
         found["tokenizer"] = "not readable"
     else:
@@ -214,12 +220,12 @@ def _of_corpus(corpus: TokenStore) -> str:
     return f"{text}, no checksums, {found.hexdigest()[:16]}"
 
 
-def starts(case: Case) -> dict[str, str]:
-    """The checkpoints that the run starts from, by key: step and a hash of the manifest."""
-    if case.cfg is None:
+def starts(target: Target) -> dict[str, str]:
+    """For each key that names a checkpoint to start from: its step and a hash of its manifest."""
+    if target.cfg is None:
         return {}
-    options = case.cfg.Engine.save_load
-    named = list(sources(case.cfg))
+    options = target.cfg.Engine.save_load
+    named = list(sources(target.cfg))
     if options.resume:
         named.append(("Engine.save_load.output_dir", options.output_dir))
     return {key: _of_checkpoint(Path(place)) for key, place in named}
@@ -237,3 +243,108 @@ def _of_checkpoint(place: Path) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+_PIECE_BYTES, _PIECES = 4 << 20, 8
+_SLOW_SECONDS = 120.0  # to write one checkpoint
+_FIXES = {
+    errno.EACCES: "let this user write there, or",
+    errno.EPERM: "let this user write there, or",
+    errno.EROFS: "mount it for writing (mount -o remount,rw; dmesg says why it may be read-only), or",
+}
+
+
+def output_directory(target: Target) -> Iterator[Row]:
+    """Write a temporary file to the output directory, or to the directory in which it will be created."""
+    directory = output_dir_of(target.cfg)
+    place = nearest_directory(directory)
+    title = "output directory"
+    if not place.is_dir():
+        yield fail(title, f"{place} is a file", "give another one: -o Engine.save_load.output_dir=DIR")
+        return
+    where = str(directory) if place == directory else f"{directory} (to be created in {place})"
+    try:
+        speed = write_speed(place)
+    except OSError as error:
+        yield _refused(where, error)
+        return
+    needed = one_checkpoint(target.cfg)
+    seconds = "" if needed is None else f"; a checkpoint of {bytes_text(needed)} takes {needed / speed:.1f} s"
+    text = f"{where} is written at {bytes_text(speed)}/s by one process{seconds}"
+    if needed is not None and needed / speed > _SLOW_SECONDS:
+        fix = "a faster file system, or Engine.save_load.async_save if it is off, and fewer checkpoints"
+        yield warn(title, text, fix, bytes_per_second=speed)
+    else:
+        yield ok(title, text, bytes_per_second=speed)
+
+
+def room(target: Target) -> Iterator[Row]:
+    """Compare the free disk space with the size of the checkpoints the run will keep."""
+    needed = one_checkpoint(target.cfg)
+    if needed is None:
+        yield skipped("room", "the size of a checkpoint is only known for training our own GPT")
+        return
+    place = nearest_directory(output_dir_of(target.cfg))
+    yield room_row(shutil.disk_usage(place).free, needed, checkpoints_at_once(target.cfg), place)
+
+
+def room_row(free: float, each: float, count: int, place: Path) -> Row:
+    """Whether ``count`` checkpoints of ``each`` bytes fit into the ``free`` bytes of ``place``."""
+    numbers = {"free_bytes": free, "needed_bytes": each * count}
+    text = f"{bytes_text(free)} free in {place}; {counted(count, 'checkpoint')} of {bytes_text(each)}"
+    if free < each:
+        fix = "free some, or give another -o Engine.save_load.output_dir=DIR"
+        return fail("room", f"{text}: not one fits", fix, **numbers)
+    if free < each * count:
+        text += f": {int(free // each)} fit"
+        return warn("room", text, "-o Engine.save_load.keep_max=N deletes the oldest", **numbers)
+    return ok("room", text, **numbers)
+
+
+def nearest_directory(directory: Path) -> Path:
+    """The directory itself, or its nearest parent that exists."""
+    place = directory.absolute()
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    return directory if place == directory.absolute() else place
+
+
+def write_speed(directory: Path) -> float:
+    """Measure how fast one process writes and flushes a file in ``directory``, in bytes per second.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    piece = os.urandom(_PIECE_BYTES)
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        begin = time.perf_counter()
+        for _ in range(_PIECES):
+            view = memoryview(piece)
+            while view:
+                view = view[os.write(file.fileno(), view) :]
+        os.fsync(file.fileno())
+        return _PIECES * _PIECE_BYTES / (time.perf_counter() - begin)
+
+
+def _refused(where: str, error: OSError) -> Row:
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return fail("output directory", f"{where}: {why}", "free some, or give another directory")
+    fix = _FIXES.get(error.errno, "look at its file system (mount, dmesg), or")
+    fix += " give another -o Engine.save_load.output_dir=DIR"
+    return fail("output directory", f"{where} cannot be written: {why}", fix)
+
+
+def one_checkpoint(cfg: RunConfig) -> float | None:
+    """The size of one checkpoint of this run in bytes; None if the planner cannot tell."""
+    prediction = run_prediction(cfg, cfg.Global.device)
+    return None if prediction is None else checkpoint_bytes(prediction.job)
+
+
+def checkpoints_at_once(cfg: RunConfig) -> int:
+    """The largest number of checkpoints on disk at a time. With ``keep_max`` the oldest is deleted only after
+    a new one has been written."""
+    options = cfg.Engine.save_load
+    every = options.save_steps or cfg.Engine.max_steps
+    written = -(-cfg.Engine.max_steps // every)
+    return written if options.keep_max is None else min(written, options.keep_max + 1)

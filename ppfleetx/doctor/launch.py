@@ -1,7 +1,7 @@
-"""Starts ranks for the examination: first come the nodes, then the launcher in a process of its own.
+"""Check what the launcher needs, check the nodes, then start the ranks that run the other checks.
 
-So this process prints nothing but the table, whatever launcher and ranks print, and it ends with a report
-even if they end without one.
+The launcher runs as a separate process. This process therefore prints only the table, whatever launcher and
+ranks print, and reports even if they crash.
 """
 
 from __future__ import annotations
@@ -15,25 +15,96 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ppfleetx.doctor.before import import_row, launcher_rows
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.nodes import examine_nodes
+from ppfleetx.config.counts import counted
+from ppfleetx.doctor.check import Row, Status, Target, fail
+from ppfleetx.doctor.network import examine_nodes, is_local, own_address
 from ppfleetx.doctor.registry import CHECKS, Need, examine
 from ppfleetx.doctor.report import exit_code, in_groups
-from ppfleetx.doctor.rows import Row, Status, fail
 from ppfleetx.doctor.run import ALONE, LOCAL_SECONDS
 from ppfleetx.utils.peers import START_VARIABLE
 
+# The launcher reads these as its options, and ranks read their place in the job from them.
+_OF_ANOTHER_JOB = (
+    "PADDLE_TRAINERS_NUM",
+    "PADDLE_TRAINER_ENDPOINTS",
+    "PADDLE_TRAINERS_ENDPOINTS",
+    "PADDLE_TRAINER_ID",
+    "PADDLE_CURRENT_ENDPOINT",
+    "PADDLE_NPROC_PER_NODE",
+    "PADDLE_RANK",
+    "PADDLE_IPS",
+)
+_IMPORT_SECONDS = 120.0
+
+
+def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> Iterator[Row]:
+    """Problems that would make the launcher fail; nothing if there are none.
+
+    Args:
+        environ: the environment the launcher will get.
+        nodes: number of machines.
+        nproc: number of processes on this machine; None: one per card.
+    """
+    left = [name for name in _OF_ANOTHER_JOB if environ.get(name)]
+    if left and nodes == 1:  # with several nodes a scheduler may have set them for this very job
+        found = " ".join(f"{name}={environ[name]}" for name in left)
+        yield fail(
+            "launcher variables",
+            f"{found}: the environment is that of another job, and the launcher would take it for its own",
+            f"unset {' '.join(left)}",
+        )
+    visible = [one for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    if nproc is not None and visible and len(visible) < nproc:
+        yield fail(
+            "CUDA_VISIBLE_DEVICES",
+            f"{','.join(visible)}: {counted(len(visible), 'card')} for {nproc} processes",
+            f"name {nproc} cards, unset the variable, or give --nproc {len(visible)}",
+        )
+    own = own_address(environ) if nodes == 1 else ""
+    if own and not is_local(own):
+        origin = f"POD_IP={environ['POD_IP']}" if environ.get("POD_IP") else "the host name stands for it"
+        yield fail(
+            "own address",
+            f"{own} is not this machine's ({origin}): its processes do not meet",
+            "unset POD_IP, or POD_IP=127.0.0.1 before the command",
+        )
+
+
+def import_row() -> Row | None:
+    """Why Paddle cannot be imported; None if it can. Another process tries, because the import may crash."""
+    command = [sys.executable, "-c", "import paddle"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False, errors="replace"
+        )
+    except OSError as error:
+        return fail(
+            "import paddle", f"{sys.executable} cannot be started: {error.strerror}", "let this user run it"
+        )
+    except subprocess.TimeoutExpired:
+        return fail("import paddle", f"takes longer than {_IMPORT_SECONDS:g} s", "is its disk slow or gone?")
+    if not done.returncode:
+        return None
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    how = f"ended by signal {-done.returncode}" if done.returncode < 0 else "fails"
+    return fail(
+        "import paddle",
+        f"{how}: {lines[-1] if lines else 'without a message'}",
+        "a library that Paddle needs is missing or of another version, or a limit of this shell "
+        "(ulimit -a) is too small for it",
+    )
+
+
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
-"""Where the ranks of a machine leave their reports for the process that started them."""
+"""Names the directory where the ranks of a machine leave their reports for the process that started them."""
 _REPORT, _LOG = "report.*.json", "launcher.log"
 _END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _ALONE_SECONDS = 90.0
-_STOP_SECONDS = 60.0  # the launcher waits 30 s for its ranks, and then kills them
+_STOP_SECONDS = 60.0  # the launcher waits 30 s for its ranks before it kills them
 _LAST_LINES, _LONGEST_WORDS = 4, 600
 _NOISE = ("LAUNCH INFO", "LAUNCH WARNING", "[    INFO]", "No ccache found", "warnings.warn(")
 _FAILED_RANK = re.compile(r"^Container rank (\d+) status failed .* code (-?\d+) log ", re.MULTILINE)
@@ -48,15 +119,15 @@ def job_rows(
     seconds: float,
     logs_there: Path | None,
 ) -> tuple[list[Row], int]:
-    """Examine what the launcher needs and the nodes, then start the ranks; gives rows and the job's size.
+    """Examine the launcher's needs and the nodes, then start the ranks. Returns the rows and the job's size.
 
     Args:
-        command: ends when all ranks of this machine have.
-        nproc: processes of this machine; None: one per card.
-        nodes: machines of the job; None: one. PADDLE_NNODES wins, as for the launcher.
-        master: ``HOST:PORT``, where they meet. PADDLE_MASTER wins, as for the launcher.
+        command: starts all ranks of this machine, and ends when they have ended.
+        nproc: number of processes on this machine; None: one per card.
+        nodes: number of machines; None: one. PADDLE_NNODES takes precedence, as in the launcher.
+        master: ``HOST:PORT`` where they meet. PADDLE_MASTER takes precedence, as in the launcher.
         seconds: how long machines and processes wait for each other.
-        logs_there: directory of the ranks' logs; None: they are not kept.
+        logs_there: directory for the ranks' logs; None: they are not kept.
     """
     named = os.environ.get("PADDLE_NNODES", "")
     nodes = int(named) if named.isdigit() else nodes or 1
@@ -71,21 +142,21 @@ def job_rows(
 
 
 def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[Row]:
-    """The rows of the nodes; none for a job on one machine."""
+    """Check the nodes of a job on several machines; no rows for a job on one."""
     if nodes < 2:
         return []
     if master is None:
         given = os.environ.get("PADDLE_NNODES")
         named = f"PADDLE_NNODES={given}: " if given else ""
-        cure = "give --master HOST:PORT" + (", or unset PADDLE_NNODES" if named else "")
-        return [fail("--master", f"{named}several machines, and nothing says where they meet", cure)]
+        fix = "give --master HOST:PORT" + (", or unset PADDLE_NNODES" if named else "")
+        return [fail("--master", f"{named}several machines, and nothing says where they meet", fix)]
     return list(examine_nodes(master, nodes, seconds, os.environ))
 
 
 def launched_rows(
     command: Sequence[str], *, seconds: float, logs_there: Path | None
 ) -> tuple[list[Row], int]:
-    """Run the command that starts the ranks of this machine; gives their rows and the job's size."""
+    """Run the command that starts the ranks of this machine. Returns their rows and the job's size."""
     place = Path(tempfile.mkdtemp(prefix="ppfleetx-doctor-"))
     try:
         logs = [] if logs_there else ["--log-dir", str(place / "log")]
@@ -101,7 +172,7 @@ def launched_rows(
 
 
 def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
-    """The report of the first rank that left one; if none did, the ends of their logs."""
+    """The report of the first rank that left one; if none did, rows made from the ends of the logs."""
     reports = sorted(place.glob(_REPORT))
     if reports:
         content = json.loads(reports[0].read_text("utf-8"))
@@ -110,23 +181,24 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
-    """Why there is no report: ranks that ended, the ends of the logs, and what this process finds."""
+    """Explain why there is no report: ranks that crashed, the ends of the logs, and what this process
+    finds."""
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
         how = f"exit code {number}" if number >= 0 else _signal_words(-number)
         said = _end_of(logs / f"workerlog.{rank}")
-        cure = "look at its machine and its memory (`dmesg -T | tail`: oom-kill)"
-        yield fail(f"rank {rank}", f"it ended before it had reported ({how}) {said}".strip(), cure)
+        fix = "look at its machine and its memory (`dmesg -T | tail`: oom-kill)"
+        yield fail(f"rank {rank}", f"it ended before it had reported ({how}) {said}".strip(), fix)
     if not found:
         said = filter(None, map(_end_of, (launcher_log, *sorted(logs.glob("workerlog.*")))))
-        cure = "the ends of their logs are above; --log-dir DIR keeps them"
+        fix = "the ends of their logs are above; --log-dir DIR keeps them"
         text = f"the ranks ended without a report (exit code {code}): {'; '.join(said)}"
-        yield fail("launcher", text, cure)
+        yield fail("launcher", text, fix)
     if (row := import_row()) is not None:
         yield replace(row, group="environment")
     for check in CHECKS:
         if check.need is Need.NOTHING and not check.imports_paddle:
-            yield from (row for row in examine(check, Case()) if row.status in (Status.WARN, Status.FAIL))
+            yield from (row for row in examine(check, Target()) if row.status in (Status.WARN, Status.FAIL))
 
 
 def _signal_words(number: int) -> str:
@@ -137,10 +209,10 @@ def _signal_words(number: int) -> str:
 
 
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
-    """Run the launcher and leave nothing running; gives its exit code.
+    """Run the launcher, leave nothing running, and return its exit code.
 
-    Once a rank has reported, the others should end soon: one that does not hangs or is stopped. Ranks that
-    did not meet examine by themselves, and the first rank of a machine has more checks to run.
+    Once a rank has reported, the others should end soon; one that does not is hanging or stopped. Ranks that
+    did not meet get more time: they run on their own, and the first rank of a machine has more checks to run.
     """
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False
@@ -175,7 +247,7 @@ def _report_of(local_rank: int) -> str:
 
 
 def _end_of(file: Path) -> str:
-    """The last lines of a log, or its last error."""
+    """The last error in a log, or else its last lines."""
     lines = [line.strip() for line in _text_of(file).splitlines() if line.strip()]
     lines = [line for line in lines if not any(noise in line for noise in _NOISE)]
     lines = [line for line in lines if line.startswith("error: ")][-1:] or lines
@@ -183,7 +255,7 @@ def _end_of(file: Path) -> str:
 
 
 def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_rank: int) -> None:
-    """Write the rows for the process that started this one."""
+    """Write the rows where the process that started this one will read them."""
     content = {"world_size": world_size, "rows": [row.as_json() for row in rows]}
     name = _report_of(local_rank)
     part = Path(directory) / f"{name}.part"
@@ -192,5 +264,5 @@ def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_ran
 
 
 def command_of(script: Path, arguments: Sequence[str]) -> list[str]:
-    """The command that runs the same verb in another process."""
+    """The command that runs ``doctor`` in another process."""
     return [sys.executable, str(script), "doctor", *arguments]

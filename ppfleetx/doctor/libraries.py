@@ -1,4 +1,4 @@
-"""The libraries that ppfleetx imports: installed, importable, and of a version that it supports."""
+"""Check that the libraries ppfleetx imports are installed, can be imported and have a supported version."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.doctor.rows import Row, fail, ok
+from ppfleetx.doctor.check import Row, fail, ok
 from ppfleetx.utils.installed import LIBRARIES, not_installed, version_of
 
 if TYPE_CHECKING:
-    from ppfleetx.doctor.case import Case
+    from ppfleetx.doctor.check import Target
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
-def libraries(case: Case) -> Iterator[Row]:
-    """Every library that is needed: imported, and its version."""
+def libraries(target: Target) -> Iterator[Row]:
+    """Import every required library and check its version."""
     problems = [row for name in LIBRARIES if (row := _problem(name)) is not None]
     yield from problems
     if not problems:
@@ -54,7 +54,7 @@ def _problem(name: str) -> Row | None:
 
 
 def _required(distribution: str):
-    """The versions that ppfleetx's metadata require; None in a checkout that is not installed."""
+    """The versions that ppfleetx's metadata requires; None in a checkout that is not installed."""
     try:
         from packaging.requirements import Requirement
 
@@ -65,7 +65,7 @@ def _required(distribution: str):
 
 
 def broken_row(error: BaseException, name: str = "") -> Row:
-    """The row of an import that failed; ``name`` is the library's, if known."""
+    """The row for a failed import; ``name`` is the library, if known."""
     if isinstance(error, ModuleNotFoundError) and (said := not_installed(error)) is not None:
         row = fail("libraries", f"{error.name} is not installed", str(said))
         return replace(row, group="environment")

@@ -1,8 +1,8 @@
-"""Processes that have met exchange values before they trust anything else.
+"""Exchange values between processes over plain sockets, before any communication library is trusted.
 
-The first of them is the host, the others are its guests. Every wait ends in a known time and then names who
-did not answer and what it was last doing. A thread of each process says that it runs, so one that is stopped
-is distinguished from one that is slow.
+The first process is the host, the others are its guests. Every wait has a time limit, and its error names the
+process that did not answer and what it was last doing. A thread in each process sends heartbeats, so that a
+stopped process can be told from a slow one.
 """
 
 from __future__ import annotations
@@ -28,47 +28,49 @@ from ppfleetx.distributed.rendezvous import (
 
 PULSE_SECONDS = 1.0
 LEAST_QUIET_SECONDS = 60.0
-"""While a large library is loaded, no other thread of the process runs."""
-_ROUNDS = 10  # a guest waits so many times as long as the host, which decides when to give up
+"""The shortest silence that counts: no heartbeat is sent while a large library is being loaded."""
+_ROUNDS = 10  # the host decides when to give up, so a guest waits this many times as long
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one member said in a round: a value, or what is wrong with the member."""
+    """The result of a round for one member: its value, or why there is none."""
 
     value: Any = None
     problem: str = ""
 
 
 class Meeting(Protocol):
-    """One member's side.
+    """A member's end of the connections.
 
     Attributes:
-        number: of this member; the host has 0.
-        names: of all members, by number.
+        number: number of this member; the host is 0.
+        names: names of all members, by number.
     """
 
     number: int
     names: list[str]
 
     def tell(self, place: str) -> None:
-        """Say what this member does now; it is reported with it when it does not answer."""
+        """Tell the host what this member is doing now, to be reported if it stops answering."""
 
     def exchange(self, value: Any, seconds: float, quiet: float | None = None) -> list[Answer]:
-        """The values of all members by number, the same on all; all members call this in the same order.
+        """Exchange values: returns those of all members by number. All members must call this in the same
+        order.
 
         Args:
-            value: of this member.
-            seconds: limit of the time in which no member advances: each value and each :meth:`tell` counts.
-            quiet: limit of the time in which nothing at all is heard of a member; None: the time that the
-                members waited for each other, at least a minute.
+            value: this member's value.
+            seconds: how long to wait while no member makes progress; each value and each :meth:`tell` is
+                progress.
+            quiet: how long a member may be silent, without even a heartbeat; None: as long as the members
+                waited for each other at the start, but at least a minute.
 
         Raises:
             RendezvousError: the host is gone.
         """
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the meeting."""
 
 
 def open_meeting(
@@ -77,12 +79,12 @@ def open_meeting(
     """Meet the other members at ``point``.
 
     Args:
-        size: members, this one included.
-        number: of this member; None: members are numbered as they come.
-        seconds: to wait for the others.
+        size: number of members, including this one.
+        number: number of this member; None: members are numbered in the order they arrive.
+        seconds: how long to wait for the others.
 
     Raises:
-        RendezvousError: somebody does not come, or the place cannot be used.
+        RendezvousError: a member does not arrive, or the address cannot be used.
     """
     quiet, member = max(seconds, LEAST_QUIET_SECONDS), Member(name, number)
     if is_host:
@@ -91,7 +93,7 @@ def open_meeting(
 
 
 class _Pulse:
-    """Says over some connections that this process runs, whatever its main thread does."""
+    """A thread that sends heartbeats over some connections, whatever the main thread is doing."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self._lines, self._over = list(lines), threading.Event()
@@ -100,7 +102,7 @@ class _Pulse:
     def _beat(self) -> None:
         while not self._over.wait(PULSE_SECONDS):
             for line in self._lines:
-                with contextlib.suppress(OSError):  # exchange() says who is gone
+                with contextlib.suppress(OSError):  # exchange() reports a lost connection
                     line.send({"alive": True})
 
     def stop(self) -> None:
@@ -108,7 +110,7 @@ class _Pulse:
 
 
 def _least(quiet: float, seconds: float) -> float:
-    """At most a whole wait, at least some beats of a pulse."""
+    """Limit ``quiet`` to one whole wait, but allow at least three heartbeats."""
     return max(min(quiet, seconds), 3 * PULSE_SECONDS)
 
 
@@ -121,7 +123,8 @@ def _silence(seconds: float, place: str) -> str:
 
 @dataclass
 class _Seen:
-    """A guest as the host sees it: its last place, and when it was heard of and when it advanced."""
+    """What the host knows about a guest: its last activity, and when it was last heard and last made
+    progress."""
 
     line: Line
     place: str = "its start"
@@ -164,7 +167,7 @@ class _Host:
     def _give_up(
         self, seconds: float, quiet: float, answers: dict[int, Answer], selector: selectors.BaseSelector
     ) -> None:
-        """Stop waiting for guests that are silent and, where none advances, for all."""
+        """Stop waiting for silent guests; if no guest makes progress, stop waiting for all of them."""
         now = time.monotonic()
         last = max(guest.moved for guest in self._guests.values())
         for number in [number for number in self._guests if number not in answers]:
@@ -197,7 +200,7 @@ class _Host:
     def _send(self, message: Any) -> None:
         for guest in self._guests.values():
             if not guest.problem:
-                with contextlib.suppress(OSError):  # the next round says so
+                with contextlib.suppress(OSError):  # the next round reports it
                     guest.line.send(message)
 
     def close(self) -> None:
@@ -214,7 +217,7 @@ class _Guest:
         self._pulse = _Pulse([self._line])
 
     def tell(self, place: str) -> None:
-        with contextlib.suppress(OSError):  # exchange() says that the host is gone
+        with contextlib.suppress(OSError):  # exchange() reports that the host is gone
             self._line.send({"at": place})
             self._line.connection.settimeout(0.0)
             with contextlib.suppress(BlockingIOError):

@@ -1,12 +1,11 @@
-"""Whether the installed Paddle has every operator that ppfleetx runs. Nothing is run for that."""
+"""Check that the installed Paddle has every operator ppfleetx runs, without running any."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ppfleetx.distributed.device import backends, is_built_for_gpus, is_card, kind_of
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Row, fail, ok, warn
+from ppfleetx.doctor.check import Row, Target, fail, ok, warn
 from ppfleetx.utils.gpu_operators import (
     GPU_BACKENDS,
     Kernel,
@@ -18,35 +17,35 @@ from ppfleetx.utils.gpu_operators import (
 _CPU_BACKENDS = ("CPU", "ONEDNN")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _HALF = ("float16", "bfloat16")
-# Kernels that only GPUs use; a CPU uses others.
+# Kernels that only GPUs use.
 _GPU_ONLY = ("flash", "c_softmax_with_cross_entropy_grad")
-# Fused kernels: if one is missing, plain operators take its place (ppfleetx/nn/fused.py).
+# Fused kernels, which are optional: without them ppfleetx/nn/fused.py uses plain operators.
 _REPLACED = ("fused_", "rms_norm", "swiglu", "flash_attn_qkvpacked")
 _SHOWN = 8
 
 
-def registered(case: Case) -> Iterator[Row]:
-    """Compare the committed table of kernels with the registry of the installed build.
+def registered(target: Target) -> Iterator[Row]:
+    """Look up every kernel of the committed table in the registry of the installed Paddle.
 
-    The kernels of the CPU in the types in which it computes, those of GPUs if the build is for GPUs (with or
-    without a card), and those of another card if there is one.
+    CPU kernels are always checked, in the types a CPU computes in; GPU kernels if Paddle was built for GPUs,
+    with or without a card; and those of another kind of card if there is one.
     """
     from paddle.base import core
 
     registry = core._get_registered_phi_kernels("function")
     yield kernels_row("CPU", registry, used_on_cpu(used_kernels()), _CPU_BACKENDS)
     if is_built_for_gpus():
-        yield kernels_row("GPU", registry, used_by(case, used_kernels()), GPU_BACKENDS)
-    elif is_card(case.device):
-        yield card_row(case, registry)
+        yield kernels_row("GPU", registry, used_by(target, used_kernels()), GPU_BACKENDS)
+    elif is_card(target.device):
+        yield card_row(target, registry)
 
 
-def card_row(case: Case, registry: Mapping[str, Iterable[str]]) -> Row:
-    """Whether a card that is no GPU has the kernels; the host computes what is missing, if it can."""
-    kind, asked = kind_of(case.device), used_on_plugins(used_kernels())
+def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
+    """Whether a card other than a GPU has the kernels. The host computes missing ones if it can."""
+    kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]
-        for name, types in used_by(case, used_kernels()).items()
+        for name, types in used_by(target, used_kernels()).items()
     }
     absent = _absent(wanted, registry, backends(kind))
     lost = [
@@ -80,9 +79,9 @@ def _shown(pairs: Sequence[str]) -> str:
     return ", ".join(pairs[:_SHOWN]) + more
 
 
-def used_by(case: Case, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """Kernels, and the element types in which the plan can use them."""
-    wanted = case.float_types
+def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
+    """The kernels, each with the element types the plan can use it with."""
+    wanted = target.float_types
     return {
         name: [dtype for dtype in kernel.used if dtype in wanted or dtype not in _FLOATS]
         for name, kernel in kernels.items()
@@ -91,7 +90,8 @@ def used_by(case: Case, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
 
 
 def used_on_cpu(kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """Kernels, and the types of the CPU, which stores 16-bit numbers but does not compute in them."""
+    """The kernels a CPU needs, each with its types. A CPU stores 16-bit floats but does not compute in
+    them."""
     return {
         name: [dtype for dtype in kernel.used if dtype not in _HALF]
         for name, kernel in kernels.items()
@@ -105,13 +105,13 @@ def kernels_row(
     wanted: Mapping[str, Iterable[str]],
     backends: Collection[str],
 ) -> Row:
-    """Whether a registry has the wanted kernels.
+    """Whether the registry has the wanted kernels.
 
     Args:
-        place: name of the device in the row.
+        place: name of the device for the row.
         registry: ``paddle.base.core._get_registered_phi_kernels("function")``.
         wanted: element types by kernel.
-        backends: backends of the registry that count.
+        backends: names of the registry's backends to look in.
     """
     absent = [f"{name} ({dtype})" for name, dtype in _absent(wanted, registry, backends)]
     pairs = sum(len(list(types)) for types in wanted.values())

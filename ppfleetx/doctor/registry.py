@@ -1,7 +1,8 @@
-"""All checks in the order in which they run: one table. To add a check, write the function and add a line.
+"""The table of all checks, in the order they run. To add a check, write a function and add a line here.
 
-A check is a function of this package that takes a :class:`~ppfleetx.doctor.case.Case` and gives
-:class:`~ppfleetx.doctor.rows.Row` objects. It is imported when it runs, so the table needs no Paddle.
+A check is a function in this package that takes a :class:`~ppfleetx.doctor.check.Target` and yields
+:class:`~ppfleetx.doctor.check.Row` objects. It is imported only when it runs, so this table does not need
+Paddle.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from importlib.util import find_spec
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.device import count, is_card, is_gpu, kind_of
-from ppfleetx.doctor.case import Case, within
-from ppfleetx.doctor.rows import Row, fail, skipped
+from ppfleetx.doctor.check import Row, Target, fail, skipped, within
 
 _LEAST_PATIENCE = 30.0  # machines are busy when jobs start
 
 
 class Need(Enum):
-    """What a check requires."""
+    """What a check needs in order to run."""
 
     NOTHING = "nothing"
     CONFIG = "a configuration"
@@ -31,7 +31,7 @@ class Need(Enum):
 
 
 class Each(Enum):
-    """Who runs a check."""
+    """Which processes run a check."""
 
     RANK = "every process"
     NODE = "the first process of each node"
@@ -44,12 +44,12 @@ class Check:
 
     Attributes:
         group: heading in the report.
-        module, function: where it is, in this package.
-        title: name of the row if the check itself cannot run.
-        need: what it requires.
-        each: who runs it.
-        seconds: limit of its time, or of the case's patience if that is shorter; it then runs in a thread of
-            its own. None: it only computes.
+        module, function: where the check is defined in this package.
+        title: name of the row that is reported if the check itself cannot run.
+        need: what it needs in order to run.
+        each: which processes run it.
+        seconds: time limit; the check then runs in its own thread. The target's patience applies if it is
+            shorter. None: the check only computes, and needs no limit.
     """
 
     group: str
@@ -60,18 +60,18 @@ class Check:
     each: Each = Each.NODE
     seconds: float | None = None
 
-    def is_for(self, case: Case) -> bool:
-        """Whether this process is to run it."""
-        everyone = self.each is Each.RANK or (self.each is Each.CARD and is_card(case.device))
-        return everyone or case.local_rank == 0
+    def is_for(self, target: Target) -> bool:
+        """Whether this process runs the check."""
+        everyone = self.each is Each.RANK or (self.each is Each.CARD and is_card(target.device))
+        return everyone or target.local_rank == 0
 
     @property
     def imports_paddle(self) -> bool:
-        """Whether it needs Paddle."""
+        """Whether the check needs Paddle."""
         return self.need in (Need.PADDLE, Need.CARD, Need.GPU)
 
-    def load(self) -> Callable[[Case], Iterable[Row]]:
-        """The function."""
+    def load(self) -> Callable[[Target], Iterable[Row]]:
+        """Import the check and return its function."""
         return getattr(importlib.import_module(f"ppfleetx.doctor.{self.module}"), self.function)
 
 
@@ -85,12 +85,12 @@ CHECKS: tuple[Check, ...] = (
     Check("files", "files", "data", "data", Need.CONFIG, seconds=300.0),
     Check("files", "files", "tokenizer", "tokenizer", Need.CONFIG, seconds=120.0),
     Check("files", "files", "checkpoints", "checkpoints", Need.CONFIG, seconds=60.0),
-    Check("storage", "storage", "output_directory", "output directory", Need.CONFIG, seconds=120.0),
-    Check("storage", "storage", "room", "room", Need.CONFIG, seconds=30.0),
+    Check("storage", "files", "output_directory", "output directory", Need.CONFIG, seconds=120.0),
+    Check("storage", "files", "room", "room", Need.CONFIG, seconds=30.0),
     Check("environment", "environment", "paddle_loads", "import paddle", Need.PADDLE, Each.RANK),
     Check("environment", "libraries", "libraries", "libraries", each=Each.RANK),
     Check("configuration", "configuration", "memory", "memory", Need.CONFIG, Each.CARD),
-    Check("network", "interfaces", "network", "interfaces"),
+    Check("network", "network", "network", "interfaces"),
     Check("operators", "operators", "registered", "registered kernels", Need.PADDLE),
     Check("losses", "steps", "losses", "losses", Need.PADDLE, Each.CARD),
     Check("card", "card", "driver", "driver", Need.GPU, seconds=30.0),
@@ -98,38 +98,40 @@ CHECKS: tuple[Check, ...] = (
     Check("card", "card", "small_operators", "operators", Need.CARD, Each.RANK),
     Check("card", "card", "flash", "flash attention", Need.CARD, Each.RANK),
 )
-"""Every check that a process makes by itself."""
+"""Every check that a process runs on its own."""
 
 
-def examine(check: Check, case: Case) -> list[Row]:
-    """The rows of a check, with their group. It ends in time, and with a row, whatever happens."""
-    reason = obstacle(check, case)
-    rows = [skipped(check.title, reason)] if reason else _run(check, case)
+def examine(check: Check, target: Target) -> list[Row]:
+    """Run a check within its time limit and return its rows with their group; an error becomes a row, too."""
+    reason = obstacle(check, target)
+    rows = [skipped(check.title, reason)] if reason else _run(check, target)
     return [replace(row, group=row.group or check.group) for row in rows]
 
 
-def obstacle(check: Check, case: Case) -> str:
-    """Why a check cannot run here; empty if it can."""
-    if check.need is Need.CONFIG and case.cfg is None:
-        return "the configuration could not be read" if case.found else "no configuration was given (-c FILE)"
+def obstacle(check: Check, target: Target) -> str:
+    """Why a check cannot run here; an empty string if it can."""
+    if check.need is Need.CONFIG and target.cfg is None:
+        return (
+            "the configuration could not be read" if target.found else "no configuration was given (-c FILE)"
+        )
     if check.need in (Need.PADDLE, Need.CARD, Need.GPU) and find_spec("paddle") is None:
         return "Paddle is not installed"
-    device = case.device if is_card(case.device) else "the CPU"
-    if check.need is Need.CARD and not is_card(case.device):
+    device = target.device if is_card(target.device) else "the CPU"
+    if check.need is Need.CARD and not is_card(target.device):
         return f"there is no card here: the device is {device}"
-    if check.need is Need.GPU and not is_gpu(case.device):
+    if check.need is Need.GPU and not is_gpu(target.device):
         return f"there is no GPU here: the device is {device}"
-    if check.need in (Need.CARD, Need.GPU) and not count(kind_of(case.device)):
+    if check.need in (Need.CARD, Need.GPU) and not count(kind_of(target.device)):
         return "Paddle sees no card"
     return ""
 
 
-def _run(check: Check, case: Case) -> list[Row]:
+def _run(check: Check, target: Target) -> list[Row]:
     if check.seconds is None:
-        return _rows(check, case)
-    limit = min(check.seconds, max(case.patience, _LEAST_PATIENCE))
+        return _rows(check, target)
+    limit = min(check.seconds, max(target.patience, _LEAST_PATIENCE))
     try:
-        return within(limit, lambda: _rows(check, case))
+        return within(limit, lambda: _rows(check, target))
     except TimeoutError:
         return [
             fail(
@@ -141,10 +143,10 @@ def _run(check: Check, case: Case) -> list[Row]:
         ]
 
 
-def _rows(check: Check, case: Case) -> list[Row]:
-    """The rows of the check. If the check itself fails that is a row too, so the others still run."""
+def _rows(check: Check, target: Target) -> list[Row]:
+    """The rows of the check. An error in the check itself becomes a row, so the other checks still run."""
     try:
-        return list(check.load()(case))
+        return list(check.load()(target))
     except UserError as error:
         return [fail(check.title, str(error), "correct what the message names")]
     except Exception as error:  # noqa: BLE001  (whatever Paddle, a driver or a file system raises is a finding)
@@ -158,7 +160,7 @@ def _rows(check: Check, case: Case) -> list[Row]:
 
 
 def _first_lines(error: Exception) -> str:
-    """The text of an error, without the C++ stack that Paddle puts before it."""
+    """The message of an error without the C++ stack trace that Paddle puts in front of it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     summary = next((i for i, line in enumerate(lines) if line.startswith("Error Message Summary")), -1)
     text = [line for line in lines[summary + 1 :] if not set(line) <= {"-"}]

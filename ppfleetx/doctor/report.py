@@ -1,4 +1,4 @@
-"""Prints rows: a table for people, JSON for programs."""
+"""Format rows: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
-from ppfleetx.config.counts import counted
-from ppfleetx.doctor.rows import Row, Status
+from ppfleetx.config.counts import counted, ranks_text
+from ppfleetx.doctor.check import Row, Status
 
 GROUPS = (
     "nodes",
@@ -27,26 +27,27 @@ GROUPS = (
     "card",
     "collectives",
 )
-"""Headings in the order of the report."""
+"""The headings, in the order of the report."""
 _WIDEST, _NARROWEST = 160, 60
-_MARGIN = 8  # the status before a row, and its indentation
+_MARGIN = 8  # width of the status column
 
 
 def exit_code(rows: Iterable[Row]) -> int:
-    """1 when something failed, else 0."""
+    """1 if anything failed, else 0."""
     return int(any(row.status is Status.FAIL for row in rows))
 
 
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
-    """The rows of all ranks in the order of the groups; equal rows of several ranks become one.
+    """Merge the rows of all ranks, sorted by group; equal rows become one.
 
-    A row names no ranks if all ranks have it, or if it is no failure and all that ran the check have it.
+    A row names no ranks if all ranks have it. A row that is not a failure names none either if all ranks that
+    ran the check have it.
     """
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in rows:
-            key = (row.group, row.name, row.status, row.found, row.cure)
+            key = (row.group, row.name, row.status, row.found, row.fix)
             first.setdefault(key, row)
             ranks.setdefault(key, []).append(rank)
     looked: dict[tuple[str, str], set[int]] = {}
@@ -61,14 +62,14 @@ def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def in_groups(rows: Sequence[Row]) -> list[Row]:
-    """The rows sorted by group, in the order of :data:`GROUPS`, and rows of one name together."""
+    """Sort rows by group, in the order of :data:`GROUPS`, and keep rows with the same name together."""
     groups = list(dict.fromkeys((*GROUPS, *(row.group for row in rows))))
     names = list(dict.fromkeys((row.group, row.name) for row in rows))
     return sorted(rows, key=lambda row: (groups.index(row.group), names.index((row.group, row.name))))
 
 
 def as_json(rows: Sequence[Row], world_size: int) -> str:
-    """One JSON object."""
+    """The report as one JSON object."""
     counts = {str(status): sum(row.status is status for row in rows) for status in Status}
     content = {
         "ok": exit_code(rows) == 0,
@@ -80,7 +81,7 @@ def as_json(rows: Sequence[Row], world_size: int) -> str:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """The table: a heading for each group, and for each row its finding and what to do."""
+    """The report as a table: a heading for each group, then each row with its finding and fix."""
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns))
     names = max((len(row.name) for row in rows), default=0)
     lines: list[str] = []
@@ -92,7 +93,7 @@ def as_table(rows: Sequence[Row]) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """The last line: how many rows of which kind."""
+    """The last line of the table: the number of rows by status."""
     counts = {status: sum(row.status is status for row in rows) for status in Status}
     parts = [f"{counts[status]} {status}" for status in Status if counts[status]]
     failed = counts[Status.FAIL]
@@ -101,25 +102,13 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def _lines(row: Row, names: int, width: int) -> list[str]:
-    who = f" [{rank_words(row.ranks)}]" if row.ranks else ""
+    who = f" [{ranks_text(row.ranks)}]" if row.ranks else ""
     head = f"  {row.status:<{_MARGIN}}{row.name:<{names}}  "
     blank = " " * len(head)
     text = _wrapped(f"{row.found}{who}", head, blank, width)
-    return text + (_wrapped(f"fix: {row.cure}", blank, blank + "      ", width) if row.cure else [])
+    return text + (_wrapped(f"fix: {row.fix}", blank, blank + "      ", width) if row.fix else [])
 
 
 def _wrapped(text: str, head: str, blank: str, width: int) -> list[str]:
     options = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=blank, **options)
-
-
-def rank_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``."""
-    runs: list[list[int]] = [[ranks[0], ranks[0]]]
-    for one, other in pairwise(ranks):
-        if other == one + 1:
-            runs[-1][1] = other
-        else:
-            runs.append([other, other])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

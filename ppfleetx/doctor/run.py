@@ -1,7 +1,7 @@
-"""The whole examination: what this process finds by itself, joined with what the others find.
+"""Run all checks in this process, and merge the rows of all processes of a job.
 
-The processes of a job meet over plain sockets first, and join fleet's process groups only if nothing was
-found that could make them hang.
+The processes of a job first meet over plain sockets. They join fleet's process groups only if no check found
+anything that could make the groups hang.
 """
 
 from __future__ import annotations
@@ -16,55 +16,55 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Self
 
+from ppfleetx.config.counts import ranks_text
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.shipped import CONFIGS
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
 from ppfleetx.doctor.agreement import agreement_rows, differing, digests, host_of, in_full
-from ppfleetx.doctor.case import Case, within
+from ppfleetx.doctor.check import Row, Status, Target, fail, ok, skipped, within
+from ppfleetx.doctor.files import nearest_directory
 from ppfleetx.doctor.meeting import Answer, Meeting, open_meeting
 from ppfleetx.doctor.registry import CHECKS, Check, examine
-from ppfleetx.doctor.report import in_groups, joined, rank_words
-from ppfleetx.doctor.rows import Row, Status, fail, ok, skipped
-from ppfleetx.doctor.storage import nearest_directory
+from ppfleetx.doctor.report import in_groups, joined
 
 LOCAL_SECONDS = 1200.0
-"""Limit of the checks that a process runs by itself; each also has its own."""
+"""Time limit for all checks that a process runs on its own; each check also has its own limit."""
 _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 ALONE = "meeting"
-"""The row of a rank that has not met the others."""
+"""Name of the row of a rank that did not meet the others."""
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
-# A failure in these groups would make the process groups fail or hang.
+# After a failure under one of these headings the process groups would fail or hang.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
-_LOST_CURE = (
+_LOST_FIX = (
     "look at its log (workerlog.N of its machine), at its state (`ps -e -o pid,stat,args`: T is stopped, "
     "`kill -CONT PID` resumes it) and at the machine"
 )
 _FIRST_FAILURES = "a check failed that communication depends on"
 
 
-def examine_all(case: Case, checks: Sequence[Check] = CHECKS) -> list[Row]:
-    """The rows of every check that this process runs."""
-    rows = [row for check in checks if check.is_for(case) for row in examine(check, case)]
-    return [*case.found, *rows]
+def examine_all(target: Target, checks: Sequence[Check] = CHECKS) -> list[Row]:
+    """Run every check that is meant for this process and return the rows."""
+    rows = [row for check in checks if check.is_for(target) for row in examine(check, target)]
+    return [*target.found, *rows]
 
 
-def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
-    """The rows of the whole job, the same on all its processes; every one of them calls this.
+def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
+    """Examine the job and return its rows, the same in every process. All processes must call this.
 
     Args:
-        case: the place of this process.
-        seconds: limit of the wait for the others, and of each collective.
-        finish: called with the rows in a process whose communication does not end, before it is ended.
+        target: what this process examines.
+        seconds: time limit of the wait for the others, and of each collective.
+        finish: called with the rows just before a process whose communication hangs is ended.
     """
     try:
-        meeting = meet(case, seconds)
+        meeting = meet(target, seconds)
     except RendezvousError as error:
-        row = fail(ALONE, f"rank {case.rank}: {error}", error.cure)
-        return in_groups([*examine_all(case), _in(_PROCESSES, row)])
+        row = fail(ALONE, f"rank {target.rank}: {error}", error.fix)
+        return in_groups([*examine_all(target), _in(_PROCESSES, row)])
     with contextlib.closing(meeting):
-        job = Job(case, meeting)
+        job = Job(target, meeting)
         try:
             job.look_locally()
             job.compare()
@@ -74,15 +74,15 @@ def examine_job(case: Case, *, seconds: float, finish: Callable[[list[Row]], Non
         return job.result()
 
 
-def meet(case: Case, seconds: float) -> Meeting:
-    """Meet the other processes where the job will meet.
+def meet(target: Target, seconds: float) -> Meeting:
+    """Meet the other processes at the address where the job itself will meet.
 
     Raises:
-        RendezvousError: a process does not come, or the place cannot be used.
+        RendezvousError: a process does not arrive, or the address cannot be used.
     """
-    name = f"rank {case.rank} on {host_of(case)}"
-    place = case.world_size, name, seconds
-    return open_meeting(meeting_point(), *place, is_host=case.rank == 0, number=case.rank)
+    name = f"rank {target.rank} on {host_of(target)}"
+    place = target.world_size, name, seconds
+    return open_meeting(meeting_point(), *place, is_host=target.rank == 0, number=target.rank)
 
 
 def _in(group: str, row: Row) -> Row:
@@ -91,93 +91,94 @@ def _in(group: str, row: Row) -> Row:
 
 @dataclass
 class Job:
-    """One process's side of the examination of a job.
+    """This process's part in the examination of a job.
 
     Attributes:
-        rows: the rows so far, by rank.
+        rows: the rows found so far, by rank.
         of_job: rows about the job as a whole.
     """
 
-    case: Case
+    target: Target
     meeting: Meeting
     rows: list[list[Row]] = field(default_factory=list)
     of_job: list[Row] = field(default_factory=list)
     _lost: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.rows = [[] for _ in range(self.case.world_size)]
+        self.rows = [[] for _ in range(self.target.world_size)]
 
     def result(self) -> list[Row]:
-        """All rows, joined."""
+        """All rows, merged and sorted."""
         return in_groups([*joined(self.rows), *self.of_job])
 
     def look_locally(self) -> None:
-        """Run every check of the table that this process runs."""
-        own = list(self.case.found)
+        """Run the checks that are meant for this process."""
+        own = list(self.target.found)
         for check in CHECKS:
-            if check.is_for(self.case):
+            if check.is_for(self.target):
                 self.meeting.tell(f"{check.group}, {check.title}")
-                own += examine(check, self.case)
+                own += examine(check, self.target)
         self._share(own, LOCAL_SECONDS)
 
     def _share(self, own: Sequence[Row], seconds: float, quiet: float | None = None) -> None:
         """Exchange rows with the other processes.
 
         Raises:
-            RendezvousError: the first rank is gone; this process keeps its own rows.
+            RendezvousError: rank 0 is gone; this process keeps its own rows.
         """
         try:
             answers = self.meeting.exchange([row.as_json() for row in own], seconds, quiet)
         except RendezvousError:
-            self.rows[self.case.rank] += own
+            self.rows[self.target.rank] += own
             raise
         self._take(answers)
 
     def _take(self, answers: Sequence[Answer]) -> None:
-        """Add the rows of all processes; those that did not answer get one row."""
+        """Add the rows of all processes, and one row for each process that did not answer."""
         for rank, answer in enumerate(answers):
             if not answer.problem:
                 self.rows[rank] += [Row.from_json(row) for row in answer.value]
             elif rank not in self._lost:
                 self._lost.add(rank)
                 text = f"{self.meeting.names[rank]}: {answer.problem}"
-                self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, _LOST_CURE)))
+                self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, _LOST_FIX)))
 
     def compare(self) -> None:
-        """Compare what must be equal, and whether all machines see the same output directory."""
+        """Check that everything that must be equal is equal, and that all machines share the output
+        directory."""
 
         def tell(what: str) -> None:
             self.meeting.tell(f"{_AGREEMENT}, {what}")
 
-        hashes = self._answered(self.meeting.exchange(digests(self.case, tell), _SHORT_SECONDS))
+        hashes = self._answered(self.meeting.exchange(digests(self.target, tell), _SHORT_SECONDS))
         names = differing(list(hashes.values()))
-        values = self._answered(self.meeting.exchange(in_full(self.case, names, tell), _SHORT_SECONDS))
+        values = self._answered(self.meeting.exchange(in_full(self.target, names, tell), _SHORT_SECONDS))
         self.of_job += [_in(_AGREEMENT, row) for row in agreement_rows(values, names)]
-        if self.case.cfg is not None:
+        if self.target.cfg is not None:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
     def lose_host(self, error: RendezvousError) -> None:
-        """Note that only the rows of this process are left."""
-        self.rows[self.case.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.cure)))
+        """Note that rank 0 is gone, so that only this process's rows are left."""
+        self.rows[self.target.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.fix)))
 
     def _answered(self, answers: Sequence[Answer]) -> dict[int, dict]:
         self._take([Answer([], answer.problem) for answer in answers])
         return {rank: answer.value for rank, answer in enumerate(answers) if not answer.problem}
 
     def _shared_directory(self) -> Iterator[Row]:
-        """Rank 0 creates a temporary file, and the others look for it."""
+        """Rank 0 creates a temporary file in the output directory, and the others look for it."""
         try:
-            directory = output_dir_of(self.case.cfg)
+            directory = output_dir_of(self.target.cfg)
             place = within(_LOOK_SECONDS, lambda: nearest_directory(directory))
         except (TimeoutError, OSError):
             place = directory
         with contextlib.ExitStack() as stack:
             mark = ""
-            if self.case.rank == 0:
+            if self.target.rank == 0:
                 with contextlib.suppress(OSError):  # another check reports it
                     made = within(_LOOK_SECONDS, lambda: _temporary_file(place))
                     mark = Path(stack.enter_context(made).name).name
-            names = self.meeting.exchange([mark, host_of(self.case)], _SHORT_SECONDS)
+            names = self.meeting.exchange([mark, host_of(self.target)], _SHORT_SECONDS)
             mark = names[0].value[0]
             seen = self.meeting.exchange(bool(mark) and _is_there(place / mark), _SHORT_SECONDS)
         blind = [rank for rank, answer in enumerate(seen) if not answer.problem and not answer.value]
@@ -187,7 +188,7 @@ class Job:
         elif blind:
             yield fail(
                 "shared directory",
-                f"{rank_words(blind)}: {place} is not the directory of that name that rank 0 has",
+                f"{ranks_text(blind)}: {place} is not the directory of that name that rank 0 has",
                 "give all machines one output directory on a shared file system: it holds the checkpoints of "
                 "all ranks",
             )
@@ -195,7 +196,7 @@ class Job:
             yield ok("shared directory", f"all {len(hosts)} machines see the same {place}")
 
     def communicate(self, seconds: float, finish: Callable[[list[Row]], None]) -> None:
-        """Join fleet's process groups, and try every operation in each."""
+        """Join fleet's process groups and try every collective in each of them."""
         failed = [row for row in self.result() if row.status is Status.FAIL and row.group in _DECISIVE]
         if failed or self._lost:
             self.of_job.append(_in(_COLLECTIVES, skipped("collectives", _FIRST_FAILURES)))
@@ -204,13 +205,13 @@ class Job:
 
         def tell(what: str) -> None:
             guard.begin(what)
-            if not guard.has_given_up:  # its thread uses the connections now
+            if not guard.has_given_up:  # from then on the guard's thread uses the connections
                 self.meeting.tell(what)
 
         def give_up(what: str) -> None:
             text = f"{what} did not end within {seconds:g} s"
-            cure = "another row names the rank that the others wait for; NCCL_DEBUG=INFO shows what NCCL does"
-            own.append(fail("communication", text, cure))
+            fix = "another row names the rank that the others wait for; NCCL_DEBUG=INFO shows what NCCL does"
+            own.append(fail("communication", text, fix))
             try:
                 self._share_collectives(own, seconds)
             except RendezvousError as error:
@@ -226,26 +227,26 @@ class Job:
 
     def _share_collectives(self, own: Sequence[Row], seconds: float) -> None:
         rows = [_in(_COLLECTIVES, row) for row in own]
-        # By now no import keeps the threads of a process from running.
+        # Nothing is imported any more, so every process can answer at once.
         self._share(rows, seconds + _SHORT_SECONDS / 2, quiet=seconds)
         self.rows, measured = slowest(self.rows)
         self.of_job += measured
 
     def _collectives(self, tell: Callable[[str], None], rows: list[Row], guard: Guard) -> None:
-        """Add to ``rows`` one by one."""
+        """Try the collectives, adding each row to ``rows`` as it is found."""
         from ppfleetx.distributed.init import init_distributed
         from ppfleetx.doctor.collectives import examine_groups
 
         try:
-            ctx = init_distributed(plan_config(self.case))
+            ctx = init_distributed(plan_config(self.target))
             rows.append(ok("process groups", f"joined: {', '.join(('job', *ctx.groups))}"))
             for row in examine_groups(ctx, tell):
                 rows.append(row)
         except Exception as error:  # noqa: BLE001  (whatever a communication library raises is a finding)
             if guard.has_given_up:
                 return
-            cure = "look at the first rank that failed, at its log and its machine"
-            rows.append(fail("communication", f"{type(error).__name__}: {str(error)[:400]}", cure))
+            fix = "look at the first rank that failed, at its log and its machine"
+            rows.append(fail("communication", f"{type(error).__name__}: {str(error)[:400]}", fix))
 
 
 def _temporary_file(place: Path) -> IO[bytes]:
@@ -260,14 +261,14 @@ def _is_there(file: Path) -> bool:
 
 
 class Guard:
-    """Watches one thing after the other, and gives up when one takes too long.
+    """Gives up when one step of a sequence takes too long.
 
     Args:
-        seconds: that one thing may take.
-        give_up: called with its name, in another thread; leaving the block waits until it returns.
+        seconds: time limit of each step.
+        give_up: called in another thread with the name of the step; leaving the block waits until it returns.
 
     Attributes:
-        has_given_up: whether it was called.
+        has_given_up: whether ``give_up`` was called.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
@@ -276,7 +277,7 @@ class Guard:
         self._lock = threading.Lock()
 
     def begin(self, what: str) -> None:
-        """The next thing begins now."""
+        """Start the clock of the next step."""
         with self._lock:
             self._cancel()
             if not self.has_given_up:
@@ -301,21 +302,22 @@ class Guard:
     def _expire(self, what: str) -> None:
         with self._lock:
             if self._timer is not threading.current_thread():
-                return  # what it watched has just ended
+                return  # the step ended at this very moment
             self.has_given_up = True
         self._give_up(what)
 
 
-def plan_config(case: Case) -> RunConfig:
-    """The configuration whose groups are tried: the given one, or a tiny data-parallel model."""
-    if case.cfg is not None and case.cfg.plan.world_size == case.world_size:
-        return case.cfg
-    given = [f"Global.device={case.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]
-    return load_config(str(CONFIGS / "debug/gpt_nano.yaml"), given, world_size=case.world_size)
+def plan_config(target: Target) -> RunConfig:
+    """The configuration whose process groups are tried: the given one, or a tiny data-parallel model."""
+    if target.cfg is not None and target.cfg.plan.world_size == target.world_size:
+        return target.cfg
+    given = [f"Global.device={target.device}", "Global.local_batch_size=1", "Global.micro_batch_size=1"]
+    return load_config(str(CONFIGS / "debug/gpt_nano.yaml"), given, world_size=target.world_size)
 
 
 def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
-    """The rows without those of collectives that succeeded, and for each of these the slowest rank's row."""
+    """Split rows in two: all but those of successful collectives by rank, and per collective the slowest
+    rank's."""
     found: dict[str, tuple[float, int, Row]] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in filter(_is_measured, rows):

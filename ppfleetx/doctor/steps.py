@@ -1,7 +1,8 @@
-"""A few optimizer steps of a tiny GPT and a tiny Llama, compared with committed losses.
+"""Train a tiny GPT and a tiny Llama for a few steps and compare the losses with committed ones.
 
-``losses.json`` has the losses with float64 weights and activations on a CPU, which depend on no machine
-(``tests/goldens/make_doctor_losses.py`` writes it). A run in float32 agrees to nearly all of its digits.
+The losses in ``losses.json`` come from float64 weights and activations on a CPU, so they do not depend on the
+machine (``tests/goldens/make_doctor_losses.py`` writes them). A float32 run matches nearly all float32
+digits.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from ppfleetx.core.module.build import build_module
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import is_card
 from ppfleetx.distributed.tf32 import allow_tf32
-from ppfleetx.doctor.case import Case, lacks
-from ppfleetx.doctor.rows import Row, fail, ok, skipped
+from ppfleetx.doctor.check import Row, Target, fail, lacks, ok, skipped
 from ppfleetx.parallel.parallelize import parallelize
 
 GOLDEN = Path(__file__).with_name("losses.json")
@@ -30,14 +30,15 @@ STEPS, SEQUENCES, LENGTH, VOCABULARY = 3, 4, 32, 512
 _LEARNING_RATE = 1e-3
 _HALF_MODES = tuple((dtype, level) for dtype in ("float16", "bfloat16") for level in ("O1", "O2"))
 TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
-"""Relative difference from the committed losses: float32 on a CPU, on a card, and 16 bits."""
+"""Largest relative difference from the committed losses: float32 on a CPU, float32 on a card, 16 bits."""
 
 
-def losses(case: Case) -> Iterator[Row]:
-    """GPT and Llama in float32, and on a card with recompute and in 16 bits, O1 and O2."""
+def losses(target: Target) -> Iterator[Row]:
+    """Losses of GPT and Llama in float32; on a card also with recompute and in 16 bits at levels O1 and
+    O2."""
     golden = json.loads(GOLDEN.read_text("utf-8"))["losses"]
     allow_tf32(False)
-    device, tolerance = case.device, TOLERANCE["card" if is_card(case.device) else "cpu"]
+    device, tolerance = target.device, TOLERANCE["card" if is_card(target.device) else "cpu"]
     for model in MODELS:
         yield losses_row(f"{model} float32", train(model, device), golden[model], tolerance)
         if not is_card(device):
@@ -56,7 +57,7 @@ def losses(case: Case) -> Iterator[Row]:
 
 
 def losses_row(name: str, found: Sequence[float], expected: Sequence[float], tolerance: float) -> Row:
-    """Whether losses are as expected; the largest relative difference decides."""
+    """Compare losses with the expected ones by their largest relative difference."""
     array = np.asarray(expected)
     worst = float(np.max(np.abs(np.asarray(found) - array) / np.abs(array)))
     text = f"losses of {len(found)} steps are {_shown(found)}"
@@ -76,7 +77,7 @@ def _shown(losses: Sequence[float]) -> str:
 
 
 def train(model: str, device: str, overrides: Sequence[str] = ()) -> list[float]:
-    """Losses of the steps of one of :data:`MODELS`, trained in this process.
+    """Train one of :data:`MODELS` in this process and return the loss of each step.
 
     Args:
         device: ``cpu`` or ``gpu``.
@@ -103,7 +104,7 @@ def _step(runner: Any, cfg: Any, step: int) -> float:
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """The sequences of a step, from a formula, because random number generators may change."""
+    """The batch of a step, computed by a formula because random number generators may change."""
     place = np.arange(SEQUENCES * (LENGTH + 1)).reshape(SEQUENCES, LENGTH + 1) + 1000 * step
     tokens = (place * place * 7 + place * 13 + 5) % (VOCABULARY - 3)
     return {

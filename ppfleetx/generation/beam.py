@@ -1,15 +1,15 @@
 """Beam search, plain and diverse.
 
-The rules are those of Hugging Face transformers 5: of each prompt's continuations the max(2, 1 + E) N
-likeliest are looked at (N beams, E end tokens); those that end and are among the first N are results, the
-first N that do not end go on. Results are ranked by log-probability / length ** length_penalty.
+The rules are those of Hugging Face transformers 5. With N beams and E end tokens, each step considers the
+max(2, 1 + E) N likeliest continuations of a prompt. Those that end and are among the first N become results;
+the first N that do not end continue. Results are ranked by log-probability / length ** length_penalty.
 
-Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N beams. Each
-group searches by these rules; in every step the groups take their turn, and a token's score is lowered by
-``diversity_rate`` for each beam of the groups before that has just taken it. The lowered scores are those
-that add up. The results of all groups are ranked together. This is what ``num_beam_groups`` and
-``diversity_penalty`` meant in Hugging Face transformers 4, but for a group that has come to its end: there
-it went on to count as N beams that take the padding token.
+Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N beams. Each group
+searches by these rules. In every step the groups take turns, and a token's score is lowered by
+``diversity_rate`` for each beam of an earlier group that has just taken the token; the lowered scores are the
+ones that accumulate. The results of all groups are ranked together. ``num_beam_groups`` and
+``diversity_penalty`` meant the same in Hugging Face transformers 4, except that there a finished group went
+on to count as N beams that take the padding token.
 
 Shape letters: b prompts, N beams of a group, V vocabulary.
 """
@@ -28,7 +28,7 @@ from ppfleetx.generation.search import Row, Rules, process
 from ppfleetx.generation.session import DecodingSession
 from ppfleetx.resilience.activity import GENERATING, PROGRESS
 
-# Where a group's beams are still copies of each other, only the first one counts.
+# While a group's beams are still copies of each other, only the first one counts.
 _COPY = -1e9
 
 
@@ -37,14 +37,13 @@ class BeamOptions:
     """How beams compete.
 
     Attributes:
-        num_beams: beams of a prompt, in all its groups.
-        length_penalty: exponent of the length by which log-probabilities are divided; above 0 favours
-            long results.
-        early_stopping: True stops a group as soon as it has N results. False stops it when its best beam,
-            were it to end now, would not be among them; "never" when the best beam cannot come to be among
-            them at whatever length it ends.
-        num_groups: groups of beams; divides ``num_beams``.
-        diversity_rate: what a group's tokens lose for each beam of an earlier group that took them.
+        num_beams: beams per prompt, in all groups together.
+        length_penalty: log-probabilities are divided by length to the power of this; above 0 favours long
+            results.
+        early_stopping: True stops a group as soon as it has N results. False stops it when its best beam
+            would not be among the results if it ended now; "never" only when that holds for any length.
+        num_groups: number of groups; divides ``num_beams``.
+        diversity_rate: how much a token's score drops for each beam of an earlier group that took it.
     """
 
     num_beams: int
@@ -71,9 +70,9 @@ def beam_search(
     Args:
         session: the prompts.
         rules: see :class:`~ppfleetx.generation.search.Rules`; applied to log-probabilities.
-        max_new_tokens: of each prompt, at least 1.
+        max_new_tokens: limit of new tokens for each prompt, at least 1.
         options: see :class:`BeamOptions`.
-        num_results: at most the number of beams.
+        num_results: results per prompt, at most the number of beams.
     """
     assert 1 <= num_results <= options.num_beams
     assert options.num_beams % options.num_groups == 0
@@ -101,16 +100,16 @@ def beam_search(
 
 
 _Move = tuple[list[int], list[int]]
-"""The beams of a group that go on (or would, were it not the last step), and the new token of each."""
+"""The beams of a group that continue (even in the last step), and the new token of each."""
 
 
 def _take_step(
     active: Sequence[_Group], log_probs: paddle.Tensor, history: np.ndarray, step: int, rules: Rules
 ) -> list[_Move]:
-    """Advance all groups, the first ones of all prompts together, then the second ones, and so on.
+    """Advance all groups: first the first group of every prompt, then the second ones, and so on.
 
     Args:
-        active: groups that are open, those of a prompt in their order.
+        active: groups that are not finished, those of a prompt in order.
         log_probs: ``[groups * N, V]`` of the next token after each beam.
         history: ``[groups * N, n]`` tokens so far.
         step: new tokens so far.
@@ -137,7 +136,7 @@ def _take_step(
 
 
 def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -> paddle.Tensor:
-    """What each token loses, ``[b * N, V]``, because beams of other groups have ``taken`` it."""
+    """``[b * N, V]``: how much each token's score drops because beams of earlier groups have ``taken`` it."""
     counts = np.stack([np.bincount(tokens, minlength=vocab) for tokens in taken])
     penalty = (options.diversity_rate * counts).astype(np.float32)
     return paddle.to_tensor(np.repeat(penalty, options.group_size, axis=0))
@@ -153,7 +152,8 @@ class _Candidates:
 
 
 def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
-    """Of log-probabilities ``[groups * N, V]`` of the next token, added to those of the beams."""
+    """The likeliest continuations, by log-probabilities ``[groups * N, V]`` of the next token plus the
+    beams'."""
     vocab = scores.shape[-1]
     size, looked_at = groups[0].options.group_size, max(2, 1 + len(groups[0].end_ids))
     so_far = paddle.to_tensor(np.concatenate([group.scores for group in groups]))
@@ -167,7 +167,7 @@ def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
 
 
 def _results(groups: Sequence[_Group], count: int) -> list[Row]:
-    """The best ``count`` of each prompt, whichever group found them."""
+    """The best ``count`` results of each prompt, from all its groups."""
     found: dict[int, list[tuple[float, Row]]] = {}
     for group in groups:
         found.setdefault(group.prompt, []).extend(group.finished)
@@ -177,7 +177,7 @@ def _results(groups: Sequence[_Group], count: int) -> list[Row]:
 
 @dataclass
 class _Group:
-    """A group of beams of one prompt: those under way (``scores [N]``, ``ids``) and the results so far."""
+    """A group of beams of one prompt: the active beams (``scores [N]``, ``ids``) and the results so far."""
 
     prompt: int
     number: int
@@ -195,7 +195,7 @@ class _Group:
         self.ids = [[] for _ in range(self.options.group_size)]
 
     def advance(self, best: _Candidates) -> _Move:
-        """Take one step; the beams that go on, as (beams they continue, their new tokens)."""
+        """Take one step. Returns the beams that continue."""
         size, length = self.options.group_size, len(self.ids[0]) + 1
         is_last = length == self.max_new_tokens
         kept: list[tuple[float, int, int]] = []
@@ -217,7 +217,7 @@ class _Group:
         self.finished.append((ranked, Row(self.max_new_tokens, ids, reason)))
 
     def _can_improve(self, length: int) -> bool:
-        """Whether a beam might still become one of the results."""
+        """Whether an active beam could still become one of the results."""
         options = self.options
         if len(self.finished) < options.group_size:
             return True

@@ -1,6 +1,6 @@
-"""Keys and values of past positions.
+"""The key/value cache: keys and values of past positions.
 
-Shape letters: b rows, g key/value heads, n columns held, k columns there is memory for, d head size.
+Shape letters: b rows, g key/value heads, n columns held, k columns allocated, d head size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import paddle
 from ppfleetx.nn.masks import cached_mask, penalty_of
 
 ROOM = 32
-"""Columns that memory is made for ahead."""
+"""How many columns are allocated in advance."""
 
 Pair = tuple[paddle.Tensor, paddle.Tensor]
 Layers = dict[int, Pair]
@@ -21,8 +21,8 @@ Layers = dict[int, Pair]
 class GrowingCache:
     """The :class:`~ppfleetx.nn.attention.KeyValueCache` of rows that are extended together.
 
-    A pass writes its own columns into memory that was made for several passes: copying all keys and values
-    in each would cost a batch of 8 a sixth of its time on CPU.
+    Memory is allocated for several passes at a time, and each pass writes only its own columns. Copying all
+    keys and values in every pass would cost a batch of 8 a sixth of its time on a CPU.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,12 @@ class GrowingCache:
         return self._length
 
     def extend(self, num_new: int, visible: np.ndarray) -> None:
-        """Before the model is run: each row is extended by ``num_new`` columns.
+        """Prepare a pass of the model that extends each row by ``num_new`` columns.
 
         Args:
-            num_new: columns that every layer will give to :meth:`update`.
+            num_new: number of columns that every layer will pass to :meth:`update`.
             visible: ``[b, n + num_new]`` bool, the columns that the new positions of each row may attend to
-                (of them, those that are not behind the position itself). In the first pass :meth:`update`
-                leaves that to the layers.
+                (apart from columns after the position itself). In the first pass the layers handle this.
         """
         self._past, self._length = self._length, self._length + num_new
         if self._past:
@@ -53,14 +52,14 @@ class GrowingCache:
         self._penalties, self._places = {}, None
 
     def begin(self, num_layers: int, rows: int, groups: int, head_dim: int) -> None:
-        """Make the :meth:`memory` of a first pass, for code that computes all layers at once."""
+        """Allocate the :meth:`memory` of a first pass, for code that computes all layers at once."""
         shape = [rows, groups, self._length + ROOM, head_dim]
         self._layers = {layer: (paddle.zeros(shape), paddle.zeros(shape)) for layer in range(num_layers)}
 
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor | None]:
-        """Take ``key, value [b, g, s, d]`` of the new columns; see ``KeyValueCache``."""
+        """Append ``key, value [b, g, s, d]`` of the new columns; see ``KeyValueCache``."""
         if not self._past:
             self._layers[layer_index] = (key.contiguous(), value.contiguous())
             return key, value, None
@@ -71,35 +70,35 @@ class GrowingCache:
 
     @property
     def follows(self) -> bool:
-        """Whether this pass follows columns that were there before."""
+        """Whether the cache held columns before this pass."""
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:
-        """Keys and values ``[b, g, k, d]`` of each layer in turn. In a pass that follows others, or after
-        :meth:`begin`, there is room in them for its columns, which whoever computes them all at once writes
-        there."""
+        """Keys and values ``[b, g, k, d]`` of each layer in turn, for code that computes all layers at once.
+        From the second pass on, or after :meth:`begin`, they have room for the new columns, which that code
+        fills."""
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
     def first_new_column(self) -> paddle.Tensor:
-        """``[1]`` int64: where the columns of this pass begin."""
+        """``[1]`` int64: the first column of this pass."""
         return paddle.to_tensor(np.array([self._past]))
 
     def penalty_if_needed(self, window: int | None) -> paddle.Tensor | None:
-        """What is to be added to the scores of a layer with this window; None where the rows see everything
-        up to their own columns."""
+        """The mask to add to the attention scores of a layer with this window; None if each position may
+        attend to everything up to itself."""
         if window is None and self._visible.all():
             return None
         return self._penalty(window, self.memory()[0].shape[2])
 
     def _penalty(self, window: int | None, num_columns: int) -> paddle.Tensor:
-        """What every layer with this window adds to its scores in this pass."""
+        """The mask that layers with this window add to their scores in this pass."""
         if window not in self._penalties:
             mask = cached_mask(self._num_new, num_columns, self._visible, window)
             self._penalties[window] = penalty_of(paddle.to_tensor(mask))
         return self._penalties[window]
 
     def shorten(self, length: int) -> None:
-        """Forget what comes after the first ``length`` columns."""
+        """Drop all but the first ``length`` columns."""
         self._length = min(self._length, length)
 
     def select(self, rows: paddle.Tensor) -> None:
@@ -108,12 +107,13 @@ class GrowingCache:
             self._layers[index] = (key.index_select(rows, axis=0), value.index_select(rows, axis=0))
 
     def _write(self, memory: paddle.Tensor, new: paddle.Tensor) -> None:
-        """``new [b, g, s, d]`` into its columns of ``memory [b, g, k, d]``, faster than by index on CPU."""
+        """Write ``new [b, g, s, d]`` into its columns of ``memory [b, g, k, d]``, faster than by index on a
+        CPU."""
         rows, groups, num_columns, size = memory.shape
         if self._places is None:
             first = np.arange(rows * groups)[:, None] * num_columns
             self._places = paddle.to_tensor((first + np.arange(self._past, self._length)).flatten())
-        # What is reshaped shares its memory.
+        # A reshaped tensor shares the memory.
         paddle.scatter_(memory.reshape([-1, size]), self._places, new.reshape([-1, size]))
 
     def _make_room(self) -> None:
@@ -127,7 +127,7 @@ class GrowingCache:
 
 
 def _lengthened(held: paddle.Tensor, length: int, room: int) -> paddle.Tensor:
-    """The first ``length`` columns of ``held [b, g, k, d]``, and ``room`` more of zeros."""
+    """The first ``length`` columns of ``held [b, g, k, d]``, followed by ``room`` columns of zeros."""
     rows, groups, _, size = held.shape
     zeros = paddle.zeros([rows, groups, room, size], dtype=held.dtype)
     return paddle.concat([held[:, :, :length], zeros], axis=2)

@@ -1,4 +1,4 @@
-"""Rows that join and leave a batch between two steps (continuous batching; Yu et al., 2022, "Orca").
+"""Continuous batching (Yu et al., 2022, "Orca"): rows join and leave the batch between steps.
 
 Shape letters: b rows, n columns of the cache, V true vocabulary, g key/value heads, d head size.
 """
@@ -14,23 +14,23 @@ from ppfleetx.generation.cache import GrowingCache, Layers
 from ppfleetx.generation.prefix_cache import PrefixStore, SeededPrompts, without_prefixes
 from ppfleetx.generation.session import NextTokenModel, pad_left
 
-# Of a prompt's columns so many are run at a time: attention's scores, and the masks kept for them, would
-# otherwise grow with the square of its length, most of it for keys that are masked.
+# How many columns of a prompt are run at a time. Otherwise attention scores and their masks would grow with
+# the square of the length, mostly for keys that are masked.
 _PREFILL_COLUMNS = 512
-# Wrong guesses leave columns that are of no use. More of them than this, and than a quarter of the longest
-# row, are taken out before the next pass.
+# Wrong guesses leave unused columns. When there are more than this, and more than a quarter of the longest
+# row, they are removed before the next pass.
 _MOST_UNUSED = 64
 
 
 class JoinableCache(GrowingCache):
-    """The cache of rows that are extended by the same columns, of which each uses its own.
+    """A cache whose rows all have the same columns, though not every row uses every column.
 
-    A shorter row has columns on its left that hold nothing, and wrong guesses leave some in between; whoever
-    asks the model says which columns a row may attend to.
+    A shorter row has unused columns on its left, and wrong guesses leave some in between. The caller of the
+    model must say which columns a row may attend to.
     """
 
     def forget_first(self, columns: int) -> None:
-        """Forget what is in the first ``columns``, of all rows."""
+        """Drop the first ``columns`` of all rows."""
         if columns:
             for layer, (key, value) in self._layers.items():
                 self._layers[layer] = (
@@ -40,7 +40,7 @@ class JoinableCache(GrowingCache):
             self._length -= columns
 
     def seed(self, layers: Layers, columns: int, rows: int) -> None:
-        """Begin with the first ``columns`` of one row's ``layers``, the same in each of ``rows``."""
+        """Start ``rows`` equal rows from the first ``columns`` of one row's ``layers``."""
         index = paddle.zeros([rows], dtype="int64")
         self._layers = {
             layer: tuple(held[:, :, :columns].index_select(index, axis=0) for held in pair)
@@ -49,7 +49,7 @@ class JoinableCache(GrowingCache):
         self._length = columns
 
     def copy_of(self, row: int, columns: np.ndarray) -> Layers:
-        """Keys and values ``[1, g, m, d]`` of one row's ``columns [m]``, in memory of their own."""
+        """A copy of the keys and values ``[1, g, m, d]`` of one row's ``columns [m]``."""
         index = paddle.to_tensor(columns)
         return {
             layer: tuple(held[row : row + 1].index_select(index, axis=2) for held in pair)
@@ -57,7 +57,7 @@ class JoinableCache(GrowingCache):
         }
 
     def take(self, columns: np.ndarray) -> None:
-        """Keep of each row its ``columns [b, m]``, in this order."""
+        """Keep the given ``columns [b, m]`` of each row, in this order."""
         indices = [paddle.to_tensor(row) for row in columns]
         for layer, pair in self._layers.items():
             key, value = (
@@ -68,7 +68,7 @@ class JoinableCache(GrowingCache):
         self._length = columns.shape[1]
 
     def add_rows(self, other: JoinableCache) -> None:
-        """Put the rows of ``other`` below these; all of them end at the same column."""
+        """Append the rows of ``other``, aligned so that all rows end at the same column."""
         columns = max(self.length, other.length)
         for layer, theirs in other._layers.items():
             mine = self._layers.get(layer, ())
@@ -82,7 +82,8 @@ class JoinableCache(GrowingCache):
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
-    """The first ``length`` of ``tensor [b, g, k, d]`` with zeros on their left, ``[b, g, columns, d]``."""
+    """The first ``length`` columns of ``tensor [b, g, k, d]``, zero-padded on the left to ``[b, g, columns,
+    d]``."""
     if tensor.shape[2] == length == columns:
         return tensor
     rows, groups, _, size = tensor.shape
@@ -93,17 +94,17 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
 class ContinuousBatch:
     """A :class:`~ppfleetx.generation.session.DecodingSession` that rows may join at any step.
 
-    A row's logits are those it has alone, up to float rounding.
+    A row gets the same logits as if it were alone, up to float rounding.
 
     Args:
-        model: gives the logits.
-        prefixes: keys and values of earlier rows, which prompts that begin like them need not compute.
+        model: computes the logits.
+        prefixes: keys and values of earlier rows, reused for prompts with the same prefix.
     """
 
     def __init__(self, model: NextTokenModel, prefixes: PrefixStore | None = None) -> None:
         self._model, self._prefixes = model, prefixes
         self.history: list[list[int]] = []
-        """Tokens of each row, its prompt first."""
+        """The tokens of each row, including its prompt."""
         self._clear()
 
     @property
@@ -111,9 +112,9 @@ class ContinuousBatch:
         return len(self.history)
 
     def join(self, prompts: Sequence[Sequence[int]], copies: Sequence[int]) -> None:
-        """Add ``copies[i]`` rows that start from ``prompts[i]``, below the others, at the next step.
+        """At the next step, append ``copies[i]`` rows that start from ``prompts[i]``.
 
-        A prompt is run once, however many copies it has.
+        A prompt is run only once, however many copies it has.
         """
         assert all(prompts), "a row starts from at least one token"
         for prompt, count in zip(prompts, copies, strict=True):
@@ -121,9 +122,9 @@ class ContinuousBatch:
             self.history += [list(prompt) for _ in range(count)]
 
     def next_logits(self) -> paddle.Tensor:
-        """Logits ``[b, V]`` float32 for the token after the last one of each row.
+        """Logits ``[b, V]`` float32 for the next token of each row.
 
-        Newcomers' prompts and the last tokens of the others are two calls of the model.
+        The model is called once for the prompts of new rows and once for the last tokens of the others.
         """
         parts = []
         if len(self._visible):
@@ -135,16 +136,16 @@ class ContinuousBatch:
     def logits_with_guesses(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
         """Logits ``[1 + s, b, V]`` float32: after the last token of each row, and after each of its guesses.
 
-        s is the number of guesses of the row with most; logits of other rows after theirs mean nothing.
-        Guesses do not become part of a row: what is appended next decides which of them were right.
+        s is the largest number of guesses; for rows with fewer, the logits beyond those are meaningless.
+        Guesses do not become part of a row: the tokens appended next decide which of them were right.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
         return self._step(guesses).reshape([-1, self.num_rows, self._model.vocab_size])
 
     def append(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Add to each row its new tokens: the guesses that were right, and one more."""
+        """Append each row's new tokens: the correct guesses, and one more."""
         for row, new in enumerate(tokens):
-            # The cache got the last token and the guesses. Of those, the ones that are part of the row stay.
+            # The cache now has the last token and the guesses; only correct guesses are kept.
             self._visible[row, self._before + len(new) :] = False
             self.history[row] += new
         used = 1 + int(np.flatnonzero(self._visible.any(axis=0))[-1])
@@ -152,9 +153,9 @@ class ContinuousBatch:
         self._visible = self._visible[:, :used]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order. Columns that no row needs any more are given back.
+        """Keep these rows, in this order, and free columns that no row needs any more.
 
-        The others are remembered by the store of prefixes, if there is one.
+        The other rows go into the store of prefixes, if there is one.
         """
         assert not self._newcomers, "rows are chosen between a step and the next join"
         for row in {*range(self.num_rows)} - {*rows}:
@@ -171,13 +172,13 @@ class ContinuousBatch:
 
     def _clear(self) -> None:
         self._cache = JoinableCache()
-        # [b, n] of the rows in the cache: whether a column holds a key of the row.
+        # [b, n] for the rows in the cache: whether a column holds a key of the row.
         self._visible = np.zeros((0, 0), dtype=bool)
-        self._before = 0  # columns before the last pass over these rows
+        self._before = 0  # number of columns before the last pass over these rows
         self._newcomers: list[tuple[list[int], int]] = []
 
     def _step(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Logits ``[(1 + s) * b, V]`` of the rows in the cache, see :meth:`logits_with_guesses`."""
+        """Logits ``[(1 + s) * b, V]`` for the rows in the cache, see :meth:`logits_with_guesses`."""
         self._take_out_unused()
         width = 1 + max(map(len, guesses))
         rows = self.history[: len(guesses)]
@@ -187,7 +188,7 @@ class ContinuousBatch:
                 for row, own in zip(rows, guesses, strict=True)
             ]
         )
-        # What fills up a row with fewer guesses than another must have a position of the model, too.
+        # The filler in rows with fewer guesses must have valid positions, too.
         filled = np.minimum(np.arange(width), np.array([[len(own)] for own in guesses]))
         positions = filled + np.array([[len(row) - 1] for row in rows])
         self._before = self._cache.length
@@ -199,13 +200,13 @@ class ContinuousBatch:
     def _take_out_unused(self) -> None:
         longest = int(self._visible.sum(axis=1).max())
         if self._cache.length - longest > max(_MOST_UNUSED, longest // 4):
-            # Of each row the unused columns first, then the others in their order.
+            # For each row the unused columns first, then the used ones in order.
             columns = np.argsort(self._visible, axis=1, kind="stable")[:, -longest:]
             self._cache.take(columns)
             self._visible = np.take_along_axis(self._visible, columns, axis=1)
 
     def _prefill(self) -> paddle.Tensor:
-        """Run the newcomers' prompts and put their keys and values below the others'."""
+        """Run the prompts of new rows, and append their keys and values to the cache."""
         prompts, copies = [prompt for prompt, _ in self._newcomers], [n for _, n in self._newcomers]
         groups = without_prefixes(prompts) if self._prefixes is None else self._prefixes.groups(prompts)
         parts, first = [], 0
@@ -217,7 +218,7 @@ class ContinuousBatch:
         return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
     def _run_prompts(self, group: SeededPrompts, copies: Sequence[int]) -> paddle.Tensor:
-        """Logits ``[copies, V]`` after prompts that are run together, which become rows of the cache."""
+        """Run a group of prompts together, add them to the cache, and return the logits ``[copies, V]``."""
         tokens, padding = pad_left(group.rests)
         cache, past = JoinableCache(), group.length
         if past:
@@ -248,7 +249,7 @@ class ContinuousBatch:
         return logits
 
     def _remember(self, tokens: Sequence[int], cache: JoinableCache, row: int, visible: np.ndarray) -> None:
-        """Keep the keys and values of ``tokens`` for prompts that begin with them."""
+        """Store the keys and values of ``tokens`` for prompts that begin with them."""
         if self._prefixes is not None and self._prefixes.wants(tokens):
             columns = np.flatnonzero(visible)[: self._prefixes.max_tokens]
             self._prefixes.put(tokens[: len(columns)], cache.copy_of(row, columns))

@@ -1,6 +1,6 @@
-"""All blocks of a model in one operation, where an operator of our own can do what its layers do.
+"""Run all blocks of a model in one operation, if our own operator can do what the layers do.
 
-Most of a token's time that is not the reading of weights is the starting of some thirty operations a block.
+Apart from reading weights, most of the time per token goes into launching some thirty operations per block.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _MOST_SMALL_ROWS, _MOST_COLUMNS = 256, 512
 """Of weights of few bits so many rows are taken, while they attend to so many columns. Their products are the
 same operator either way; attention to more columns is left to Paddle's products."""
 AddLinear = Callable[[fused_blocks.BlockWeights, nn.Layer], bool]
-"""Adds the matrix of a linear to the weights; False: it cannot be had."""
+"""Adds the matrix of a linear to the weights. Returns False if it is not available."""
 
 
 class FusedBlocks:
     """The blocks and the final norm of a model, for passes with a cache.
 
     Args:
-        layers: the blocks and the final norm, which :func:`can_fuse` is true of.
+        layers: the blocks and the final norm; :func:`can_fuse` must be true for them.
 
     Attributes:
-        takes_prompts: whether it may run first passes too. Where weights have few bits, the operations in
-            between would take a quarter of a prompt's time; float32 is multiplied by MKL, for many rows.
+        takes_prompts: whether it may run first passes, too. With low-bit weights the single operations would
+            take a quarter of a prompt's time; float32 prompts are faster with MKL.
     """
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
@@ -50,8 +50,8 @@ class FusedBlocks:
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
-        """The weights in the form for so many rows that attend to so many columns; None: there is no memory
-        for it, or they are too many for an operation that takes them one after the other."""
+        """The weights in the form for this many rows and columns. None if there is no memory for it, or if
+        there are too many rows for an operation that processes them one by one."""
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
             return None
@@ -61,14 +61,14 @@ class FusedBlocks:
         return self._forms[is_single]
 
     def angles(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor] | None:
-        """cos and sin of the positions ``[b, s]``; None: nothing is turned."""
+        """cos and sin of the positions ``[b, s]``; None if the model has no rotary embedding."""
         return None if self._rotary is None else self._rotary.cos_sin(position_ids)
 
     def run(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: GrowingCache
     ) -> paddle.Tensor | None:
-        """``hidden [s, b, h]`` of the positions ``[b, s]`` that ``cache`` has been extended by; None: it
-        cannot be done here."""
+        """Run the blocks on ``hidden [s, b, h]`` of the new positions ``[b, s]`` in ``cache``. None if this
+        is not possible."""
         if not hidden.place.is_cpu_place() or hidden.dtype != paddle.float32:
             return None
         weights = self.weights(position_ids.size, cache.length)
@@ -100,7 +100,7 @@ class FusedBlocks:
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
     def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
-        """All weights in their order; None where ``add_linear`` fails."""
+        """All weights in order; None if ``add_linear`` fails."""
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:
@@ -114,7 +114,7 @@ class FusedBlocks:
 
 
 def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
-    """The blocks and the final norm of a model as one operation; None: there is none that does the same."""
+    """The blocks and the final norm of a model as one operation; None if no operation does the same."""
     if not fused_blocks.are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -122,7 +122,7 @@ def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
 
 
 def can_fuse(layers: Sequence[nn.Layer]) -> bool:
-    """Whether the operator does what these layers do, whatever their matrices are like."""
+    """Whether the operator does what these layers do, regardless of how their matrices are stored."""
     *blocks, final_norm = layers
     if not blocks or type(final_norm) is not FinalNorm or not all(map(_is_plain_block, blocks)):
         return False
@@ -142,7 +142,7 @@ def _is_plain_block(layer: nn.Layer) -> bool:
         and type(layer.mlp) is MLP
         and layer.mlp.activation.function in fused_blocks.ACTIVATIONS
         and type(layer.attention.rotary) in (type(None), RotaryEmbedding)
-        # Ranks that share a layer, or a sequence, have something to say to each other within it.
+        # Ranks that share a layer or a sequence must communicate within it.
         and layer.attention.factory.group is None
         and layer.attention.strategy.group is None
     )

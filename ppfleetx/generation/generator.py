@@ -1,4 +1,4 @@
-"""Prompts in, continuations out."""
+"""Continue prompts: options, limits and batches around the decoding loops."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import paddle
 
 from ppfleetx.config.counts import counted
@@ -14,15 +15,87 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
-from ppfleetx.generation.batch import Batch, OnText
 from ppfleetx.generation.beam import BeamOptions, beam_search
-from ppfleetx.generation.prompt_lookup import decode_with_lookup
-from ppfleetx.generation.prompts import NoTokenizer, Prompt, token_ids
-from ppfleetx.generation.search import FinishReason, Row, Rules, decode
+from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
+from ppfleetx.generation.prompt_lookup import MOST_ROWS, decode_with_lookup
+from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
-from ppfleetx.generation.text import RowText
+from ppfleetx.generation.text import NoTokenizer, Prompt, RowText, token_ids
 from ppfleetx.models.staged import StagedModel
 from ppfleetx.utils.log import get_logger
+
+OnText = Callable[[int, int, str], None]
+"""(prompt number, continuation number, new piece of its text)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch of prompts.
+
+    Attributes:
+        cfg: the ``Generation`` section.
+        default_seed: the seed if ``cfg.seed`` is None.
+        first_prompt: number of the batch's first prompt in the whole list.
+        max_new_tokens: limit of new tokens for each prompt.
+        end_ids: tokens that end a row.
+        on_text: see :data:`OnText`.
+    """
+
+    cfg: GenerationConfig
+    default_seed: int
+    first_prompt: int
+    max_new_tokens: list[int]
+    end_ids: tuple[int, ...]
+    on_text: OnText | None
+
+    @property
+    def streams(self) -> list[tuple[int, int]]:
+        """(prompt of the batch, copy) of each row."""
+        copies = self.cfg.num_return_sequences
+        return [(i, copy) for i in range(len(self.max_new_tokens)) for copy in range(copies)]
+
+    @property
+    def uses_lookup(self) -> bool:
+        """Whether to guess tokens: worth it for few rows and greedy search, whose text tends to repeat
+        itself."""
+        cfg = self.cfg
+        is_greedy = cfg.decode_strategy == "greedy_search" and cfg.num_return_sequences == 1
+        is_small = len(self.max_new_tokens) <= MOST_ROWS
+        return is_greedy and is_small and cfg.use_cache and cfg.prompt_lookup_num_tokens > 0
+
+    @property
+    def seed(self) -> int:
+        return self.default_seed if self.cfg.seed is None else self.cfg.seed
+
+    @property
+    def _all_streams(self) -> list[tuple[int, int]]:
+        """(prompt of the whole list, copy) of each row."""
+        return [(self.first_prompt + prompt, copy) for prompt, copy in self.streams]
+
+    def exponentials(self, vocab_size: int) -> np.ndarray:
+        """``[rows, steps, n]`` float32: the random numbers of all steps, see `RandomStream`."""
+        steps = max(self.max_new_tokens)
+        streams = [RandomStream(self.seed, *stream, vocab_size) for stream in self._all_streams]
+        return np.stack([stream.numbers(0, steps) for stream in streams])
+
+    def uniforms(self) -> np.ndarray:
+        """``[rows, steps]`` float32: the random numbers that programs exported in format 2 draw with."""
+        steps = max(self.max_new_tokens)
+        return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
+
+    def choose(self, vocab_size: int) -> Choose:
+        """The function that chooses the rows' tokens from ids below ``vocab_size``."""
+        cfg = self.cfg
+        if cfg.decode_strategy == "greedy_search":
+            return greedy
+        return Sampler(
+            self.seed,
+            self._all_streams,
+            vocab_size,
+            temperature=cfg.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+        )
 
 
 @dataclass(frozen=True)
@@ -30,8 +103,8 @@ class Generation:
     """One continuation of a prompt.
 
     Attributes:
-        text: without the prompt, the end token and the stop string.
-        ids: new token ids as the model gave them, the end token included.
+        text: the new text, without the prompt, the end token and the stop string.
+        ids: the new token ids as the model gave them, including the end token.
         finish_reason: ``stop`` (end token or stop string) or ``length``.
     """
 
@@ -41,11 +114,11 @@ class Generation:
 
 
 class TextGenerator(ABC):
-    """What every way of continuing prompts has in common: ids, limits, batches, text.
+    """What all ways of continuing prompts share: token ids, limits, batches and text.
 
     Args:
-        tokenizer: of the model.
-        max_positions: most tokens of a prompt and its continuation together.
+        tokenizer: the model's tokenizer.
+        max_positions: limit of tokens in a prompt and its continuation together.
     """
 
     def __init__(self, tokenizer: Tokenizer | NoTokenizer, max_positions: int) -> None:
@@ -57,7 +130,7 @@ class TextGenerator(ABC):
 
     @property
     def max_positions(self) -> int:
-        """Most tokens of a prompt and its continuation together."""
+        """Limit of tokens in a prompt and its continuation together."""
         return self._max_positions
 
     def generate(
@@ -73,18 +146,18 @@ class TextGenerator(ABC):
         """Continue each prompt ``cfg.num_return_sequences`` times.
 
         Args:
-            prompts: texts, encoded as `Tokenizer.encode_prompt` does, or token ids, to which nothing is
-                added. Where there are none, the row starts from BOS or the end-of-text token.
+            prompts: texts, encoded as `Tokenizer.encode_prompt` does, or token ids, which are used as they
+                are. An empty prompt starts from BOS or the end-of-text token.
             cfg: the ``Generation`` section.
-            seed: used when ``cfg.seed`` is None.
+            seed: used if ``cfg.seed`` is None.
             on_text: called with text as it is generated, see :data:`OnText`.
-            batch_rows: sequences under way at the same time (at least those of one prompt); no effect on
-                the result beyond float rounding.
-            first_prompt: number of the first prompt in a larger list, which decides its random numbers.
+            batch_rows: number of sequences to generate at the same time (at least those of one prompt). Apart
+                from float rounding it does not affect the result.
+            first_prompt: number of the first prompt in a larger list; random numbers depend on it.
 
         Raises:
-            ConfigError: an option that does not fit the model or the prompts.
-            DataError: a prompt that is neither a text nor ids of the tokenizer.
+            ConfigError: an option does not fit the model or the prompts.
+            DataError: a prompt is neither a text nor a list of the tokenizer's ids.
         """
         if cfg.stop is not None and isinstance(self._tokenizer, NoTokenizer):
             raise ConfigError(
@@ -109,13 +182,13 @@ class TextGenerator(ABC):
         return results
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
-        """Tokens that end a continuation: those of ``cfg``, else those of the tokenizer's files."""
+        """The tokens that end a continuation: those in ``cfg``, or else those in the tokenizer's files."""
         if cfg.end_ids is None:
             return self._tokenizer.end_ids
         return tuple(self._known_id("eos_token_id", one) for one in cfg.end_ids)
 
     def _known_id(self, key: str, token_id: int) -> int:
-        """A token id of the section, which must be one of the tokenizer's."""
+        """Check that a token id from the section is one of the tokenizer's, and return it."""
         if token_id >= self._tokenizer.vocab_size:
             raise ConfigError(
                 f"{self._tokenizer.place} has ids 0 to {self._tokenizer.vocab_size - 1}",
@@ -126,7 +199,7 @@ class TextGenerator(ABC):
 
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Rows of new tokens in the order of ``batch.streams``, each of them fed to its text."""
+        """Generate the rows in the order of ``batch.streams``, feeding each token to the row's text."""
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
@@ -148,7 +221,7 @@ class TextGenerator(ABC):
         return ids or [self._tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """How many tokens a prompt may get: ``max_dec_len``, when it was asked for; else what fits."""
+        """How many tokens a prompt may get: ``max_dec_len`` if it was set, or else as many as fit."""
         room = self._max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len
@@ -163,17 +236,17 @@ class TextGenerator(ABC):
 
 
 class Generator(TextGenerator):
-    """Continues prompts with a model. Weights are taken as they are when the generator is made.
+    """Continues prompts with a model, using the weights the model has when the generator is created.
 
     Args:
-        model: the model: all its stages, in this process.
-        model_cfg: its ``Model`` section: vocabulary and number of positions.
-        tokenizer: the one it was trained with; None: prompts and results are ids.
-        vocab_group: see :class:`~ppfleetx.generation.session.NextTokenModel`. The ranks of this group
-            generate from the same prompts at the same time; what they get is the same.
+        model: the model, with all its stages in this process.
+        model_cfg: its ``Model`` section.
+        tokenizer: the tokenizer it was trained with; None: prompts and results are token ids.
+        vocab_group: see :class:`~ppfleetx.generation.session.NextTokenModel`. All ranks of this group must
+            generate from the same prompts at the same time, and get the same results.
 
     Raises:
-        DataError: the tokenizer has ids that the model has not.
+        DataError: the tokenizer has ids outside the model's vocabulary.
     """
 
     def __init__(
@@ -188,12 +261,13 @@ class Generator(TextGenerator):
         known = NoTokenizer(model_cfg.vocab_size) if tokenizer is None else tokenizer
         super().__init__(known, model_cfg.max_position_embeddings)
         self._model = model
-        # A model may have more ids than its tokenizer; what cannot be written is not generated.
+        # A model may have more ids than its tokenizer; ids without a text are not generated.
         self._next_token = NextTokenModel(model, known.vocab_size, vocab_group)
 
     @property
     def next_token_model(self) -> NextTokenModel:
-        """What gives the logits, for a decoding loop of your own (the model is in `eval` mode)."""
+        """The object that computes logits, for writing your own decoding loop (the model is in `eval`
+        mode)."""
         return self._next_token
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
@@ -230,7 +304,7 @@ class Generator(TextGenerator):
         )
 
     def _search(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Beam search: which tokens stay is known at the end only, so all text comes then."""
+        """Beam search. Which tokens stay is known only at the end, so all text is emitted then."""
         cfg = batch.cfg
         options = BeamOptions(
             cfg.num_beams, cfg.length_penalty, cfg.early_stopping, cfg.num_beam_groups, cfg.diversity_rate

@@ -1,16 +1,16 @@
-"""Random numbers of a row, and the token they draw.
+"""Sample tokens reproducibly: the random numbers of a row, and the token they select.
 
-A token is drawn by a race. Every token runs for a time that is exponentially distributed with its
-probability as the rate, E / p with E from Exp(1), and the first one to arrive is drawn: it is each token with
-its probability. (With logarithms this is the Gumbel-max form.) In contrast to a search in cumulative sums, a
-change in the last bits of the probabilities changes who is first only where two arrive at almost the same
-time: how often does not depend on the size of the vocabulary. ``docs/generation.md`` says how often.
+Each token gets an arrival time E / p, with E drawn from Exp(1) and p its probability, and the token with the
+smallest time is selected. That is each token with its probability; in logarithms this is the Gumbel-max
+trick. Unlike a search in cumulative sums, a change in the last bits of the probabilities changes the result
+only if two times are almost equal, and how often that happens does not depend on the size of the vocabulary.
+``docs/generation.md`` says how often.
 
-The race has two rounds, so that a few hundred random numbers are enough for any vocabulary: the tokens of
-consecutive ids run as blocks of `BLOCK`, and then those of the first block among themselves. Sums are taken
-in float64: whatever computes them gets the same.
+There are two rounds, so that a few hundred random numbers suffice for any vocabulary: first blocks of `BLOCK`
+consecutive ids compete, then the tokens of the winning block. Sums are computed in float64, so all devices
+get the same result.
 
-Shape letters: b rows, V vocabulary, n random numbers of a draw.
+Shape letters: b rows, V vocabulary, n random numbers per draw.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy as np
 import paddle
 
 BLOCK = 128
-"""Tokens of a block."""
-_WORDS_PER_COUNTER = 4  # of 64 bits, that Philox makes of each value of its counter
+"""Tokens in a block."""
+_WORDS_PER_COUNTER = 4  # 64-bit words that Philox makes of each value of its counter
 _NUMBERS_PER_COUNTER = 2 * _WORDS_PER_COUNTER
 
 
 def race_size(vocab_size: int) -> int:
-    """n: a random number for each place in a block, and one for each block."""
+    """n: one random number for each place in a block, and one for each block."""
     return BLOCK + -(-vocab_size // BLOCK)
 
 
 class RandomStream:
-    """The random numbers of one row: a function of (seed, prompt, copy) and the number of the step.
+    """The random numbers of one row, a function of (seed, prompt, copy) and the number of the step.
 
-    They are made on the host from the words of Philox 4x64-10, which NumPy promises to leave as they are:
-    the device, the rows beside it and NumPy's version do not matter.
+    They are computed on the host from the output of Philox 4x64-10, which NumPy guarantees to be stable, so
+    they depend neither on the device, nor on other rows, nor on NumPy's version.
 
     Args:
-        seed: of the run.
+        seed: the seed of the run.
         prompt: number of the prompt.
         copy: number of the continuation.
         vocab_size: V.
@@ -47,7 +47,8 @@ class RandomStream:
         self._philox, self._step = np.random.Philox(key=self._key), 0
 
     def numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
-        """``[num_steps, n]`` float32 numbers from Exp(1), all above 0, of the steps from ``step`` on."""
+        """``[num_steps, n]`` float32 numbers from Exp(1), all above 0, for ``num_steps`` steps from ``step``
+        on."""
         counters = -(-self._size // _NUMBERS_PER_COUNTER)  # of a step
         if step != self._step:
             self._philox = np.random.Philox(key=self._key, counter=step * counters)
@@ -58,7 +59,7 @@ class RandomStream:
 
 
 def uniforms(seed: int, prompt: int, copy: int, count: int) -> np.ndarray:
-    """Float32 numbers in [0, 1) of one row, which programs exported in format 2 draw by."""
+    """The float32 numbers in [0, 1) of one row that programs exported in format 2 draw with."""
     return np.random.Generator(np.random.Philox(key=_key(seed, prompt, copy))).random(count, np.float32)
 
 
@@ -67,10 +68,10 @@ def _key(seed: int, prompt: int, copy: int) -> np.ndarray:
 
 
 def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """One token per row, ``[b]`` int64.
+    """Draw one token per row, ``[b]`` int64.
 
     Args:
-        weights: ``[b, V]`` float32, probabilities up to a factor per row; a token of weight 0 is not drawn.
+        weights: ``[b, V]`` float32 probabilities up to a factor per row; a token of weight 0 is never drawn.
         exponentials: ``[b, n]`` float32, see `RandomStream`.
     """
     if paddle.in_dynamic_mode() and weights.place.is_cpu_place():
@@ -91,12 +92,12 @@ def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> p
     rows = paddle.arange(weights.shape[0]) * num_blocks + block
     inside = weights.reshape([-1, BLOCK]).index_select(rows).astype("float64")
     place = (inside / exponentials[:, :BLOCK]).argmax(-1)
-    # Weights that are no numbers, of a model that is broken, may lead behind the vocabulary.
+    # NaN weights of a broken model could lead to an index beyond the vocabulary.
     return (block * BLOCK + place).clip(max=vocab_size - 1)
 
 
 def _draw_on_host(weights: np.ndarray, exponentials: np.ndarray) -> np.ndarray:
-    """:func:`draw` with NumPy, which has it in fewer steps."""
+    """:func:`draw` with NumPy, which needs fewer steps."""
     rows, vocab_size = weights.shape
     missing = -vocab_size % BLOCK
     if missing:

@@ -1,8 +1,8 @@
-"""Keys and values of earlier sequences, for prompts that begin like them.
+"""Reuse the keys and values of earlier sequences for prompts with the same prefix.
 
-Chats share their system message, and each turn of a chat begins with all turns before it. Keys and
-values of such a beginning do not depend on what follows, so they can be taken from an earlier sequence, up to
-float rounding. The store holds a limited number of positions and evicts the least recently used.
+Chats share their system message, and each turn of a chat begins with all turns before it. The keys and values
+of such a prefix do not depend on what follows, so they can be taken from an earlier sequence, up to float
+rounding. The store holds a limited number of positions and evicts the least recently used sequences.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from ppfleetx.generation.cache import Layers
 
 SHORTEST = 16
-"""Positions from which on a shared beginning is worth a copy of its keys and values."""
+"""The shortest prefix, in positions, whose keys and values are worth copying."""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class _Entry:
 
 @dataclass(frozen=True)
 class SeededPrompts:
-    """Prompts that are run together, behind a beginning that all of them have.
+    """Prompts that share a known prefix and are run together.
 
     Attributes:
         prompts: token ids.
-        length: positions of the beginning; 0: there is none.
-        layers: its keys and values, perhaps of more positions.
+        length: positions in the prefix; 0: there is none.
+        layers: its keys and values, possibly with more positions.
     """
 
     prompts: list[Sequence[int]]
@@ -41,24 +41,24 @@ class SeededPrompts:
 
     @property
     def rests(self) -> list[Sequence[int]]:
-        """What is left to run of each prompt, at least one token."""
+        """The rest of each prompt, which must be run; at least one token."""
         return [prompt[self.length :] for prompt in self.prompts]
 
 
 def without_prefixes(prompts: Sequence[Sequence[int]]) -> list[SeededPrompts]:
-    """All prompts in one group, from their first token."""
+    """All prompts in one group without a prefix."""
     return [SeededPrompts(list(prompts))]
 
 
 class PrefixStore:
-    """Keys and values of earlier sequences, least recently used first out.
+    """A store of the keys and values of earlier sequences that evicts the least recently used.
 
     Args:
-        max_tokens: most positions that are held; 0: none.
+        max_tokens: how many positions to hold; 0: none.
 
     Attributes:
-        num_tokens: positions that are held.
-        num_reused: positions that prompts did not have to compute, so far.
+        num_tokens: positions held now.
+        num_reused: positions that prompts did not have to compute so far.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -66,25 +66,25 @@ class PrefixStore:
         self._entries: list[_Entry] = []  # the most recently used last
 
     def groups(self, prompts: Sequence[Sequence[int]]) -> list[SeededPrompts]:
-        """The prompts in their order; neighbours that begin with the same known tokens together."""
+        """Group the prompts in their order; neighbours with the same known prefix go together."""
         found = [(prompt, *self._longest(prompt)) for prompt in prompts]
         grouped = groupby(found, key=lambda one: tuple(one[0][: one[1]]))
         parts = [list(members) for _, members in grouped]
         return [SeededPrompts([one[0] for one in part], part[0][1], part[0][2]) for part in parts]
 
     def count(self, group: SeededPrompts) -> None:
-        """Note what a group saved when it was run."""
+        """Count what a group saved when it was run."""
         self.num_reused += group.length * len(group.prompts)
 
     def wants(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` are long enough, and hold what is not known yet."""
+        """Whether ``tokens`` are worth storing: long enough and not known yet."""
         known = self._longest([*tokens, -1])[0]  # plus one, because the last token is ignored
         return min(len(tokens), self.max_tokens) - known >= SHORTEST
 
     def put(self, tokens: Sequence[int], layers: Layers) -> None:
-        """Hold the keys and values ``[1, g, n, d]`` of ``tokens``, n of them and at most ``max_tokens``."""
+        """Store the keys and values ``[1, g, n, d]`` of n ``tokens``, at most ``max_tokens``."""
         array = np.array(tokens, np.int64)
-        # The new entry replaces those that are its beginnings.
+        # The new entry replaces those that are prefixes of it.
         self._entries = [one for one in self._entries if _shared(one.tokens, array) < len(one.tokens)]
         self._entries.append(_Entry(array, layers))
         sizes = [len(one.tokens) for one in self._entries]
@@ -93,7 +93,8 @@ class PrefixStore:
         self.num_tokens = sum(sizes)
 
     def _longest(self, prompt: Sequence[int]) -> tuple[int, Layers]:
-        """How much of a prompt is known, at most all but its last token, and from where."""
+        """The length of the longest known prefix of a prompt, at most all but its last token, and its
+        entry."""
         array = np.array(prompt[:-1], np.int64)
         lengths = [_shared(one.tokens, array) for one in self._entries]
         best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
@@ -104,7 +105,7 @@ class PrefixStore:
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two sequences have in common at their beginnings."""
+    """The length of the common prefix of two sequences."""
     size = min(len(one), len(other))
     differs = np.flatnonzero(one[:size] != other[:size])
     return int(differs[0]) if len(differs) else size

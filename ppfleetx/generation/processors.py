@@ -1,7 +1,8 @@
-"""What is done to logits before a token is chosen. Terms mean what they mean in Hugging Face transformers.
+"""Logits processors: penalties, temperature, top-k and top-p, as defined in Hugging Face transformers.
 
-Shape letters: b rows, n positions so far, V vocabulary, m tokens that are left to choose from.
-All functions are made of operations that can be exported.
+All functions consist of operations that can be exported.
+
+Shape letters: b rows, n positions so far, V vocabulary, m tokens left to choose from.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import paddle.nn.functional as F
 
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 
-# A temperature or top_p below this means the likeliest token to float32's precision. Far below it float32
-# has infinity or 0 for what they lead to, and nothing would be left to draw.
+# Within float32 precision, a temperature or top_p below this selects the likeliest token. Much smaller values
+# would overflow or underflow, and leave nothing to draw.
 SMALLEST = 1e-6
 
 
@@ -34,7 +35,7 @@ def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: 
 
 
 def forbid(logits: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
-    """``logits [b, V]`` with no probability left for the tokens ``ids [e]`` int64."""
+    """``logits [b, V]`` with probability 0 for the tokens ``ids [e]`` int64."""
     columns = is_any_of(paddle.arange(logits.shape[-1]), ids)
     return paddle.where(columns, paddle.full([], -np.inf, dtype=logits.dtype), logits)
 
@@ -56,8 +57,8 @@ def force(logits: paddle.Tensor, token_id: int, rows: paddle.Tensor) -> paddle.T
 def candidates(logits: paddle.Tensor, *, temperature: float, top_k: int, top_p: float) -> paddle.Tensor:
     """The distribution to sample from, after temperature, then top-k, then top-p.
 
-    top-k keeps the k likeliest tokens. top-p keeps of these, renormalised, the likeliest ones up to and
-    including the one with which their probability reaches p (Holtzman et al., 2020); one is always left.
+    Top-k keeps the k likeliest tokens. Top-p renormalises these and keeps the smallest set of likeliest
+    tokens whose probability reaches p (Holtzman et al., 2020); at least one is kept.
 
     Args:
         logits: ``[b, V]`` float32.
@@ -81,17 +82,18 @@ def candidates(logits: paddle.Tensor, *, temperature: float, top_k: int, top_p: 
 
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
-    """``probabilities [b, m]`` of tokens ``ids [b, m]`` as ``[b, vocab_size]``, 0 for all others.
+    """``probabilities [b, m]`` of tokens ``ids [b, m]`` as ``[b, vocab_size]``, with 0 for all others.
 
-    In the order of ids, two tokens that are almost equally likely do not change places when their
-    probabilities change in the last bits.
+    In the order of ids, two almost equally likely tokens do not swap places when their probabilities change
+    in the last bits.
     """
     nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
     return paddle.put_along_axis(nothing, ids, probabilities, axis=1)
 
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """The ``count`` largest of each row of ``values [b, m]``, falling, and their columns."""
+    """The ``count`` largest values of each row of ``values [b, m]`` in descending order, and their
+    columns."""
     if not _is_on_host(values):
         return paddle.topk(values, count, axis=-1)
     # Paddle's CPU kernel sorts whole rows; NumPy selects first, which is several times faster.
@@ -106,44 +108,45 @@ def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Te
 
 
 def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
-    """``log_softmax`` of ``logits [b, V]``, whose kernel of that name takes a second for 8 rows on CPU."""
+    """``log_softmax`` of ``logits [b, V]``; Paddle's own kernel takes a second for 8 rows on a CPU."""
     shifted = logits - logits.max(-1, keepdim=True)
     return shifted - shifted.exp().sum(-1, keepdim=True).log()
 
 
 def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.Tensor:
-    """Zero the probabilities ``[b, m]``, sorted falling, of tokens before which p is reached already."""
+    """Zero the probabilities ``[b, m]``, sorted in descending order, that come after p has been reached."""
     return paddle.where(_before(falling) < _in_float32(top_p), falling, paddle.zeros([], falling.dtype))
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
-    """The same for probabilities ``[b, V]`` in the order of ids; of equal ones the lower ids stay.
+    """Top-p for probabilities ``[b, V]`` in the order of ids; of equal ones the lower ids are kept.
 
-    Made in as many ways as there are places to compute: by our operator, by NumPy where that has not been
-    compiled, by a sort on a GPU, and in an exported program, where there is no NumPy, by
-    :mod:`ppfleetx.deploy.static.top_p`. All keep the same tokens, which the tests compare. On a CPU, 8 rows
-    of 50304 take NumPy 2.5 ms, the program's way 18 ms and a sort 98 ms.
+    There are four implementations: our own operator, NumPy where that has not been compiled, a sort on a GPU,
+    and :mod:`ppfleetx.deploy.static.token_choice` in an exported program, which has no NumPy. All keep the
+    same tokens, which the tests verify. On a CPU, 8 rows of 50304 take NumPy 2.5 ms, the program 18 ms and a
+    sort 98 ms.
     """
     if _is_on_host(probabilities):
         if cpu_ops.are_available():
             return cpu_ops.nucleus(probabilities, paddle.full([1], top_p, "float32"))
-        # Paddle's CPU kernels take longer to sort two rows than a small model for its step.
+        # Paddle's CPU kernels take longer to sort two rows than a small model takes for a step.
         rows = probabilities.numpy()
         return paddle.to_tensor(np.stack([_nucleus_of_row(row, top_p) for row in rows]))
-    # Only values are sorted, to find the smallest one that stays: with their ids it would take far longer.
+    # Only values are sorted, to find the smallest one to keep: sorting ids as well would take far longer.
     smallest, count = last_kept(paddle.sort(probabilities, axis=-1, descending=True), top_p)
     return keep_from(probabilities, smallest, count)
 
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """:func:`nucleus` of ``[V]``: p is reached in one of many buckets, and only that one is put in order."""
+    """:func:`nucleus` of ``[V]``: values go into buckets, and only the bucket in which p is reached is
+    sorted."""
     top_p = _in_float32(top_p)
-    # Sign, exponent and 8 bits of the fraction: in the order of the numbers, which are not negative.
+    # Buckets by exponent and the top 8 bits of the fraction, which sort like the numbers: none is negative.
     bucket = probabilities.view(np.int32) >> 15
     bucket = (bucket - bucket.min()).astype(np.int64)
     up_to = np.bincount(bucket, weights=probabilities).cumsum()
     above = up_to[-1] - up_to
-    # Where all that there is does not sum to p, which only rounding brings about, the smallest is the last.
+    # If rounding keeps the total below p, every token is kept.
     boundary = max(np.count_nonzero(above >= top_p), np.count_nonzero(up_to <= 0))
     inside = np.sort(probabilities[bucket == boundary])[::-1]
     short = np.count_nonzero(above[boundary] + inside.cumsum(dtype=np.float64) < top_p)
@@ -157,16 +160,17 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 
 
 def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Of probabilities ``[b, m]``, sorted falling: the last that top-p keeps, and how many; ``[b, 1]`` each.
+    """The smallest of the probabilities ``[b, m]`` that top-p keeps, and how many it keeps; ``[b, 1]`` each.
 
-    The m largest are enough when they sum to p.
+    They must be in descending order, and sum to p at least.
     """
     count = (_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count
 
 
 def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """``probabilities [b, V]`` with all but ``count`` zero; ``smallest`` is the least of those."""
+    """``probabilities [b, V]`` with all but the ``count`` largest zero; ``smallest`` is the smallest to
+    keep."""
     kept = probabilities >= smallest
     too_many = kept.astype("int64").sum(-1, keepdim=True) - count
     if bool((too_many > 0).any()):
@@ -177,16 +181,16 @@ def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: padd
 
 
 def _before(falling: paddle.Tensor) -> paddle.Tensor:
-    """Float64 sum of what stands before each element of a row: all ways to find it give the same."""
+    """The float64 sum of all elements before each element of a row, equal in all implementations."""
     cumulative = falling.astype("float64").cumsum(-1)
     return paddle.concat([paddle.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
 
 
 def _in_float32(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
-    """A number as the operator and a program have it; theirs as it is, in float64."""
+    """``top_p`` rounded to float32, as our operator and exported programs have it; tensors in float64."""
     return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 
 
 def _is_on_host(tensor: paddle.Tensor) -> bool:
-    """Whether NumPy can work on ``tensor`` as well, and a program is not being exported."""
+    """Whether NumPy can work on ``tensor``: it is in host memory, and no program is being exported."""
     return paddle.in_dynamic_mode() and tensor.place.is_cpu_place()

@@ -1,9 +1,9 @@
-"""Several tokens a step: guesses from a row's own text, checked by the model in one pass.
+"""Prompt lookup decoding (Saxena, 2023): guess several tokens from the row's own text, verify them in one
+pass.
 
-Text repeats itself: what followed the last tokens where they stood before often follows again (Saxena, 2023,
-"Prompt lookup decoding"). A pass over a few positions reads the weights once, as a pass over one does, and
-reading them is what few rows wait for. A wrong guess is dropped, so the tokens are those of greedy search
-without guesses, up to float rounding.
+Text repeats itself: what followed an earlier occurrence of the last tokens often follows again. A pass over a
+few positions reads the weights once, just like a pass over one position, and with few rows reading them takes
+most of the time. Wrong guesses are dropped, so the tokens are those of greedy search, up to float rounding.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.resilience.activity import GENERATING, PROGRESS
 
 _WEIGHTS = 32
-"""Positions whose arithmetic takes as long as what a pass takes anyway, most of it for reading the weights:
-measured, 12 layers of 768, 93 ms for 8 positions and 3 ms for each one more."""
+"""How many positions take as long to compute as the fixed cost of a pass, which is mostly reading the
+weights. Measured with 12 layers of 768: 93 ms for 8 positions, and 3 ms for each further one."""
 _TRUST = 0.75
-"""Share of guesses that are taken to be right when it is decided how many are worth while."""
+"""The share of guesses that is assumed to be right when deciding how many guesses are worthwhile."""
 MOST_ROWS = 3
 """Of a batch that is guessed for. With more rows a pass waits for arithmetic, and for the row that is guessed
 worst. Guesses make 1.8 times the tokens of two rows, 1.1 of three, 0.95 of four and 0.7 of eight."""
@@ -40,13 +40,13 @@ def decode_with_lookup(
     *,
     on_token: OnToken | None = None,
 ) -> list[Row]:
-    """Extend each prompt by its likeliest tokens, as :func:`~ppfleetx.generation.search.decode` does.
+    """Extend each prompt by greedy search, like :func:`~ppfleetx.generation.search.decode`.
 
     Args:
-        model: gives the logits.
+        model: computes the logits.
         prompts: token ids, none of them empty.
         rules, max_new_tokens, on_token: as in ``decode``.
-        most_guesses: the most tokens that are guessed for a row in one pass.
+        most_guesses: how many tokens may be guessed for a row in one pass.
     """
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
@@ -72,7 +72,7 @@ def decode_with_lookup(
 
 
 class _GuessedRow:
-    """A row, and what is guessed of it: more, the more of it has been right."""
+    """A row and the guesses for its next tokens; the better the guesses, the more there are."""
 
     def __init__(self, number: int, prompt: Sequence[int], result: Row, most_guesses: int) -> None:
         self.result, self._number, self._history = result, number, list(prompt)
@@ -81,12 +81,12 @@ class _GuessedRow:
     def take(
         self, logits: paddle.Tensor, likeliest: np.ndarray, i: int, rules: Rules, on_token: OnToken | None
     ) -> list[int]:
-        """The row's new tokens: the guesses that are right, and the one after them.
+        """Take the row's new tokens: the correct guesses, and the token after them.
 
         Args:
             logits: ``[1 + s, b, V]`` after the last token of each row of the batch, and after each guess.
-            likeliest: ``[1 + s, b]`` ids of their largest.
-            i: place of this row in the batch.
+            likeliest: ``[1 + s, b]`` the likeliest tokens.
+            i: index of this row in the batch.
             rules, on_token: as in :func:`decode_with_lookup`.
         """
         new: list[int] = []
@@ -106,18 +106,18 @@ class _GuessedRow:
         return new
 
     def guess(self) -> int:
-        """Guess what may come next; how many tokens."""
+        """Guess the next tokens. Returns their number."""
         left = self.result.max_new_tokens - len(self.result.ids) - 1
         self._guesses = guess(np.array(self._history), min(self._width, left)).tolist()
         return len(self._guesses)
 
     def first_guesses(self, count: int) -> list[int]:
-        """Keep the first ``count`` guesses, and give them."""
+        """Keep only the first ``count`` guesses, and return them."""
         self._guesses = self._guesses[:count]
         return self._guesses
 
     def _choose(self, logits: paddle.Tensor, rules: Rules) -> int:
-        """The likeliest token of ``logits [1, V]`` when they have been treated by the rules."""
+        """The likeliest token of ``logits [1, V]`` after applying the rules."""
         history, limits = np.array([self._history]), np.array([self.result.max_new_tokens])
         return int(process(logits, history, len(self.result.ids), limits, rules).argmax())
 
@@ -127,17 +127,17 @@ class _GuessedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """Tokens to guess next when ``width`` was allowed and ``right`` were right: more, the more were.
+    """How many tokens to guess next, after ``right`` of at most ``width`` guesses were right.
 
-    :func:`ppfleetx.deploy.static.prompt_lookup.next_width` is the same of tensors.
+    :func:`ppfleetx.deploy.static.token_choice.next_width` does the same for tensors.
     """
     return min(most, 2 * width if all_right else max(1, right))
 
 
 def worthwhile(counts: Sequence[int]) -> int:
-    """How many guesses to check of each row when there are ``counts [b]`` of them: most tokens for the time.
+    """How many guesses to verify per row, given ``counts [b]`` guesses, to get the most tokens per second.
 
-    All rows take part in a pass with as many positions, whether they have as many guesses or not.
+    In a pass all rows have the same number of positions, even if they have fewer guesses.
     """
 
     def rate(most: int) -> float:
@@ -148,9 +148,10 @@ def worthwhile(counts: Sequence[int]) -> int:
 
 
 def guess(history: np.ndarray, count: int) -> np.ndarray:
-    """Up to ``count`` tokens that may follow ``history [n]``: what followed where its end stood last.
+    """Guess up to ``count`` tokens after ``history [n]``: those that followed the last occurrence of its end.
 
-    An end that follows itself at once is taken for the beginning of a cycle. Empty when the end is new.
+    If that occurrence is so recent that the history ends first, the tokens repeat as a cycle. There are no
+    guesses if the end has not occurred before.
     """
     for length in LENGTHS:
         if count < 1 or len(history) <= length:

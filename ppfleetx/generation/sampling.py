@@ -1,4 +1,4 @@
-"""Which token comes next in each row of a batch, whose rows may have different options.
+"""Choose the next token of each row of a batch whose rows may have different options.
 
 Shape letters: b rows, V true vocabulary.
 """
@@ -22,17 +22,17 @@ from ppfleetx.generation.processors import (
 )
 from ppfleetx.generation.session import NextTokenModel, pad_left
 
-_COLUMNS = 128  # positions of a prompt whose logits are in memory at a time
+_COLUMNS = 128  # positions of a prompt whose logits are held in memory at a time
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How the tokens of one row are chosen; terms as in the ``Generation`` section.
+    """The sampling options of one row; terms are as in the ``Generation`` section.
 
     Attributes:
-        temperature: 0 takes the likeliest token, and ``top_k`` and ``top_p`` have no effect.
-        presence_penalty, frequency_penalty: taken from the logits of tokens that were generated: once, and as
-            often as they were. Tokens of the prompt do not count. (OpenAI's interface.)
+        temperature: 0 selects the likeliest token; ``top_k`` and ``top_p`` then have no effect.
+        presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once or once per
+            occurrence. Tokens of the prompt do not count. (As in OpenAI's API.)
     """
 
     temperature: float = 1.0
@@ -44,18 +44,18 @@ class RowOptions:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it matters which tokens were generated, and how often."""
+        """Whether the options depend on which tokens were generated, and how often."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True)
 class RowChoice:
-    """What one row's next token is chosen by.
+    """The inputs for choosing one row's next token.
 
     Attributes:
-        history: tokens of the row so far.
-        exponentials: ``[n]`` numbers of the row's `RandomStream`; not needed at temperature 0.
-        forbidden: ids that cannot come now (the end tokens, before the minimum length).
+        history: the row's tokens so far.
+        exponentials: ``[n]`` numbers from the row's `RandomStream`; not needed at temperature 0.
+        forbidden: ids that must not come next (the end tokens, before the minimum length).
         num_new: how many tokens at the end of the history were generated.
     """
 
@@ -67,7 +67,7 @@ class RowChoice:
 
 
 def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[int]:
-    """One token per row of ``logits [b, V]``. Rows of equal options are treated together."""
+    """Choose one token per row of ``logits [b, V]``. Rows with equal options are processed together."""
     groups: dict[tuple[RowOptions, tuple[int, ...]], list[int]] = {}
     for row, choice in enumerate(choices):
         groups.setdefault((choice.options, choice.forbidden), []).append(row)
@@ -98,7 +98,7 @@ def _choose(
 
 
 def _count_penalties(new: Sequence[Sequence[int]], options: RowOptions, vocab_size: int) -> np.ndarray:
-    """``[b, V]`` float32, what the logits of tokens lose that are among each row's ``new`` ones."""
+    """``[b, V]`` float32: what to subtract from the logits because of each row's ``new`` tokens."""
     penalties = np.zeros((len(new), vocab_size), np.float32)
     for row, tokens in zip(penalties, new, strict=True):
         ids, counts = np.unique(np.array(tokens, np.int64), return_counts=True)
@@ -108,12 +108,13 @@ def _count_penalties(new: Sequence[Sequence[int]], options: RowOptions, vocab_si
 
 @dataclass(frozen=True)
 class TokenScore:
-    """How likely a token was by the model itself: before penalties, temperature, top-k and top-p.
+    """The log-probability of a token in the model's own distribution, before penalties, temperature, top-k,
+    top-p.
 
     Attributes:
-        token: its id.
-        logprob: its log-probability; None: it is the first of a text, which nothing says anything about.
-        top: ids and log-probabilities of the likeliest tokens in its place, falling.
+        token: the token's id.
+        logprob: its log-probability; None for the first token of a text, which has none.
+        top: ids and log-probabilities of the likeliest tokens at its place, in descending order.
     """
 
     token: int
@@ -122,7 +123,8 @@ class TokenScore:
 
 
 def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """The scores of ``tokens`` by ``logits [b, V]``, each with the ``num_top`` likeliest in its place."""
+    """The scores of ``tokens`` under ``logits [b, V]``, each with the ``num_top`` likeliest tokens at its
+    place."""
     scores = log_probabilities(logits)
     chosen = paddle.take_along_axis(scores, paddle.to_tensor(np.array(tokens)[:, None]), axis=1)
     own = chosen.flatten().numpy().tolist()
@@ -135,11 +137,11 @@ def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> 
 
 
 def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """The score of each of ``tokens``, one or more, given those before it; the first has none.
+    """The score of each token of a text, given those before it; the first has none.
 
     Args:
-        model: gives the logits.
-        tokens: a text.
+        model: computes the logits.
+        tokens: the text, at least one token.
         num_top: how many of the likeliest tokens to list at each place.
     """
     cache, scores = GrowingCache(), [TokenScore(tokens[0], None)]

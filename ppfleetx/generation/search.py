@@ -20,21 +20,21 @@ from ppfleetx.resilience.activity import GENERATING, PROGRESS
 
 FinishReason = Literal["stop", "length"]
 Choose = Callable[[paddle.Tensor, np.ndarray, int], paddle.Tensor]
-"""(logits ``[b, V]``, numbers of the rows they belong to ``[b]``, index of the step) to token ids ``[b]``."""
+"""(logits ``[b, V]``, row numbers ``[b]``, index of the step) -> token ids ``[b]``."""
 OnToken = Callable[[int, int], bool]
-"""(row, token id) to whether the row shall stop after this token."""
+"""(row, token id) -> whether the row is to stop after this token."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What is done to logits before a token is chosen, and the tokens that end a row.
+    """The rules that change logits before a token is chosen, and the tokens that end a row.
 
     Attributes:
-        end_ids: any of them ends a row; none: nothing ends a row but its length.
-        min_new_tokens: tokens before the first possible end token.
+        end_ids: tokens that end a row; if empty, only its length ends a row.
+        min_new_tokens: how many tokens must come before an end token.
         repetition_penalty: see :func:`~ppfleetx.generation.processors.penalize_repetition`.
         forced_bos_id: the first new token; None: it is chosen like the others.
-        forced_eos_id: the token that takes a row's last place when the row gets that far; None: chosen.
+        forced_eos_id: the token for the last place of a row that reaches its limit; None: it is chosen.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class Rules:
     forced_eos_id: int | None = None
 
     def change(self, num_new: int, limit: int) -> bool:
-        """Whether they may change the logits of a row that has ``num_new`` tokens and gets ``limit``."""
+        """Whether they may change the logits of a row with ``num_new`` of its ``limit`` tokens."""
         return (
             self.repetition_penalty != 1.0
             or (bool(self.end_ids) and num_new < self.min_new_tokens)
@@ -55,14 +55,14 @@ class Rules:
 
 @dataclass
 class Row:
-    """New tokens of a row, the end token included, and why it ended."""
+    """The new tokens of a row, including the end token, and why it ended."""
 
     max_new_tokens: int
     ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     def add(self, token_id: int, *, is_last: bool) -> bool:
-        """Append a token; whether the row goes on."""
+        """Append a token. Returns whether the row goes on."""
         self.ids.append(token_id)
         if is_last:
             self.finish_reason = "stop"
@@ -80,15 +80,15 @@ def decode(
     copies: int = 1,
     on_token: OnToken | None = None,
 ) -> list[Row]:
-    """Extend every row of the session until it ends. A row that ended leaves the batch.
+    """Extend every row of the session until it ends. Finished rows leave the batch.
 
     Args:
         session: the prompts.
-        choose: greedy or sampling.
+        choose: greedy search or sampling.
         rules: see :class:`Rules`.
-        max_new_tokens: of each prompt, at least 1.
-        copies: continuations of each prompt; those of prompt ``i`` are the rows from ``i * copies`` on.
-            The prompt itself is run once.
+        max_new_tokens: limit of new tokens for each prompt, at least 1.
+        copies: number of continuations of each prompt; those of prompt ``i`` are the rows from ``i * copies``
+            on. Each prompt is run only once.
         on_token: called with every token.
     """
     logits = session.next_logits()
@@ -121,13 +121,13 @@ def decode(
 def process(
     logits: paddle.Tensor, history: np.ndarray, num_new: int, limits: np.ndarray, rules: Rules
 ) -> paddle.Tensor:
-    """Repetition penalty, then minimum length, then forced tokens.
+    """Apply the repetition penalty, then the minimum length, then forced tokens.
 
     Args:
-        logits: ``[b, V]``; beam search gives log-probabilities.
+        logits: ``[b, V]``; beam search passes log-probabilities.
         history: ``[b, n]`` ids of prompts and new tokens.
-        num_new: new tokens so far.
-        limits: ``[b]`` most new tokens of each row.
+        num_new: number of new tokens so far.
+        limits: ``[b]`` limit of new tokens of each row.
         rules: see :class:`Rules`.
     """
     if rules.repetition_penalty != 1.0:
@@ -149,10 +149,10 @@ def greedy(logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
 
 
 class Sampler:
-    """Draws tokens, each row with random numbers of its own: rows beside it do not matter.
+    """Samples tokens. Each row has its own random numbers, independent of the other rows.
 
     Args:
-        seed: seed of the run.
+        seed: the seed of the run.
         streams: (prompt number, copy number) of each row.
         vocab_size: V.
         temperature, top_k, top_p: see :func:`~ppfleetx.generation.processors.candidates`.

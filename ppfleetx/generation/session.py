@@ -1,4 +1,4 @@
-"""Rows of tokens under way, and the model's logits for what comes next.
+"""Rows of tokens that are being extended, and the model's logits for their next tokens.
 
 Shape letters: b rows, n columns so far, h hidden, V true vocabulary.
 """
@@ -22,19 +22,21 @@ from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedMatrix
 
 
 class NextTokenModel:
-    """A staged model asked for nothing but the logits after the last position.
+    """A staged model that computes only the logits after the last position.
 
-    Columns of vocabulary padding do not exist in what it gives, so no padding id can ever be chosen.
+    The logits have no columns for vocabulary padding, so a padding id can never be chosen.
 
     Args:
-        model: the model. A tied head's matrix is copied here, so weights changed later are not seen.
+        model: the model. The matrix of a tied head is copied here, so later changes of the weights have no
+            effect.
         vocab_size: ids below this may be generated.
-        vocab_group: tensor-parallel ranks, each of which has its columns of the head. All of them call
+        vocab_group: tensor-parallel ranks, each with its columns of the head. All of them must call
             everything here together, and all get the same logits.
 
     Attributes:
-        head_matrix: that copy ``[h, V]``; None where the model has a head of its own.
-        small_head: the same with its scales, where it is quantised; ``head_matrix`` are its integers.
+        head_matrix: the copy ``[h, V]``; None if the head is not tied.
+        small_head: the copy with its scales if the matrix is quantised; ``head_matrix`` then holds its
+            integers.
     """
 
     def __init__(self, model: StagedModel, vocab_size: int, vocab_group: Any = None) -> None:
@@ -42,7 +44,7 @@ class NextTokenModel:
         self.head_matrix: paddle.Tensor | None = None
         self.small_head: QuantizedMatrix | None = None
         if isinstance(model.stages[-1], TiedHead):
-            # [h, V] in memory: on CPU the product with [V, h] transposed takes more than twice as long.
+            # Stored as [h, V]: on a CPU the product with [V, h] transposed takes more than twice as long.
             with paddle.no_grad():
                 table, rows = model.stages[-1].word_embeddings, vocab_size if vocab_group is None else None
                 if isinstance(table, QuantizedEmbedding):
@@ -53,7 +55,7 @@ class NextTokenModel:
             use_huge_pages(self.head_matrix)
         for parameter in model.parameters():
             use_huge_pages(parameter)
-        self._fused: FusedBlocks | None = None  # of layers as they are when they are used
+        self._fused: FusedBlocks | None = None  # built at first use
         self._looked_for_fused = False
 
     def with_cache(
@@ -64,18 +66,18 @@ class NextTokenModel:
         cache: GrowingCache,
         num_last: int = 1,
     ) -> paddle.Tensor:
-        """Logits after new ``tokens [b, s]``, which ``cache`` of n columns is extended by.
+        """Logits after new ``tokens [b, s]``; ``cache`` with its n columns is extended by them.
 
         Args:
             tokens, position_ids: ``[b, s]`` int64.
-            visible: ``[b, n + s]`` bool, columns each row may attend to. In the first pass those it may not
-                are padding on the left.
-            cache: of these rows.
+            visible: ``[b, n + s]`` bool, the columns each row may attend to. In the first pass the others are
+                padding on the left.
+            cache: the cache of these rows.
             num_last: L.
 
         Returns:
-            ``[b, V]`` float32 after the last token; with ``num_last`` L ``[L * b, V]``, those of the last L
-            positions below each other.
+            ``[b, V]`` float32 after the last token; with ``num_last`` L, ``[L * b, V]`` for the last L
+            positions, one position after the other.
         """
         state = (tokens, position_ids)
         if not cache.length and not visible.all():
@@ -89,13 +91,13 @@ class NextTokenModel:
         return self._all_columns(head((last.unsqueeze(0),)).squeeze(0))
 
     def run_layer_by_layer(self) -> None:
-        """From now on, leave the operator for whole blocks aside."""
+        """From now on, do not use the operator for whole blocks."""
         self._fused, self._looked_for_fused = None, True
 
     def _run_trunk(
         self, trunk: Sequence[nn.Layer], state: tuple[paddle.Tensor, ...], cache: GrowingCache
     ) -> paddle.Tensor:
-        """What the last stage before the head gives, ``[s, b, h]``: in one operation where it can be done."""
+        """The hidden states ``[s, b, h]`` before the head, computed in one operation if possible."""
         position_ids = state[1]
         embedding, *rest = trunk
         state = embedding(state, cache)
@@ -113,12 +115,13 @@ class NextTokenModel:
     def without_cache(
         self, tokens: paddle.Tensor, position_ids: paddle.Tensor, document_start: paddle.Tensor | None
     ) -> paddle.Tensor:
-        """The same from the plain forward pass over all ``tokens [b, n]``; it defines the result."""
+        """The logits from a plain forward pass over all ``tokens [b, n]``, which define the correct
+        result."""
         logits = self.model(tokens, position_ids, document_start)
         return self._all_columns(logits[-1])
 
     def _all_columns(self, logits: paddle.Tensor) -> paddle.Tensor:
-        """What the head gives ``[b, its columns]`` as ``[b, V]`` float32."""
+        """Gather the head's output ``[b, own columns]`` into ``[b, V]`` float32."""
         if self._vocab_group is not None:
             logits = all_gather_columns(logits, self._vocab_group)
         if logits.shape[-1] != self.vocab_size:
@@ -133,10 +136,10 @@ def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as one array ``[b, n]`` int64, and the columns of padding before each ``[b]`` int64.
+    """Prompts as one array ``[b, n]`` int64, and the number of padding columns before each ``[b]`` int64.
 
-    A padding column holds the row's own first token: it is masked for the model, and harmless to whatever
-    asks which tokens occurred.
+    Padding columns hold the row's own first token: the model does not attend to it, and it does not distort
+    statistics of which tokens have occurred.
     """
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     padding = lengths.max() - lengths
@@ -148,13 +151,13 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class DecodingSession:
-    """A batch of rows that grow by one token a step.
+    """A batch of rows that grow by one token per step.
 
-    Prompts of unequal length are padded on the left. Padding is not attended to, and a row's positions
-    count from its first real token, so a row's logits are those it has alone.
+    Prompts of unequal length are padded on the left. Rows do not attend to padding, and their positions count
+    from the first real token, so a row gets the same logits as if it were alone.
 
     Args:
-        model: gives the logits.
+        model: computes the logits.
         prompts: token ids of each row, none of them empty.
         use_cache: keep keys and values; otherwise every step runs the whole forward pass.
     """
@@ -171,7 +174,7 @@ class DecodingSession:
         return self.history.shape[0]
 
     def next_logits(self) -> paddle.Tensor:
-        """Logits ``[b, V]`` float32 for the token after the last one of each row."""
+        """Logits ``[b, V]`` float32 for the next token of each row."""
         past = 0 if self._cache is None else self._cache.length
         length = self.history.shape[1]
         columns = np.arange(past, length, dtype=np.int64)

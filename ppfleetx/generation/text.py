@@ -1,21 +1,120 @@
-"""Text of a row as it grows: whole characters only, and never part of a stop string."""
+"""Read prompts given as texts or token ids, and decode the text of a row as it grows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.generation.prompts import NoTokenizer
+import numpy as np
+
+from ppfleetx.config.errors import ConfigError, DataError, shown
+
+if TYPE_CHECKING:
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
+    """A list of prompts, and whether a single prompt was given.
+
+    Args:
+        given: a text, token ids (a list, an array or a tensor ``[n]``), or a list of these (``[b, n]``).
+
+    Raises:
+        DataError: it is something else, or an id is not an integer.
+    """
+    if hasattr(given, "numpy"):  # a tensor
+        given = given.numpy()
+    if isinstance(given, np.ndarray):
+        given = given.tolist()
+    if isinstance(given, str):
+        return [given], True
+    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray | dict):
+        raise DataError(f"prompts are a text, token ids, or a list of these, not {shown(given)}")
+    listed = list(given)
+    if listed and not any(isinstance(one, Iterable) for one in listed):
+        return [token_ids(listed)], True
+    return [one if isinstance(one, str) else token_ids(one) for one in listed], False
+
+
+def as_texts(given: Any) -> list[str]:
+    """A text, or a list of texts, as a list. Raises DataError for anything else."""
+    if isinstance(given, str):
+        return [given]
+    texts = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(one, str) for one in texts):
+        raise DataError(f"prompts are a text or a list of texts, not {shown(given)}")
+    return texts
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """The token ids of a prompt that is not a text.
+
+    Raises:
+        DataError: it contains anything but integers.
+    """
+    if hasattr(prompt, "numpy"):
+        prompt = prompt.numpy()
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray | dict):
+        raise DataError(f"a prompt is a text or token ids, not {shown(prompt)}")
+    ids = list(prompt)
+    wrong = [one for one in ids if isinstance(one, bool) or not isinstance(one, int | np.integer)]
+    if wrong:
+        raise DataError(f"token ids of a prompt are integers, not {shown(wrong[0])}")
+    return [int(one) for one in ids]
+
+
+class NoTokenizer:
+    """Stands in for the tokenizer of a model without one: prompts and results are ids, and texts are empty.
+
+    Attributes:
+        vocab_size: number of the model's ids.
+        end_ids: empty: only its length ends a continuation, unless ``Generation.eos_token_id`` is set.
+    """
+
+    place = "the model's vocabulary"
+    prefix_ids = end_ids = ()
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode_prompt(self, text: str) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(
+            "the model has no tokenizer: give token ids in place of texts, or name a tokenizer with "
+            "Data.tokenizer.dir",
+            key="Data.tokenizer",
+        )
+
+    @property
+    def start_id(self) -> NoReturn:
+        """Raises DataError."""
+        raise DataError("a prompt has no token ids, and without a tokenizer nothing says how a text begins")
+
+    def stream_decoder(self, **_options: Any) -> NoTokenizer:
+        """A decoder that gives no text."""
+        return self
+
+    def feed(self, _token_id: int) -> str:
+        """No text."""
+        return ""
+
+    def finish(self) -> str:
+        """No text."""
+        return ""
 
 
 class RowText:
     """Decodes one row token by token.
 
     Args:
-        tokenizer: of the model.
-        stops: texts before which the row ends.
-        prompt: ids that the row goes on from, which may decide how its text begins.
-        emit: given each new piece of text once it is certain to belong to the result.
+        tokenizer: the model's tokenizer.
+        stops: stop strings; the row ends before the first of them.
+        prompt: ids of the prompt, which may affect how the text begins.
+        emit: called with each piece of text once it is certain to be part of the result.
     """
 
     def __init__(
@@ -32,14 +131,14 @@ class RowText:
         self._ended = False
 
     def feed(self, token_id: int) -> bool:
-        """Take one token. Returns whether a stop string is complete; later tokens are ignored."""
+        """Add a token. Returns whether a stop string is complete; tokens after that are ignored."""
         if not self._ended:
             self._held += self._decoder.feed(token_id)
             self._release()
         return self._ended
 
     def finish(self) -> str:
-        """No more tokens: send what was held back and give the whole text."""
+        """End the row: emit what was held back, and return the whole text."""
         if not self._ended:
             self._held += self._decoder.finish()
             self._release()
@@ -49,7 +148,7 @@ class RowText:
         return "".join(self._sent)
 
     def _release(self) -> None:
-        """Send what can no longer become part of a stop string; end before one that is complete."""
+        """Emit what can no longer become part of a stop string; stop before one that is complete."""
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self._send(self._held[: min(found)])
@@ -60,7 +159,7 @@ class RowText:
         self._held = self._held[safe:]
 
     def _possible_start(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         return max(
             (
                 size

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import paddle
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fused_products import without_place
 from ppfleetx.config.registries import ARCHITECTURES
+from ppfleetx.config.rules import without_place
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import groups_messages

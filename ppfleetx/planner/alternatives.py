@@ -1,4 +1,4 @@
-"""Alternatives to a plan: why well-known plans lose against the best, and settings that need less memory."""
+"""Alternatives to a plan: why well-known plans lose to the best one, and settings that save memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """One sentence for each well-known alternative to ``best`` on the same cards."""
+    """Why each well-known alternative to ``best`` loses on the same cards, one sentence each."""
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):
@@ -75,7 +75,7 @@ def _well_known(job: Job, devices: int, per_node: int) -> Iterator[tuple[str, Pa
 def _verdict(best: Prediction, plan: ParallelPlan) -> str:
     job = best.job
     if job.global_batch % plan.data_size:
-        return f"{job.global_batch} sequences a step cannot be dealt out to {plan.data_size} data ranks."
+        return f"{job.global_batch} sequences a step cannot be split among {plan.data_size} data ranks."
     local = job.global_batch // plan.data_size
     micro = max(m for m in range(1, min(local, job.micro_batch) + 1) if local % m == 0)
     tried = replace(job, plan=plan, micro_batch=micro, accumulate=local // micro)
@@ -122,7 +122,7 @@ class MemorySaving:
     Attributes:
         options: for the command line.
         saves: bytes on the fullest rank.
-        costs: how much longer a step takes, as a share; at least 0.
+        costs: by which share a step takes longer; at least 0.
     """
 
     options: str

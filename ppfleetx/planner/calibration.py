@@ -1,4 +1,4 @@
-"""A card's constants from the user's own runs."""
+"""Fit a card's constants to the user's own runs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _OTHERS = {
     ("link_latency_us",): 0.004,
     ("network_latency_us",): 0.05,
 }
-"""Weight of the squared logarithm of what a constant is scaled by (ridge regression): a few runs do not
-determine all of them, and what they do not need stays as the card says. Latencies of small operations depend
-on the host and are known least, a network's speed is stated."""
+"""Weight of the squared logarithm of each constant's scale factor (ridge regression): a few runs do not
+determine all constants, and those they do not determine keep the card's values. Latencies of small operations
+depend on the host and are known least; a network's speed is stated by its vendor."""
 _SWEEPS = 6
 
 
@@ -45,18 +45,18 @@ class Observed:
 
 
 def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) -> tuple[Card, str]:
-    """The card of ``cluster`` fitted to runs, and in words how far off it was and is.
+    """Fit the card of ``cluster`` to runs; also returns a text that compares the errors before and after.
 
-    Compute constants are scaled together, and with two plans or more those of links and of latencies too, so
-    that the logarithms of predicted and measured step times differ least. Links and latencies stay near what
-    the card says unless the runs show otherwise.
+    Minimises the squared difference between the logarithms of predicted and measured step times. The compute
+    constants are scaled together; with two or more runs, links and latencies are scaled too, but stay near
+    the card's values unless the runs show otherwise.
 
     Args:
         directories: ``output_dir`` of runs, with ``config.yaml`` and ``metrics.jsonl``.
         target: where to write the card; None: nowhere.
 
     Raises:
-        ConfigError: a directory is none of a run, or has too few steps.
+        ConfigError: a directory is not that of a run, or the run has too few steps.
     """
     runs = [_observed(Path(name), cluster.card) for name in directories]
     fitted = _fitted(cluster, runs)
@@ -98,7 +98,7 @@ def _observed(directory: Path, card: Card) -> Observed:
 
 
 def _step_seconds(path: Path) -> list[float]:
-    """Seconds of each step, without the wait for data. A last line that is being written is left out."""
+    """Seconds of each step, without the wait for data. An incomplete last line is ignored."""
     found = []
     for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
         try:
@@ -107,7 +107,7 @@ def _step_seconds(path: Path) -> list[float]:
                 found.append(float(record["batch_cost"]) - float(record.get("reader_cost", 0.0)))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
-                "holds a line that is no record of a step", key="--calibrate", value=path
+                "holds a line that is not the record of a step", key="--calibrate", value=path
             ) from None
     return [seconds for seconds in found if math.isfinite(seconds) and seconds > 0]
 
@@ -122,7 +122,7 @@ def _fitted(cluster: Cluster, runs: Sequence[Observed]) -> Card:
 
 
 def _best_scale(card: Card, names: Sequence[str], cluster: Cluster, runs: Sequence[Observed]) -> Card:
-    """``card`` with ``names`` scaled by the factor that is best: coarse steps, then fine ones."""
+    """``card`` with ``names`` scaled by the best factor, found in coarse steps, then fine ones."""
     best, least = card, _distance(card, cluster, runs)
     for steps in (
         (0.25, 0.5, 2.0, 4.0),
@@ -146,7 +146,7 @@ def _distance(card: Card, cluster: Cluster, runs: Sequence[Observed]) -> float:
 
 
 def _log_factor(card: Card, stated: Card, name: str) -> float:
-    """Logarithm of what a constant was scaled by."""
+    """Logarithm of a constant's scale factor."""
     now, then = getattr(card, name), getattr(stated, name)
     if isinstance(now, dict):
         size = min(now)

@@ -20,7 +20,7 @@ from ppfleetx.utils.devices import CPU, GPU, XPU
 
 GIB = 1 << 30
 ANY_GPU, ANY_CPU = "A100-80GB", "CPU"
-"""Cards that stand for the devices when no card is named."""
+"""The cards assumed for GPUs and CPUs when no card is named."""
 _MICRO = 1e-6
 
 
@@ -28,49 +28,49 @@ class Card(Section):
     """One accelerator and the links of the node it is in."""
 
     name: Text
-    """How the command line calls it."""
+    """Its name on the command line."""
     kernels: Literal["cpu", "gpu", "plugin"] = "gpu"
-    """Whose operations are counted: those that this engine runs on a CPU, on a GPU (and on cards that Paddle
-    itself has kernels for), or on the device of a plugin."""
+    """Which operations are counted: those that this engine runs on a CPU, on a GPU (or another card that
+    Paddle itself has kernels for), or on a plugin's device."""
     memory_gib: PositiveFloat
-    """Memory that a program can have, in GiB."""
+    """Memory available to a program, in GiB."""
     peak_tflops: dict[Text, PositiveFloat]
     """Dense matrix products by type, as the vendor states them, in TFLOP/s."""
     matmul_efficiency: UnitFloat
     """Share of the peak that a large matrix product reaches."""
     matmul_latency_us: NonNegativeFloat
-    """What a matrix product costs beside its arithmetic, so that small ones reach a lower share."""
+    """Fixed cost of a matrix product, because of which small ones reach a lower share of the peak."""
     matmul_half_dim: NonNegativeFloat = 0.0
-    """Least dimension (rows, columns or inner) at which a matrix product reaches half of its share."""
+    """Smallest dimension (rows, columns or inner) at which a matrix product reaches half of that share."""
     memory_gb_s: PositiveFloat
-    """Stated bandwidth of the memory, in GB/s."""
+    """The vendor's memory bandwidth, in GB/s."""
     memory_efficiency: UnitFloat
     """Share of it that element-wise operations reach."""
     kernel_latency_us: NonNegativeFloat
-    """Least time of an element-wise operation."""
+    """Minimum time of an element-wise operation."""
     flash_efficiency: NonNegativeFloat
-    """Share of the peak that fused attention reaches; 0: it cannot run."""
+    """Share of the peak that fused attention reaches; 0 if it cannot run."""
     link_gb_s: dict[PositiveInt, PositiveFloat]
     """Bus bandwidth of a large all-reduce within a node by number of cards, in GB/s."""
     link_latency_us: NonNegativeFloat
-    """Least time of a collective within a node."""
+    """Minimum time of a collective within a node."""
     context_gib: NonNegativeFloat
-    """What driver and libraries take before the first tensor, in GiB."""
+    """Memory that driver and libraries take before the first tensor, in GiB."""
     network_gbps: PositiveFloat
     """Network of a node in one direction, all its interfaces together, in Gbit/s."""
     network_efficiency: UnitFloat
     """Share of it that a message between two ranks reaches."""
     collective_loss: NonNegativeFloat
-    """What each doubling of the nodes adds to a collective's time, as a share."""
+    """Share of a collective's time that each doubling of the nodes adds."""
     jitter: NonNegativeFloat
     """Spread of the nodes' step times, as a share of the step."""
     network_latency_us: NonNegativeFloat
-    """Least time of a message between nodes."""
+    """Minimum time of a message between nodes."""
     sources: tuple[Text, ...] = Field(default=())
-    """Where the numbers come from."""
+    """Sources of the numbers."""
 
     def __hash__(self) -> int:
-        return hash(self.name)  # its dictionaries have no hash of their own
+        return hash(self.name)  # its dictionaries are not hashable
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of dense matrix products in ``dtype``.
@@ -90,7 +90,7 @@ class Card(Section):
         """Time of ``kernels`` matrix products of ``flops`` floating-point operations together.
 
         Args:
-            narrowest: the least of a product's dimensions; 0: it counts as wide enough.
+            narrowest: the smallest of a product's dimensions; 0 if it counts as wide enough.
         """
         share = narrowest / (narrowest + self.matmul_half_dim) if narrowest else 1.0
         speed = self.peak(dtype) * self.matmul_efficiency * share
@@ -112,12 +112,12 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
     """The shipped card called ``name``, or the only card of the YAML file ``name``.
 
     Args:
-        name: as it was asked for.
-        key: by which option or key of a configuration, for messages.
-        asked_in: where that stands: ``file:line`` or ``-o override 2``.
+        name: of the card or file.
+        key: the option or configuration key that named it, for messages.
+        asked_in: where that key was set: ``file:line`` or ``-o override 2``.
 
     Raises:
-        ConfigError: no such card or file, or a description that is not one.
+        ConfigError: there is no such card or file, or the file does not describe a card.
     """
     shipped = _shipped()
     if name in shipped:
@@ -140,7 +140,7 @@ def card_names() -> list[str]:
 
 
 def any_card(device: str) -> Card:
-    """The card that stands for devices of a kind when no card is named."""
+    """The card assumed for a kind of device when no card is named."""
     kind = device.partition(":")[0]
     if kind in (CPU, GPU, XPU):
         return load_card(ANY_CPU if kind == CPU else ANY_GPU)
@@ -148,7 +148,7 @@ def any_card(device: str) -> Card:
 
 
 def card_of_device(device_name: str) -> str | None:
-    """The shipped card whose model is a word of a driver's name: ``NVIDIA A100-SXM4-80GB`` is an A100.
+    """The shipped card whose model name is a word of the driver's name: ``NVIDIA A100-SXM4-80GB`` is an A100.
 
     PCIe models of the same name are slower; set `Global.peak_tflops` for them.
     """

@@ -1,4 +1,4 @@
-"""What is planned: a model, its batches and one plan, taken from a configuration or varied from one."""
+"""The job that is planned: a model, its batches and one plan, from a configuration or a variation of one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 
 from ppfleetx.config.batch import BatchPlan
-from ppfleetx.config.lengths import expert_sizes
 from ppfleetx.config.plan import ParallelPlan, Workload
+from ppfleetx.config.rules import expert_sizes
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -19,7 +19,7 @@ from ppfleetx.nn.cost import Kernels, Recompute, Work
 from ppfleetx.planner.cards import Card
 
 Layer = tuple[BlockSpec, Recompute]
-"""A block, and what of it is recomputed in the backward pass."""
+"""A block, and what the backward pass recomputes of it."""
 
 EXPERT_IMBALANCE = 1.5
 """Margin of memory under expert parallelism: the rank whose experts have most rows, in the layer and micro
@@ -32,8 +32,8 @@ class Precision:
 
     Attributes:
         compute: type of activations and matrix products (``float32``, ``float16``, ``bfloat16``).
-        lowers_parameters: level O2: parameters are in ``compute``, masters in float32.
-        main_grads: gradients are kept and reduced in float32 although parameters are 16-bit.
+        lowers_parameters: level O2: parameters have the type ``compute``, their masters float32.
+        main_grads: gradients of 16-bit parameters are kept and reduced in float32.
     """
 
     compute: str = "float32"
@@ -63,13 +63,14 @@ class Precision:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What travels while the passes compute.
+    """Which communication overlaps with computation.
 
     Attributes:
-        bucket_bytes: gradients leave in messages of about this size; None: after the passes.
-        values: new values come during the next forward pass (sharding stages 1 and 2), a layer's while the
-            one before it computes (stage 3).
-        messages: pipeline stages compute on while their messages travel (``overlap_p2p_comm``).
+        bucket_bytes: gradients are sent in messages of about this size during the last backward pass; None:
+            after it.
+        values: updated parameters arrive during the next forward pass (sharding stages 1 and 2), or a layer's
+            while the layer before it computes (stage 3).
+        messages: pipeline stages compute while their messages travel (``overlap_p2p_comm``).
     """
 
     bucket_bytes: float | None = None
@@ -82,24 +83,26 @@ class Job:
     """A model under a plan, with its batches.
 
     Attributes:
-        model: shapes and options; its ``sequence_parallel`` and recompute keys are not read, see below.
+        model: shapes and options; its ``sequence_parallel`` and recompute keys are ignored in favour of
+            ``plan`` and ``recomputed``.
         plan: degrees and options.
         micro_batch: sequences of a forward pass on one data rank.
         accumulate: micro batches of a step.
         seq_len: tokens of a sequence.
         precision: types.
-        recomputed: what each layer recomputes, by layer.
+        recomputed: what each layer recomputes.
         moments: optimizer states per parameter (2 for AdamW, 1 for momentum, 0 for SGD).
         flash: fused attention.
-        async_save: a copy of what is saved stays in host memory while it is written.
-        kernels: whose operations are counted: ours on a CPU, on a GPU, on the device of a plugin, or the
-            ``fused`` ones of Megatron-LM and PaddleFleetX, for published runs.
-        flat_states: sharding cuts states into equal parts wherever that is (DeepSpeed's ZeRO), instead of
-            dealing out whole parameters as this engine does; for published runs.
-        fragments: what the allocator loses, as a share of what it hands out; None: as on ``kernels``' device.
-        overlap: what travels while the passes compute; nothing, for published runs, since the cards were
-            fitted so.
-        compress: what else changes the model's parameters: fake quantisation, small weights.
+        async_save: host memory holds a copy of a checkpoint while it is written.
+        kernels: which operations are counted: ours on a CPU, on a GPU, on a plugin's device, or, for
+            published runs, the ``fused`` ones of Megatron-LM and PaddleFleetX.
+        flat_states: sharding cuts states into equal parts (DeepSpeed's ZeRO) instead of assigning whole
+            parameters to ranks as this engine does; for published runs.
+        fragments: memory the allocator loses, as a share of what it hands out; None: the default for
+            ``kernels``.
+        overlap: communication that overlaps with computation; none for published runs, because the cards
+            were fitted that way.
+        compress: fake quantisation or small weights, which change the model's parameters.
     """
 
     model: ModelConfig
@@ -140,20 +143,21 @@ class Job:
 
     @property
     def hidden_bytes(self) -> float:
-        """Bytes of one micro batch's hidden states on a context rank, before sequence parallelism cuts it."""
+        """Bytes of one micro batch's hidden states on a context rank, before sequence parallelism cuts
+        them."""
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
     @property
     def overlaps_messages(self) -> bool:
-        """Whether stages compute while their messages travel, which only whole stages do."""
+        """Whether stages compute while their messages travel; virtual stages never do."""
         return self.overlap.messages and self.plan.pp > 1 and self.plan.virtual_pp_degree == 1
 
     @property
     def message_parts(self) -> int:
-        """Tensor ranks that hold the same activation send the next stage a part each, which it gathers: so
-        many. 1 where each has its own with sequence parallelism, and where each sends all: with ZB-H1, and
-        when messages travel while stages compute."""
+        """Into how many parts tensor ranks cut an activation for the next stage, which gathers them. 1 where
+        ranks have parts of their own (sequence parallelism) or each sends the whole: with ZB-H1, and when
+        messages overlap with computation."""
         plan = self.plan
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
         return 1 if plan.sequence_parallel or sends_all else plan.mp
@@ -165,8 +169,8 @@ class Job:
 
     @property
     def forwards_first(self) -> bool:
-        """Whether an interleaved schedule runs all forward passes first: Paddle with fewer than two rounds of
-        micro batches, Megatron-LM with one."""
+        """Whether an interleaved schedule runs all forward passes first: Paddle does with fewer than two
+        rounds of micro batches, Megatron-LM with one round."""
         plan = self.plan
         if plan.virtual_pp_degree == 1:
             return False
@@ -174,7 +178,7 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """What the table of legal plans asks."""
+        """The sizes by which a plan is legal or not."""
         return Workload(
             num_layers=self.model.num_layers,
             num_heads=self.model.num_attention_heads,
@@ -187,7 +191,7 @@ class Job:
         )
 
     def layers_of_stage(self, stage: int) -> list[list[int]]:
-        """Layers on pipeline stage ``stage``, one list per virtual stage, numbered over the whole model."""
+        """Layers on pipeline stage ``stage``, one list per virtual stage, by their index in the model."""
         chunks = self.plan.layers_of_chunks(self.model.num_layers)
         ends = self._ends_of_chunks
         mine = range(stage, self.plan.num_chunks, self.plan.pp)
@@ -199,7 +203,7 @@ class Job:
 
     @property
     def model_key(self) -> ModelKey:
-        """What the parameters depend on, by its identity."""
+        """Everything the parameters depend on, compared by identity."""
         return ModelKey(self.model, self.compress)
 
     @property
@@ -209,12 +213,12 @@ class Job:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Every layer of the model: its block, and what it recomputes."""
+        """Block and recomputation of every layer."""
         return tuple(zip(self.spec.blocks, self.recomputed, strict=True))
 
     @cached_property
     def work(self) -> Work:
-        """What a rank computes of a micro batch."""
+        """A rank's share of the work on a micro batch."""
         plan, precision = self.plan, self.precision
         return Work(
             self.micro_batch,
@@ -234,7 +238,7 @@ class Job:
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
-        """The different ones among :attr:`layers`."""
+        """The distinct :attr:`layers`."""
         return tuple(sorted(dict.fromkeys(self.layers), key=itemgetter(1)))
 
     def layer_kinds(self, stage: int) -> dict[Layer, int]:
@@ -247,19 +251,20 @@ class Job:
         """The same step of the same job under another plan.
 
         Raises:
-            ValueError: the batch cannot be dealt out so.
+            ValueError: the batch cannot be split that way.
         """
         per_step = plan.data_size * micro_batch
         if self.global_batch % per_step:
             raise ValueError(
-                f"{self.global_batch} sequences a step cannot be dealt out to {plan.data_size} data ranks in "
+                f"{self.global_batch} sequences a step cannot be split among {plan.data_size} data ranks in "
                 f"micro batches of {micro_batch}"
             )
         return replace(self, plan=plan, micro_batch=micro_batch, accumulate=self.global_batch // per_step)
 
 
 class ModelKey:
-    """A model by its identity: to hash all its fields takes longer than what is looked up with them."""
+    """Hashes a model by identity: hashing all its fields would take longer than computing the cached
+    value."""
 
     __slots__ = ("compress", "model")
 
@@ -280,7 +285,7 @@ def _spec_of(same: ModelKey) -> ModelSpec:
 
 
 class PassKey:
-    """A job, compared by what the passes of a layer depend on, so that they are worked out once."""
+    """Compares jobs by what the time of a layer's passes depends on, so that it is computed once."""
 
     __slots__ = ("_key", "job")
 
@@ -302,7 +307,7 @@ class PassKey:
 
 
 def job_of(cfg: RunConfig, card: Card) -> Job:
-    """The job that ``cfg`` describes, run on ``card``."""
+    """The job that ``cfg`` describes, on ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
     precision = Precision()
     if mixed.enable:
@@ -329,7 +334,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
 
 
 def sequence_length(cfg: RunConfig) -> int:
-    """Tokens of a training sequence; without a training set, the longest the model may see."""
+    """Tokens of a training sequence; without a training set, the most the model takes."""
     return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
 
 
@@ -340,14 +345,14 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
-    """Whether attention runs fused: what ``attention_kernel`` asks for, on a card that can. On the device of
-    a plugin it may; the prediction is on the safe side."""
+    """Whether attention runs fused: ``attention_kernel`` allows it and the card can. On a plugin's device it
+    may, but the prediction assumes the slower kernel."""
     if model.attention_kernel == "reference" or precision.compute == "float32":
         return False
     return card.flash_efficiency > 0 and card.kernels != "plugin"
 
 
 def batch_of(job: Job) -> BatchPlan:
-    """Its batch sizes by the configuration's names."""
+    """The job's batch sizes under the configuration's names."""
     local = job.micro_batch * job.accumulate
     return BatchPlan(job.global_batch, local, job.micro_batch, job.accumulate)

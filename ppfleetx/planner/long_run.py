@@ -1,4 +1,4 @@
-"""A whole run: days, card-hours, cost, losses to failures, other numbers of cards, a batch that grows."""
+"""A whole run: days, card-hours, cost, time lost to failures, other cluster sizes, a growing batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NODE_WRITES = 2e9  # bytes/s from a node to a shared file system, unless --save
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run of ``tokens`` takes: steps, days, card-hours."""
+    """The length of a run of ``tokens``: steps, days, card-hours."""
 
     tokens: float
     steps: float
@@ -27,13 +27,13 @@ class RunLength:
     card_hours: float
 
     def cost(self, per_hour: float) -> tuple[float, float]:
-        """(of the run, of a million tokens) at a price per card-hour."""
+        """(cost of the run, cost of a million tokens) at a price per card-hour."""
         whole = self.card_hours * per_hour
         return whole, whole / self.tokens * 1e6
 
 
 def run_length(prediction: Prediction, tokens: float) -> RunLength:
-    """The run of ``tokens`` with the step of ``prediction``."""
+    """The length of a run of ``tokens`` whose steps take as long as predicted."""
     steps = tokens / prediction.job.tokens
     seconds = steps * prediction.time.seconds
     cards = prediction.job.plan.world_size
@@ -45,11 +45,11 @@ class Failures:
     """What failures and checkpoints cost a run.
 
     Attributes:
-        mtbf: seconds between two failures of the job.
+        mtbf: mean seconds between two failures of the job.
         save: seconds that the job waits for a checkpoint.
         interval: the best interval between two checkpoints, in seconds of work.
-        steps: the same in steps.
-        lost: share of the time spent on checkpoints, repeated work and restarts.
+        steps: the best interval in steps.
+        lost: share of the time that goes to checkpoints, repeated work and restarts.
     """
 
     mtbf: float
@@ -64,7 +64,7 @@ def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: 
 
     Args:
         prediction: the step.
-        node_mtbf: seconds between two failures of one node; a job stops with its first node.
+        node_mtbf: mean seconds between two failures of one node; the job stops when any node fails.
         save: seconds that the job waits for a checkpoint.
         restart: seconds from a failure to the first step after it.
     """
@@ -84,15 +84,15 @@ def _daly(save: float, mtbf: float) -> float:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Parameters or their masters, and optimizer states."""
+    """Bytes of a checkpoint: parameters (their masters where there are any) and optimizer states."""
     each = max(job.precision.master_bytes, job.precision.parameter_bytes) + 4 * job.moments
     return parameter_count(job.model) * each
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """A batch that grows (Megatron-LM's ``--rampup-batch-size``): from ``start`` by ``increment`` until the
-    whole batch is reached after ``samples`` sequences."""
+    """A growing batch (Megatron-LM's ``--rampup-batch-size``): from ``start`` in steps of ``increment`` to
+    the full batch, which is reached after ``samples`` sequences."""
 
     start: int
     increment: int
@@ -100,10 +100,10 @@ class Ramp:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """(seconds of the ramp's sequences, the same with the whole batch from the start).
+    """(seconds for the ramp's sequences, seconds for the same sequences with the full batch).
 
     Raises:
-        ValueError: a batch of the ramp cannot be dealt out.
+        ValueError: a batch of the ramp cannot be split among the data ranks.
     """
     per_pass = job.plan.data_size * job.micro_batch
     sizes = list(range(ramp.start, job.global_batch, ramp.increment))
@@ -122,7 +122,7 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions of the command line about the whole run; None: not asked."""
+    """What the command line asks about the whole run; None means not asked."""
 
     price: float | None
     node_mtbf_hours: float | None
@@ -132,7 +132,7 @@ class Questions:
     ramp: Ramp | None
 
     def as_json(self, prediction: Prediction) -> dict[str, Any]:
-        """What failures cost, if that was asked."""
+        """The cost of failures, if that was asked."""
         if self.node_mtbf_hours is None:
             return {}
         found = self.failures(prediction)
@@ -144,7 +144,7 @@ class Questions:
         }
 
     def failures(self, prediction: Prediction) -> Failures:
-        """What failures cost a run of ``prediction``."""
+        """The cost of failures to a run."""
         save = self.save_seconds
         if save is None:
             nodes = max(1.0, prediction.job.plan.world_size / prediction.cluster.per_node)
@@ -154,7 +154,7 @@ class Questions:
 
 
 def answers(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
-    """Lines of text: the length of the run, and the answers to what was asked."""
+    """The length of the run and the answers, as lines of text."""
     run = run_length(prediction, tokens)
     lines = [
         "",
@@ -197,7 +197,7 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
 
 
 def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
-    """The same model-parallel plan on other numbers of cards, at the same batch."""
+    """A table of the same model-parallel plan and batch on other numbers of cards."""
     job, lines = (
         prediction.job,
         ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],

@@ -1,8 +1,8 @@
-"""Bytes on each rank of each pipeline stage, part by part, and in host memory.
+"""Memory of a rank on each pipeline stage, part by part, and of its host.
 
-Of a step the worst moment counts: within the passes (a layer's declaration says what it keeps and needs
-for a moment; here is which layers and micro batches are alive then, and which gradients), or
-when packed gradients are on their way. Beside it stands what the start takes, before the first step.
+The peak of a step is reached within the passes, or while packed gradients are in transit. Each layer's
+declaration says what it keeps and what it needs for a moment; this module adds which layers, micro batches
+and gradients are alive at the same time. The peak while the model is built is counted separately.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ from ppfleetx.planner.job import Job, ModelKey
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
-_BUCKET_BYTES = 64 << 20  # parallel sums are packed into pieces of this size (distributed/collectives.py)
-_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # a rank's random generators, and those of mp, as text
+_BUCKET_BYTES = 64 << 20  # size of the buckets that sums are packed into (distributed/collectives.py)
+_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # a rank's random generators and those of mp, as text
 _FRAGMENTS = 0.02
-"""What the allocator loses to fragments, as a share of what it hands out."""
+"""Memory the allocator loses to fragmentation, as a share of what it hands out."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank, by part; :meth:`total` is the peak of a step, :meth:`peak` that of a run.
+    """Bytes of one rank, by part; :attr:`total` is the peak of a step, :attr:`peak` that of a run.
 
     Attributes:
-        parameters: as the passes see them.
-        gradients: as they are kept between passes.
+        parameters: in the type that the passes use.
+        gradients: kept between passes.
         masters: float32 masters of 16-bit parameters.
         optimizer: moments.
         activations: kept for the backward passes of all micro batches in flight.
         logits: logits and what the loss keeps of them.
-        temporary: what exists for a moment at the worst time: recomputed layers, gradients of activations,
-            fetched parameters.
+        temporary: short-lived at the peak: recomputed layers, gradients of activations, fetched parameters.
         buffers: packed communication.
         context: driver and libraries.
-        fragments: what the allocator loses.
-        host: in host memory: offloaded states, copies for saving in the background.
-        whole_gradients: of all parameters, when the last backward pass has ended.
-        start: the most at once while the model is made, context and fragments included.
-        save: the same while a checkpoint is saved between steps.
+        fragments: lost by the allocator.
+        host: host memory: offloaded states, copies for saving in the background.
+        whole_gradients: gradients of all parameters after the last backward pass.
+        start: peak while the model is built, context and fragments included.
+        save: peak while a checkpoint is saved between steps.
     """
 
     parameters: float
@@ -64,7 +63,7 @@ class StageMemory:
 
     @property
     def tensors(self) -> float:
-        """What Paddle's allocator hands out at the peak: all but context and fragments."""
+        """What Paddle's allocator hands out at the peak: everything but context and fragments."""
         return self.total - self.context - self.fragments
 
     @property
@@ -74,7 +73,7 @@ class StageMemory:
 
     @property
     def peak(self) -> float:
-        """What the card must have: for the start and for each step."""
+        """Memory that the card must have, for the start and for each step."""
         return max(self.start, self.total)
 
 
@@ -127,15 +126,16 @@ def stage_memory(job: Job, cluster: Cluster, stage: int) -> StageMemory:
 
 
 def _states_of_generators(plan: ParallelPlan) -> float:
-    """A save gathers the random generators of all ranks. Tensors are copied to the host one by one, and take
-    nothing beside themselves."""
+    """A save gathers the random generators of all ranks. Tensors are copied to the host one by one and need
+    no extra memory."""
     each = _GENERATORS_BYTES + (_STREAMS_BYTES if plan.mp > 1 else 0)
     return (plan.world_size + 1.0) * each if plan.world_size > 1 else 0.0
 
 
 def _start(job: Job, held: Held, kept: float) -> float:
-    """The largest stage of layers as Paddle makes it, in float32; or all that is kept, or what is kept so far
-    and the float32 values of a 16-bit parameter whose master is not (``parallel/first_values.py``)."""
+    """The largest of: a stage of layers as Paddle creates it, in float32; all that is kept; what is kept so
+    far plus the float32 values of a 16-bit parameter whose master is kept elsewhere
+    (``parallel/first_values.py``)."""
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
     return max(4.0 * held.largest_layer, kept, *drawn)
@@ -144,12 +144,12 @@ def _start(job: Job, held: Held, kept: float) -> float:
 def _fragments(job: Job) -> float:
     if job.fragments is not None:
         return job.fragments
-    return 0.0 if job.kernels == "cpu" else _FRAGMENTS  # on a CPU what is asked for is what is counted
+    return 0.0 if job.kernels == "cpu" else _FRAGMENTS  # on a CPU, requested bytes are counted
 
 
 def least_memory(job: Job, cluster: Cluster) -> float:
-    """Bytes that the fullest rank needs whatever its micro batch and recompute are: what a search looks at
-    before it varies those."""
+    """Bytes that the fullest rank needs whatever its micro batch and recompute: a search checks them
+    first."""
     precision, states = job.precision, 0.0
     if not job.plan.sharding_offload:
         states = precision.master_bytes + 4 * job.moments
@@ -167,8 +167,8 @@ def least_memory(job: Job, cluster: Cluster) -> float:
 
 
 def _kept_gradients(job: Job, held: Held) -> int:
-    """Gradients a rank has when the last backward pass ends: from sharding stage 2 on, the owner's, and of
-    each other owner those that wait for a full bucket."""
+    """Number of gradients on a rank when the last backward pass ends. From sharding stage 2 on these are the
+    ones it owns, and those of other owners that still wait for a full bucket."""
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
     waiting = (job.plan.sharding - 1) * _BUCKET_BYTES // job.precision.gradient_bytes
@@ -176,9 +176,9 @@ def _kept_gradients(job: Job, held: Held) -> int:
 
 
 def passes_in_flight(job: Job, stage: int) -> float:
-    """Micro batches of one chunk that a stage keeps activations of at the worst time, averaged over chunks
-    (Korthikanti et al. 2022, §4.2.3): p - stage with 1F1B, with v virtual stages of the first stage
-    p (1 + (p - 1) / (p v))."""
+    """Micro batches per chunk whose activations a stage holds at the peak, averaged over chunks (Korthikanti
+    et al. 2022, §4.2.3): p - stage with 1F1B; p (1 + (p - 1) / (p v)) on the first stage with v virtual
+    stages."""
     p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
         return min(job.accumulate, p - stage)
@@ -190,7 +190,8 @@ def passes_in_flight(job: Job, stage: int) -> float:
 
 @dataclass(frozen=True)
 class _Run:
-    """``count`` equal layers one after the other; not ``everywhere``: only the first or last chunk has it."""
+    """``count`` equal layers in a row; ``everywhere``: each chunk has them, not only the first or the
+    last."""
 
     tape: Tape
     count: int
@@ -198,7 +199,7 @@ class _Run:
 
 
 def _chunk(job: Job, stage: int) -> list[_Run]:
-    """The layers of a stage (with virtual stages, of the chunk that is largest), in order."""
+    """The layers of a stage in order; with virtual stages, those of its largest chunk."""
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:
@@ -212,7 +213,7 @@ def _chunk(job: Job, stage: int) -> list[_Run]:
 
 @lru_cache(maxsize=2048)
 def block_tape(block: BlockSpec, recompute: Recompute, work: Work) -> Tape:
-    """What a block writes and keeps, worked out once."""
+    """What a block writes and keeps, computed once."""
     return block.tape(work, recompute)
 
 
@@ -227,7 +228,7 @@ def _end_tape(same: ModelKey, work: Work) -> Tape:
 
 
 def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
-    """Parts of the memory that differ over a step, when they are most together."""
+    """The parts of memory that vary within a step, at the moment their sum is largest."""
     gradients = _kept_gradients(job, held) * job.precision.gradient_bytes
     moments = [
         {
@@ -270,8 +271,8 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
 
 
 def _waiting_for_weights(job: Job, stage: int) -> float:
-    """ZB-H1: of as many micro batches as stages come before, the inputs and output gradients of products
-    whose weights have no gradients yet."""
+    """ZB-H1: inputs and output gradients of products whose weight gradients are still to be computed, for as
+    many micro batches as there are earlier stages."""
     if job.plan.pp_schedule != "zb_h1":
         return 0.0
     elements = 0.0
@@ -284,7 +285,7 @@ def _waiting_for_weights(job: Job, stage: int) -> float:
 
 
 def _travelling(job: Job, stage: int) -> float:
-    """``overlap_p2p_comm``: an input that came early, and an output on its way."""
+    """``overlap_p2p_comm``: an input that has arrived early and an output in transit."""
     if not job.overlaps_messages:
         return 0.0
     return ((stage > 0) + (stage < job.plan.pp - 1)) * job.message_bytes
@@ -293,7 +294,7 @@ def _travelling(job: Job, stage: int) -> float:
 def _pass_peak(
     runs: list[_Run], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """(most bytes at once in the passes of one micro batch, of them gradients that have grown with it)."""
+    """(peak bytes in the passes of one micro batch, how many of them are gradients that this pass made)."""
     before, peak, grown_at_peak = 0.0, 0.0, 0.0
     starts = []
     for run in runs:
@@ -305,7 +306,7 @@ def _pass_peak(
     grown = 0.0
     for run, (start, end) in zip(reversed(runs), reversed(starts), strict=True):
         need = run.tape.backward_peak(first=first, values=values)
-        # Within a run activations go as gradients come: the worst is its last layer or its first.
+        # Within a run, activations shrink as gradients grow: the peak is at its last layer or its first.
         for below, later in ((end, 0), (start, run.count - 1)):
             here = min(most_gradients, grown + (later * run.tape.weights if first else 0.0))
             if below + need + here > peak:
@@ -315,7 +316,7 @@ def _pass_peak(
 
 
 def _fetched(job: Job, held: Held) -> float:
-    """Sharding stage 3: the values of a layer that others own, and those on their way for the next one."""
+    """Sharding stage 3: a layer's fetched parameters, and those of the next layer that are in transit."""
     n = job.plan.sharding
     if n == 1 or job.plan.sharding_stage != 3:
         return 0.0
@@ -324,7 +325,7 @@ def _fetched(job: Job, held: Held) -> float:
 
 
 def _buffers(job: Job, held: Held) -> float:
-    """Packed gradients on their way: one bucket, from sharding stage 2 on two."""
+    """Packed gradients in transit: one bucket, two from sharding stage 2 on."""
     plan = job.plan
     if plan.dp == plan.sep == plan.sharding == 1:
         return 0.0

@@ -1,8 +1,8 @@
-"""Communication: how many bytes, over which links, in how many seconds.
+"""Seconds of collectives and messages on the links of a cluster.
 
-A collective of n ranks moves (n - 1) / n of its bytes once over every link (twice for an all-reduce), as a
-ring does (Thakur et al. 2005); the time is bytes over bandwidth plus a latency. Neighbours in a node use its
-links, others the node's network, which all ranks of the node that communicate at once share.
+A collective of n ranks moves (n - 1) / n of its bytes over every link once, twice for an all-reduce, as a
+ring does (Thakur et al. 2005). Its time is bytes over bandwidth plus a latency. Ranks of one node use the
+node's links; others use its network, which all ranks of the node that communicate at once share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ppfleetx.planner.cards import Card
 
 _MICRO = 1e-6
 _RAMP_BYTES = 4e6
-"""Size from which a collective within a node runs at the links' speed (vTrain's all-reduce table)."""
+"""Size above which a collective within a node runs at the links' speed (vTrain's all-reduce table)."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Cluster:
     """Nodes of cards.
 
     Attributes:
-        card: what is in the nodes.
+        card: the cards in the nodes.
         per_node: cards of a node.
-        network: bytes/s that a node sends, all its interfaces together.
-        axes: how ranks are numbered, the axis of nearest neighbours last: fleet's order, or another
-            program's, for published runs.
+        network: bytes/s that a node sends over all its interfaces; 0: what the card says.
+        axes: the order in which ranks are numbered, the axis of nearest neighbours last. Fleet's order, or
+            another program's for its published runs.
     """
 
     card: Card
@@ -38,30 +38,30 @@ class Cluster:
 
     @property
     def node_bandwidth(self) -> float:
-        """Bytes/s of a node's network that messages between two ranks reach."""
+        """Bytes/s that messages between two ranks reach on a node's network."""
         stated = self.network or self.card.network_gbps * 1e9 / 8
         return stated * self.card.network_efficiency
 
     def collective_bandwidth(self, nodes: float) -> float:
-        """Bytes/s of a node's network that a collective over ``nodes`` nodes reaches: every doubling of
-        their number costs ``card.collective_loss`` of its time more."""
+        """Bytes/s that a collective over ``nodes`` nodes reaches on a node's network: every doubling of the
+        nodes adds ``card.collective_loss`` of its time."""
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
     def straggling(self, num_cards: int) -> float:
-        """How much longer a step takes because every node waits for the slowest: the expected largest of
-        n normal deviates is about sqrt(2 ln n) of their spread (``card.jitter``)."""
+        """Factor by which a step takes longer because all nodes wait for the slowest: the expected maximum of
+        n normal deviates is about sqrt(2 ln n) times their spread (``card.jitter``)."""
         nodes = max(1.0, num_cards / self.per_node)
         return 1 + self.card.jitter * math.sqrt(2 * math.log(nodes))
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one axis as they lie in the nodes.
+    """How a group of ranks is spread over nodes.
 
     Attributes:
         size: ranks.
         inside: ranks of the group in one node.
-        sharing: groups of the axis that leave one node at the same time.
+        sharing: groups of the same axis that share a node's network.
     """
 
     size: int
@@ -97,8 +97,8 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Tensor-parallel groups of a node that use its network each in its own time: those of several replicas,
-    whose pipelines lead out of the node. 1: there is one, or none, or all of the node are in step."""
+    """Tensor-parallel groups of a node that use its network at different times: those of several replicas
+    whose pipelines leave the node. 1 if there is at most one, or if all groups of the node run in step."""
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
     return 1 if in_step else max(1, cluster.per_node // plan.mp)
 
@@ -109,13 +109,13 @@ def all_reduce_seconds(num_bytes: float, group: Group, cluster: Cluster) -> floa
 
 
 def gather_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Time of an all-gather or reduce-scatter whose whole result or input has ``num_bytes``; also of a
-    reduction into the owner or a broadcast of parameters packed by owner (sharding)."""
+    """Time of an all-gather or reduce-scatter whose full result or input has ``num_bytes``; also of reducing
+    to owners, or broadcasting from owners, parameters packed by owner (sharding)."""
     return _one_way(num_bytes, group, cluster)
 
 
 def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Time to exchange ``num_bytes`` of every rank evenly with all others."""
+    """Time for every rank to exchange ``num_bytes`` evenly with all others."""
     if group.size == 1:
         return 0.0
     card = cluster.card
@@ -132,9 +132,9 @@ def all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> floa
 
 
 def message_seconds(num_bytes: float, plan: ParallelPlan, cluster: Cluster) -> float:
-    """Time of an activation from one pipeline stage to the next, of one rank.
+    """Time for one rank to send an activation to the next pipeline stage.
 
-    All ranks of a stage send at once: between nodes they share the network.
+    All ranks of a stage send at the same time and share the network between nodes.
     """
     group, card = group_of(plan, "pp", cluster), cluster.card
     if not group.leaves_node:

@@ -1,4 +1,4 @@
-"""How many parameters each rank holds, trains and updates, from the model's declaration."""
+"""How many parameters each rank holds, trains and updates, derived from the model's declaration."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Held:
     """Parameters of one rank of one pipeline stage.
 
     Attributes:
-        values: parameters of its part of the model that have the model's type.
-        resident: those of them it has between steps: with sharding stage 3, the ones it owns.
-        stored: bytes of parameters with a type of their own (small weights), between steps.
-        trained: those that train.
-        owned: those of the trained ones whose states it keeps and that it updates.
-        largest_layer: parameters of the largest model stage, which sharding stage 3 fetches at once.
-        fills: of each size of a parameter, how many elements all up to the last such one have together, and
-            the size: the order in which parameters get their first values.
-        num_tensors: number of its parameters.
-        whole: trained ones that every tensor-parallel rank holds whole.
-        partial: those of them whose gradients are parts of a sum with sequence parallelism.
-        experts: trained ones of experts.
+        values: elements of its part of the model that have the model's type.
+        resident: of these, the elements it holds between steps; with sharding stage 3, those it owns.
+        stored: bytes of parameters that have a type of their own (small weights), held between steps.
+        trained: elements that train.
+        owned: trained elements whose states it keeps and which it updates.
+        largest_layer: elements of the largest model stage, which sharding stage 3 fetches at once.
+        fills: for each parameter size, the number of elements up to and including the last parameter of that
+            size, and the size; in the order in which parameters get their initial values.
+        num_tensors: number of parameters.
+        whole: trained elements that every tensor-parallel rank holds in full.
+        partial: of these, the elements whose gradients are partial sums under sequence parallelism.
+        experts: trained elements of experts.
     """
 
     values: int
@@ -57,8 +57,8 @@ class Held:
 
 
 class _Local(NamedTuple):
-    """A parameter on one tensor-parallel rank: elements, and bytes if it has a type of its own; the rest as
-    in :class:`Held`."""
+    """A parameter on one tensor-parallel rank: its elements, and its bytes if it has a type of its own; the
+    other fields are as in :class:`Held`."""
 
     size: int
     stored: int
@@ -75,8 +75,8 @@ class _Groups(NamedTuple):
     """The parameters of each part of the model on one tensor-parallel rank.
 
     Attributes:
-        embedding, layers, end: of each part.
-        words: the word embedding, where another pipeline stage has a copy of it at its end.
+        embedding, layers, end: parameters of each part.
+        words: the word embedding if the head is tied to it; another pipeline stage then has a copy.
     """
 
     embedding: _Group
@@ -86,7 +86,7 @@ class _Groups(NamedTuple):
 
 
 def held_parameters(job: Job, stage: int) -> Held:
-    """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one with most."""
+    """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one that holds most."""
     plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
@@ -136,8 +136,8 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
 
 
 def embedding_bytes(job: Job, stage: int) -> float:
-    """Of the gradient that is complete last, and of the values that are needed first: the word embedding's,
-    if it is on ``stage`` and trains."""
+    """Bytes of the word embedding's gradient if it is on ``stage`` and trains: it is the last gradient to be
+    complete, and its values are the first to be needed."""
     words = _groups(job.model_key, *_slices(job)).embedding[0]
     return words.size * job.precision.gradient_bytes if stage == 0 and words.trains else 0.0
 
@@ -159,7 +159,7 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
     groups: dict[str, list[_Local]] = {}
     words: list[_Local] = []
     for name, spec in parameter_specs(same.model, same.compress).items():
-        if spec.kind == "quant":  # single numbers, which take neither memory nor time
+        if spec.kind == "quant":  # single numbers: no memory or time to speak of
             continue
         part = name.split(".", 3)[2] if name.startswith(_LAYER) else name.partition(".")[0]
         of_experts = spec.view == EXPERTS
@@ -182,8 +182,8 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """The most that a rank owns when whole parameters are dealt out, the largest first, each to the rank
-    that has least (the rule of ``parallel/sharding.py``)."""
+    """The most that any rank owns when whole parameters are assigned, largest first, each to the rank that
+    has least so far (the rule of ``parallel/sharding.py``)."""
     if ranks == 1:
         return sum(sizes)
     load = [0] * ranks

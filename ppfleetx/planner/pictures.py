@@ -42,10 +42,10 @@ Figure = tuple[str, str, Callable[..., None]]
 
 @os_errors(ConfigError)
 def write_report(directory: Path, prediction: Prediction, found: SearchResult | None) -> list[Path]:
-    """PNG and SVG of each picture and ``index.html``, which holds them and opens without a network.
+    """Write PNG and SVG of each plot, and ``index.html``, which embeds them and needs no network.
 
     Raises:
-        ConfigError: matplotlib is not installed, the directory has a report, or cannot be written.
+        ConfigError: matplotlib is not installed, or the directory holds a report or cannot be written.
     """
     try:
         from matplotlib.figure import Figure as Canvas
@@ -87,7 +87,7 @@ def _pictures(prediction: Prediction, found: SearchResult | None) -> list[Figure
 
 
 def _draw_timeline(axes: Any, prediction: Prediction, _: SearchResult | None) -> None:
-    """The timeline of a step of a few micro batches, so that each is visible."""
+    """Draw the timeline of a step with few enough micro batches to see each of them."""
     job, plan = prediction.job, prediction.job.plan
     count = min(job.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
     count -= count % plan.pp if plan.virtual_pp_degree > 1 else 0
@@ -114,7 +114,7 @@ def _draw_timeline(axes: Any, prediction: Prediction, _: SearchResult | None) ->
 
 
 def _backward_of(spans: tuple[Span, ...]) -> list[float]:
-    """Seconds of the backward passes of the busiest stage."""
+    """Seconds of each backward pass of the busiest stage."""
     stages: dict[int, list[float]] = {}
     for span in spans:
         if not span.is_forward and not span.is_weights:

@@ -29,7 +29,7 @@ WORDS = (*_DEGREES, "micro", "sp", "offload", "zb", "recompute")
 
 @dataclass(frozen=True)
 class PlanOption:
-    """A plan, with the micro batch and recompute that ``--plan`` names; None: not named."""
+    """A plan with the micro batch and recompute of ``--plan``; None where it names none."""
 
     plan: ParallelPlan
     micro: int | None
@@ -37,7 +37,7 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """The plan ``own``, changed where ``words`` say so; ``option`` is where they were given.
+    """The plan ``own`` with the changes of ``words``, which the option ``option`` gave.
 
     Raises:
         ConfigError: an unknown word, or a value that is not allowed.
@@ -69,7 +69,7 @@ def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOpt
 
 
 def plan_text(job: Job) -> str:
-    """The plan as ``--plan`` takes it."""
+    """The plan in the form that ``--plan`` takes."""
     plan, kinds = job.plan, set(job.recomputed)
     words = f"dp={plan.dp},mp={plan.mp},pp={plan.pp},sharding={plan.sharding},stage={plan.sharding_stage}"
     words += f",sep={plan.sep},vpp={plan.virtual_pp_degree},micro={job.micro_batch}"
@@ -107,12 +107,12 @@ def _truth(given: dict[str, str], word: str, option: str) -> bool:
 
 @dataclass(frozen=True)
 class UnresolvedConfig:
-    """A configuration as written, whose plan is not checked against its sizes yet.
+    """A configuration whose plan has not been checked against its sizes.
 
     Attributes:
         cfg: the values.
-        origins: the place of each.
-        warnings: of reading.
+        origins: where each was set.
+        warnings: from reading it.
     """
 
     cfg: RunConfig
@@ -121,14 +121,14 @@ class UnresolvedConfig:
 
     @property
     def plan(self) -> ParallelPlan:
-        """Its own plan; an open ``dp_degree`` is 1."""
+        """Its own plan, with an open ``dp_degree`` taken as 1."""
         return plan_of(self.cfg)
 
     def batch(self) -> int:
         """Sequences of a step under its own plan.
 
         Raises:
-            ConfigError: the sizes leave it open, or contradict each other.
+            ConfigError: the sizes do not determine it, or contradict each other.
         """
         sizes, plan = self.cfg.Global, self.plan
         if sizes.global_batch_size is not None:
@@ -145,7 +145,7 @@ class UnresolvedConfig:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
-        """The same run under ``plan``; with ``recompute`` None layers recompute as before.
+        """The same run under ``plan``; ``recompute`` None leaves recomputation as it is.
 
         Raises:
             ConfigError: the configuration is not valid under this plan.

@@ -1,4 +1,4 @@
-"""One plan's account: memory of each stage, time of a step, and what follows from both."""
+"""The prediction for one job: memory of each stage, time of a step, and what follows from both."""
 
 from __future__ import annotations
 
@@ -19,61 +19,61 @@ from ppfleetx.planner.utilization import model_flops_utilization, step_flops, tf
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner says of ``job`` on ``cluster``. Parts are computed when they are asked for."""
+    """What the planner predicts for ``job`` on ``cluster``. Each part is computed on first use."""
 
     job: Job
     cluster: Cluster
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Of a rank of each pipeline stage."""
+        """Memory of a rank on each pipeline stage."""
         return tuple(stage_memory(self.job, self.cluster, stage) for stage in range(self.job.plan.pp))
 
     @cached_property
     def fullest(self) -> float:
-        """Bytes that the fullest rank needs, at the start or in a step. With equal stages that is one of the
-        first (most micro batches in flight) or of the last (logits)."""
+        """Bytes that the fullest rank needs, at the start or in a step. With equal stages it is on the first
+        (most micro batches in flight) or the last one (logits)."""
         plan = self.job.plan
         stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
         return max(stage_memory(self.job, self.cluster, stage).peak for stage in stages)
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank has the memory."""
+        """Whether the fullest rank fits into the card's memory."""
         return self.fullest <= self.cluster.card.memory_gib * GIB
 
     @cached_property
     def time(self) -> StepTime:
-        """Of one optimizer step."""
+        """Time of one optimizer step."""
         return step_time(self.job, self.cluster)
 
     @property
     def likely_at_most(self) -> float:
-        """Seconds that a step is likely to take at most: what plans are ranked by."""
+        """Upper end of the likely seconds of a step; plans are ranked by it."""
         return self.time.interval[2]
 
     @cached_property
     def quickly_at_most(self) -> float:
-        """About :attr:`likely_at_most`, without playing the schedule."""
+        """An estimate of :attr:`likely_at_most` without simulating the schedule."""
         return quick_seconds(self.job, self.cluster) * spread(self.job, self.cluster)[1]
 
     @property
     def host(self) -> float:
-        """Bytes of host memory that a rank needs: offloaded states, copies for saving in the background."""
+        """Host memory that a rank needs, for offloaded states and copies for saving in the background."""
         return max(stage.host for stage in self.memory)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Tokens per second of the whole job."""
         return self.job.tokens / self.time.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, full attention."""
+        """Model FLOPs utilisation, counted with full attention."""
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float | None = None) -> dict[str, Any]:
-        """The documented object of ``plan --json``; ``tokens`` of the whole run give days and card-hours."""
+        """The object that ``plan --json`` prints; ``tokens`` of the whole run add days and card-hours."""
         flops, seconds = step_flops(self.job), self.time.seconds
         return {
             "plan": plan_text(self.job),
@@ -138,7 +138,8 @@ def run_prediction(
 def prediction_of_memory(
     cfg: RunConfig, device: str, card: Card | None = None, device_name: str = ""
 ) -> Prediction | None:
-    """As :func:`run_prediction`, also for cards without a speed in this type: enough for memory."""
+    """Like :func:`run_prediction`, but also for cards without a known speed in this type: memory needs
+    none."""
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None
     if card is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppfleetx.config.counts import counted
+from ppfleetx.config.counts import bytes_text, counted
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.cards import GIB
@@ -17,7 +17,7 @@ _BESIDE = ("total", "start", "host")
 
 
 def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> str:
-    """A table of the best plans, the best first."""
+    """A table of the best plans, best first."""
     card = cluster.card
     lines = [
         f"{found.plans:,} legal plans for {devices:,} x {card.name} ({cluster.per_node} a node), "
@@ -56,7 +56,7 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
 
 
 def account(prediction: Prediction) -> str:
-    """All details of one plan: parameters, memory of each stage by part, step time by part."""
+    """Everything about one plan: parameters, memory of each stage by part, step time by part."""
     job, cluster, time = prediction.job, prediction.cluster, prediction.time
     low, middle, high = time.interval
     lines = [
@@ -87,7 +87,7 @@ def account(prediction: Prediction) -> str:
 
 
 def constants(cluster: Cluster) -> str:
-    """The constants of the card that the prediction uses."""
+    """The card's constants that the prediction uses."""
     card = cluster.card
     peaks = ", ".join(f"{name} {value:g}" for name, value in card.peak_tflops.items())
     links = ", ".join(f"{size} cards {speed:g}" for size, speed in card.link_gb_s.items())
@@ -120,14 +120,16 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
     states = worst.parameters + worst.gradients + worst.masters + worst.optimizer
     passing = worst.activations + worst.logits + worst.temporary + worst.buffers
     lines = [
-        f"about {_gib(worst.total)} a device{where}: parameters, gradients and states {_gib(states)}, "
-        f"activations and temporaries {_gib(passing)}, driver and fragments "
-        f"{_gib(worst.context + worst.fragments)}"
+        f"about {bytes_text(worst.total)} a device{where}: parameters, gradients and states "
+        f"{bytes_text(states)}, activations and temporaries {bytes_text(passing)}, driver and fragments "
+        f"{bytes_text(worst.context + worst.fragments)}"
     ]
     if worst.host:
-        lines.append(f"and {_gib(worst.host)} of host memory a process (states, or a copy while saving)")
+        lines.append(
+            f"and {bytes_text(worst.host)} of host memory a process (states, or a copy while saving)"
+        )
     if worst.start > worst.total:
-        lines.append(f"and {_gib(worst.start)} while the model is made, before the first step")
+        lines.append(f"and {bytes_text(worst.start)} while the model is made, before the first step")
     if cfg.Global.card is not None:
         lines.append(verdict(worst.peak, card.memory_gib * GIB, card.name))
     elif card.kernels != "cpu":
@@ -139,12 +141,8 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
 def verdict(needed: float, there: float, card: str) -> str:
     """A sentence: whether ``needed`` bytes fit into the ``there`` bytes of the card."""
     if needed <= there:
-        return f"it fits {card}, of which {_gib(there)} can be used"
+        return f"it fits {card}, of which {bytes_text(there)} can be used"
     return (
-        f"it does NOT fit {card}, of which {_gib(there)} can be used: a smaller Global.micro_batch_size, "
-        "Model.use_recompute or more devices make it smaller (ppfleetx plan ranks what fits)"
+        f"it does NOT fit {card}, of which {bytes_text(there)} can be used: try a smaller "
+        "Global.micro_batch_size, Model.use_recompute or more devices (ppfleetx plan ranks what fits)"
     )
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

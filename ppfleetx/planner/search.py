@@ -1,4 +1,4 @@
-"""All legal plans of a number of cards, those that fit, the fastest first."""
+"""Search all legal plans for a number of cards and rank those that fit."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ from ppfleetx.planner.prediction import Prediction
 
 _GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
 _MAX_MICRO_BATCH = 64
-_PLAYED = 40  # of the quickly ranked plans, those whose schedule is played before the final ranking
+_PLAYED = 40  # how many of the estimated best are simulated before the final ranking
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search gives.
+    """The result of a search. A candidate is a plan with a micro batch and a kind of recompute.
 
     Attributes:
-        best: the best plans, the best first.
-        plans: legal plans.
-        too_large: those that are too large whatever their micro batch and recompute are.
-        candidates: the others, each with the micro batches and recompute that were looked at: as many as
-            ``fit``, ``unfit`` and ``slower`` together.
+        best: the best plans, best first.
+        plans: number of legal plans.
+        too_large: plans that do not fit with any micro batch and recompute; they yield no candidates.
         fit: candidates that fit.
-        unfit: those that do not.
-        slower: those whose memory was not worked out, because they are slower than many that fit.
+        unfit: candidates that do not.
+        slower: candidates whose memory was not computed because they are slower than enough that fit.
     """
 
     best: tuple[Prediction, ...]
@@ -45,12 +43,12 @@ class SearchResult:
 
     @property
     def candidates(self) -> int:
-        """All that were looked at."""
+        """All candidates."""
         return self.fit + self.unfit + self.slower
 
 
 class _Shortest:
-    """The ``size`` candidates of the lowest scores."""
+    """The ``size`` candidates with the lowest scores."""
 
     def __init__(self, size: int) -> None:
         self._size, self._heap, self._count = size, [], 0
@@ -69,15 +67,15 @@ class _Shortest:
 
 
 def search(job: Job, cluster: Cluster, devices: int, *, goal: str = "time", keep: int = 10) -> SearchResult:
-    """The best plans of ``devices`` cards for the step that ``job`` describes.
+    """The best plans on ``devices`` cards for the step that ``job`` describes.
 
     Args:
-        job: model, global batch, precision; its own plan is where the search starts from and no more.
+        job: model, global batch and precision; its own plan does not matter.
         cluster: the cards.
         devices: number of cards.
-        goal: ``time`` (first what is likely to take least at most) or ``memory`` (least memory on the fullest
-            card first).
-        keep: how many to give.
+        goal: ``time`` (lowest upper end of the likely step time first) or ``memory`` (least memory on the
+            fullest card first).
+        keep: how many plans to return.
     """
     looking = _Search(job, cluster, goal, _Shortest(max(_PLAYED, keep)))
     plans = _plans(job, devices, cluster.per_node)
@@ -96,7 +94,7 @@ def search(job: Job, cluster: Cluster, devices: int, *, goal: str = "time", keep
 
 @dataclass
 class _Search:
-    """One search: what it looks for, the best so far, and the counts of :class:`SearchResult`."""
+    """A search in progress: its goal, the best so far, and the counts of :class:`SearchResult`."""
 
     job: Job
     cluster: Cluster
@@ -109,7 +107,7 @@ class _Search:
     slower: int = 0
 
     def is_tight(self, plan: ParallelPlan) -> bool:
-        """Look at ``plan`` with every micro batch and recompute; whether some of them did not fit."""
+        """Try ``plan`` with every micro batch and recompute. Returns whether some of them did not fit."""
         self.plans += 1
         room = self.cluster.card.memory_gib * GIB
         if least_memory(replace(self.job, plan=plan), self.cluster) > room:
@@ -121,7 +119,7 @@ class _Search:
         return not every_fits
 
     def _finds(self, fitted: Job) -> bool:
-        """Look at one micro batch with every recompute; False when one that is fast enough did not fit."""
+        """Try one micro batch with every recompute. Returns False if one that is fast enough did not fit."""
         all_fit = True
         for candidate in _recomputing(fitted):  # the least recompute first: the fastest of its kind
             prediction = Prediction(candidate, self.cluster)
@@ -141,7 +139,7 @@ class _Search:
 
 
 def _batches(job: Job, plan: ParallelPlan) -> Iterator[Job]:
-    """The step of ``job`` under ``plan``, in micro batches of every size that divides it."""
+    """The step of ``job`` under ``plan`` with every micro batch size that divides the batch."""
     local = job.global_batch // plan.data_size
     for micro in _divisors(local):
         accumulate = local // micro
@@ -154,12 +152,12 @@ def _batches(job: Job, plan: ParallelPlan) -> Iterator[Job]:
 def _recomputing(job: Job) -> Iterator[Job]:
     for kind in _GRANULARITIES:
         if job.flash and kind == "core_attn":
-            continue  # flash attention keeps no scores to forget
+            continue  # flash attention keeps no scores, so nothing would be saved
         yield replace(job, recomputed=(kind,) * job.model.num_layers)
 
 
 def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Legal plans that can deal out the batch. Tensor parallelism over more than two nodes is left out."""
+    """Legal plans that divide the batch. Tensor parallelism over more than two nodes is left out."""
     work = replace(job.workload, accumulate_steps=None)
     for mp, pp, sep in product(_divisors(devices), repeat=3):
         cut = mp * pp * sep
@@ -192,7 +190,7 @@ def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
 
 
 def _in_both_orders(plans: Iterable[ParallelPlan]) -> Iterator[ParallelPlan]:
-    """Each plan, and where it has whole stages the same in the order ZB-H1."""
+    """Each plan, and a copy with the schedule ZB-H1 where it has a pipeline without virtual stages."""
     for plan in plans:
         yield plan
         if plan.pp > 1 and plan.virtual_pp_degree == 1:

@@ -29,40 +29,41 @@ from ppfleetx.planner.network import (
     rival_groups,
 )
 from ppfleetx.planner.parameters import Held, embedding_bytes, held_parameters, largest_layer
-from ppfleetx.planner.timeline import Messages, Timeline, play
+from ppfleetx.planner.timeline import Messages, Timeline, simulate
 
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Of one micro batch through all chunks of a rank."""
+    """Seconds of one micro batch's passes through all chunks of a rank."""
 
     forward: float
     backward: float
 
 
 def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
-    """Seconds of the sums of gradients that nothing hides.
+    """Exposed seconds of the sums of gradients.
 
     Args:
-        one_sum: seconds of all gradients on their way once, after nothing else.
+        one_sum: seconds to sum all gradients once, with nothing to overlap with.
     """
     rounds = job.accumulate if _leaves_in_every_pass(job) else 1
     bucket, whole = job.overlap.bucket_bytes, held.dense * job.precision.gradient_bytes
     if bucket is None or not whole:
         return rounds * one_sum
     if _leaves_in_every_pass(job):
-        # A bucket of each owner fills up; what is in them leaves when the step ends.
+        # Each owner has a bucket that fills up; what is left in it is sent when the step ends.
         last = min(1.0, job.plan.sharding * bucket / 2 / whole)
         between = max(0.0, one_sum - passes.forward - passes.backward)
         return (rounds - 1) * between + max(one_sum - passes.backward, one_sum * last)
-    # Nothing leaves before the first bucket is complete; the last one when the pass has ended.
+    # Nothing is sent before the first bucket is full; the last bucket is sent after the pass.
     first = min(1.0, bucket / 2 / whole)
     last = min(1.0, max(bucket / 2, embedding_bytes(job, stage)) / whole)
     return max(one_sum - passes.backward * (1 - first), one_sum * last)
 
 
 def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """Seconds of the new values' way (sharding stages 1 and 2) that the next forward pass does not hide."""
+    """Exposed seconds of sending updated parameters (sharding stages 1 and 2) during the next forward
+    pass."""
     whole = held.trained * job.precision.gradient_bytes
     if not job.overlap.values or not whole:
         return sending
@@ -70,7 +71,8 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """Seconds that a layer waits for its values (stage 3), which come while the layer before it computes."""
+    """Seconds that a layer waits for its parameters (stage 3), which arrive while the previous layer
+    computes."""
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
 
@@ -79,26 +81,26 @@ def _leaves_in_every_pass(job: Job) -> bool:
 
 
 _LOW, _HIGH = 0.93, 1.10
-"""Low and high end of the interval around the predicted step, from the errors on published runs
-(``docs/planner.md``): nine of ten measurements lie within."""
+"""Ends of the interval around the predicted step, from the errors on published runs (``docs/planner.md``):
+nine of ten measurements lie within it."""
 _HIGH_PER_DOUBLING = 0.12
-"""What is added to the high end each time the tensor-parallel groups double that share a node and its
-network (:func:`ppfleetx.planner.network.rival_groups`)."""
+"""Added to the high end for each doubling of the tensor-parallel groups that share a node's network
+(:func:`ppfleetx.planner.network.rival_groups`)."""
 
 
 def spread(job: Job, cluster: Cluster) -> tuple[float, float]:
-    """Low and high end of the interval, as shares of the predicted step.
+    """Low and high end of the interval, relative to the predicted step.
 
-    The time of plans whose tensor-parallel groups share a node is less certain: the same plan was measured as
-    predicted with some micro batches, and a fifth to two thirds slower with others, which no number of bytes
-    explains. Nine of ten such runs lie below the high end.
+    Plans whose tensor-parallel groups share a node are less certain: with some micro batches a plan was
+    measured as predicted, with others a fifth to two thirds slower, which the bytes sent do not explain. Nine
+    of ten such runs lie below the high end.
     """
     return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(rival_groups(job.plan, cluster))
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of a forward or backward pass of one micro batch, by what they are spent on."""
+    """Seconds of a forward or backward pass of one micro batch, by kind of work."""
 
     matmul: float = 0.0
     memory: float = 0.0
@@ -109,14 +111,14 @@ class Passes:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return sum(getattr(self, name) for name in PARTS)
 
     def __add__(self, other: Passes) -> Passes:
         return Passes(*(getattr(self, name) + getattr(other, name) for name in PARTS))
 
     def times(self, factor: float) -> Passes:
-        """So many of them."""
+        """All parts multiplied by ``factor``."""
         return Passes(*(getattr(self, name) * factor for name in PARTS))
 
 
@@ -129,10 +131,11 @@ class StepTime:
 
     Attributes:
         seconds: the whole step.
-        parts: what the fullest stage spends it on; they add up to ``seconds``.
+        parts: what the busiest stage spends it on; they add up to ``seconds`` (``recompute`` is counted in
+            others).
         timeline: the passes of the pipeline.
         bubble: idle share of the passes' time.
-        spread: low and high end of what is likely, as shares of ``seconds``.
+        spread: ends of the likely interval, relative to ``seconds``.
     """
 
     seconds: float
@@ -160,7 +163,7 @@ def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> St
     f_seconds = [[p.total for p in stage] for stage in forward]
     b_seconds = [[p.total for p in stage] for stage in backward]
     schedule = partial(
-        play,
+        simulate,
         f_seconds,
         b_seconds,
         job.accumulate,
@@ -193,9 +196,9 @@ def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> St
 
 
 def quick_seconds(job: Job, cluster: Cluster) -> float:
-    """About the seconds of :func:`step_time`, without playing the schedule: what a search looks at first.
+    """An estimate of :func:`step_time` without simulating the schedule, for the first pass of a search.
 
-    The fullest stage sets the rhythm, the others' passes fill and drain the pipeline once.
+    The busiest stage sets the pace; the passes of the others fill and drain the pipeline once.
     """
     plan, same = job.plan, PassKey(job)
     layer = {kind: _seconds(_layer_passes(same, cluster, *kind)) for kind in job.kinds}
@@ -213,7 +216,7 @@ def quick_seconds(job: Job, cluster: Cluster) -> float:
     total = job.accumulate * max(stages)
     if plan.pp > 1:
         message = _messages(job, cluster).seconds
-        shown = 1 - 1 / plan.pp if job.overlaps_messages else 1.0  # as many micro batches go round as stages
+        shown = 1 - 1 / plan.pp if job.overlaps_messages else 1.0  # one micro batch per stage is in flight
         total += 2 * message * (shown * plan.virtual_pp_degree * job.accumulate + plan.pp - 1)
         filling = min(stages) / plan.virtual_pp_degree
         if plan.pp_schedule == "zb_h1":
@@ -224,15 +227,15 @@ def quick_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
-    """Forward and backward pass."""
+    """Seconds of the forward and the backward pass."""
     return passes[0].total, passes[1].total
 
 
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """Seconds of the sums of gradients, the update, the new values' way to their users, and all three, of the
-    slowest of some stages."""
+    """Seconds of the sums of gradients, of the update, of sending updated parameters, and of all three
+    together, each on the slowest of the stages."""
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
     values = max(_value_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
@@ -240,7 +243,7 @@ def _after_passes(
 
 
 def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
-    """Forward passes, backward passes and the recomputed share of the latter, ``[stage][virtual stage]``."""
+    """Forward passes, backward passes and the recomputation within these, ``[stage][virtual stage]``."""
     same = PassKey(job)
     once = {kind: _layer_passes(same, cluster, *kind) for kind in job.kinds}
     forward, backward, again = [], [], []
@@ -266,8 +269,8 @@ def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
 
 
 def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
-    """Of each stage, the part of a backward pass that computes gradients of weights: half of what the
-    products with weights take."""
+    """For each stage, the part of a backward pass that computes weight gradients: half of the time of the
+    products with weights."""
     same, stages = PassKey(job), range(job.plan.pp)
     layer = {block: _products_seconds(same, cluster, block) for block, _ in job.kinds}
     kinds = [job.layer_kinds(stage).items() for stage in stages]
@@ -278,8 +281,8 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: PassKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """Forward products with weights (None: of the end of the model), which take as long as one of the two
-    products of the backward pass."""
+    """Seconds of the forward products with weights (``block`` None: those at the end of the model); each of
+    the two backward products takes as long."""
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
     return _forward([o for o in operations if o.kind == "matmul"], job, cluster).total
@@ -318,7 +321,7 @@ def _forward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes:
 
 
 def _backward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes:
-    """Two products for each of the forward pass: the input's gradient and the weight's."""
+    """Each forward product has two backward products: for the input's gradient and for the weight's."""
     total = Passes()
     for o in operations:
         total += _price(o, o.backward_flops, o.backward_bytes, 2 * o.kernels, job, cluster)
@@ -326,7 +329,7 @@ def _backward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes
 
 
 _SCORES_STREAMED = 0.2
-"""Share of the scores' bytes whose way to memory and back the products of attention do not hide (fitted)."""
+"""Share of the attention scores' memory traffic that the products do not hide (fitted)."""
 
 
 def _price(o: Operation, flops: float, moved: float, kernels: int, job: Job, cluster: Cluster) -> Passes:
@@ -342,13 +345,14 @@ def _price(o: Operation, flops: float, moved: float, kernels: int, job: Job, clu
 
 
 def _activation_sum(job: Job, cluster: Cluster) -> float:
-    """One tensor-parallel sum of the hidden states; with sequence parallelism as scatter and gather."""
+    """Seconds of one tensor-parallel sum of the hidden states; under sequence parallelism, of scatter and
+    gather."""
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
 
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
     """Communication of one layer in one pass: an all-reduce along mp of attention and of an MLP, and two
-    all-to-alls along sep. With sequence parallelism the backward pass all-gathers the inputs of both
+    all-to-alls along sep. Under sequence parallelism, the backward pass gathers the inputs of both
     column-parallel products again."""
     routed = isinstance(block.mlp, MoESpec)
     pairs = 1 if routed and block.mlp.shared is None else 2
@@ -377,8 +381,8 @@ def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
 
 
 def _messages(job: Job, cluster: Cluster) -> Messages:
-    """Activations to the next stage, whose tensor ranks gather what came in parts, and gradients back. ZB-H1
-    waits for what it sends forward alone (``parallel/pipeline_schedules.py``)."""
+    """Messages between stages: activations, which the receiver's tensor ranks gather if they came in parts,
+    and gradients back. ZB-H1 waits only for what it sends forward (``parallel/pipeline_schedules.py``)."""
     if job.plan.pp == 1:
         return Messages(0.0)
     seconds = message_seconds(job.message_bytes, job.plan, cluster)
@@ -389,8 +393,7 @@ def _messages(job: Job, cluster: Cluster) -> Messages:
 
 
 def _fetch_seconds(job: Job, cluster: Cluster) -> float:
-    """Sharding stage 3: a layer's parameters come from their owners before each pass, one message each
-    that has something of it."""
+    """Sharding stage 3: seconds to fetch a layer's parameters before a pass, one message from each owner."""
     if job.plan.sharding_stage != 3 or job.plan.sharding == 1:
         return 0.0
     size, tensors = largest_layer(job)
@@ -401,8 +404,8 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Sums of gradients that a rank waits for: into the owners, over sep and replicas. Those over the
-    replicas of owners come when the passes are over, and so do those of experts."""
+    """Exposed seconds of the sums of gradients: to their owners, or over sep and replicas. The sums over
+    replicas of owners, and of experts, follow after the passes."""
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
         early = gather_seconds(held.dense * each, group_of(plan, "sharding", cluster), cluster)
@@ -422,7 +425,7 @@ def _replica_seconds(job: Job, cluster: Cluster, num_bytes: float) -> float:
 
 
 def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Sharding stages 1 and 2: new values from their owners."""
+    """Sharding stages 1 and 2: exposed seconds of sending updated parameters from their owners."""
     if job.plan.sharding == 1 or job.plan.sharding_stage == 3:
         return 0.0
     group = group_of(job.plan, "sharding", cluster)
@@ -434,11 +437,11 @@ def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: P
 
 
 _HOST_SECONDS_PER_PARAMETER = 11e-9
-"""AdamW on the host, one thread (measured, ``docs/parallelism.md``)."""
+"""AdamW on the host with one thread (measured, ``docs/parallelism.md``)."""
 
 
 def _update_seconds(job: Job, cluster: Cluster, held: Held) -> float:
-    """Norm, scaling and update: every state is read and written once, gradients are read twice."""
+    """Seconds of norm, scaling and update: each state is read and written once, gradients are read twice."""
     p, precision = held.owned, job.precision
     if job.plan.sharding_offload:
         return p * _HOST_SECONDS_PER_PARAMETER

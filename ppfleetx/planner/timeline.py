@@ -1,7 +1,7 @@
-"""The pipeline's schedule, played through: who computes what when.
+"""Simulate the pipeline's schedule: which stage computes what, and when.
 
-1F1B (Narayanan et al. 2021, PipeDream-Flush) and its interleaved form (the same, §2.2): the orders that
-Paddle's schedules follow; and ZB-H1 (Qi et al. 2023), where gradients of weights come later.
+The orders are 1F1B (Narayanan et al. 2021, PipeDream-Flush) and its interleaved form (§2.2 there), as Paddle
+runs them, and ZB-H1 (Qi et al. 2023), which computes weight gradients later.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _WEIGHTS = -1
 
 
 class Span(NamedTuple):
-    """One forward or backward pass: of ``chunk`` (virtual stage) and ``micro`` (micro batch), in seconds.
+    """One pass of micro batch ``micro`` through virtual stage ``chunk``, from ``start`` to ``end`` seconds.
 
-    ``is_weights``: the half of a backward pass that only computes gradients of weights.
+    ``is_weights``: the half of a backward pass that only computes weight gradients.
     """
 
     stage: int
@@ -32,13 +32,13 @@ class Span(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """Activations and their gradients on the way to a neighbouring chunk.
+    """Messages between neighbouring chunks: activations and their gradients.
 
-    The receiver waits until its message has come. A stage has one message under way in each direction.
+    The receiver waits for its message. A stage sends one message at a time in each direction.
 
     Attributes:
-        seconds: of one message.
-        output_waits, gradient_waits: the sender computes on only when it has gone.
+        seconds: time of one message.
+        output_waits, gradient_waits: whether the sender waits until the activation or gradient is sent.
     """
 
     seconds: float
@@ -46,19 +46,19 @@ class Messages(NamedTuple):
     gradient_waits: bool = True
 
     def keeps(self, *, output: bool) -> bool:
-        """Whether the sender waits for it."""
+        """Whether the sender waits until the message is sent."""
         return self.output_waits if output else self.gradient_waits
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Attributes: ``spans`` of all passes that were played, ``seconds`` of the whole step's passes."""
+    """``spans`` of all simulated passes, and ``seconds`` of all passes of the step."""
 
     spans: tuple[Span, ...]
     seconds: float
 
 
-def play(
+def simulate(
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     micro_batches: int,
@@ -68,30 +68,30 @@ def play(
     forwards_first: bool = False,
     weights: Sequence[float] | None = None,
 ) -> Timeline:
-    """Play one step's passes.
+    """Simulate one step's passes.
 
     Args:
         forward, backward: seconds of a micro batch's passes, ``[stage][virtual stage]``.
         micro_batches: number of micro batches.
         messages: what neighbouring chunks send each other.
         forwards_first: an interleaved schedule begins with all forward passes.
-        weights: seconds of each stage's gradients of weights, a part of ``backward``, which run in the order
-            of ZB-H1; None: backward passes are not divided.
-        whole: play every micro batch. Otherwise a long step is cut: once the pipeline is in its rhythm,
-            the remaining micro batches repeat it.
+        weights: for ZB-H1, seconds of each stage's weight gradients, which are part of ``backward``; None:
+            backward passes are not divided.
+        whole: simulate every micro batch. Otherwise a long step is cut short: once the pipeline is in its
+            steady state, further micro batches repeat it.
     """
     num_stages, num_chunks = len(forward), len(forward[0])
     shown = num_stages * (_STEADY_ROUNDS + num_chunks - 1)
     if whole or forwards_first or micro_batches <= shown + num_stages:
-        return _play(forward, backward, micro_batches, messages, forwards_first, weights)
+        return _simulate(forward, backward, micro_batches, messages, forwards_first, weights)
     extra = (micro_batches - shown) % num_stages
-    some = _play(forward, backward, shown + extra, messages, weights=weights)
-    more = _play(forward, backward, shown + extra + num_stages, messages, weights=weights)
+    some = _simulate(forward, backward, shown + extra, messages, weights=weights)
+    more = _simulate(forward, backward, shown + extra + num_stages, messages, weights=weights)
     rounds = (micro_batches - shown - extra) // num_stages
     return Timeline(more.spans, some.seconds + rounds * (more.seconds - some.seconds))
 
 
-def _play(
+def _simulate(
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     micro_batches: int,
@@ -105,15 +105,15 @@ def _play(
             _order(stage, num_stages, num_chunks, micro_batches, forwards_first)
             for stage in range(num_stages)
         ]
-        return _Stages(forward, backward, [0.0] * num_stages, messages).play(orders)
+        return _Stages(forward, backward, [0.0] * num_stages, messages).simulate(orders)
     assert num_chunks == 1, "ZB-H1 is of whole stages"
     orders = [_divided_order(stage, num_stages, micro_batches) for stage in range(num_stages)]
     inputs = [[row[0] - later] for row, later in zip(backward, weights, strict=True)]
-    return _Stages(forward, inputs, weights, messages).play(orders)
+    return _Stages(forward, inputs, weights, messages).simulate(orders)
 
 
 class _Stages:
-    """The stages' clocks, and what is on the way between them."""
+    """The clocks of the stages, and the messages between them."""
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class _Stages:
         self._arrived: dict[tuple[bool, int, int], float] = {}
         self._spans: list[Span] = []
 
-    def play(self, orders: Sequence[Sequence[tuple[bool, int, int]]]) -> Timeline:
-        """Let every stage run its passes in its order, each as soon as its input is there."""
+    def simulate(self, orders: Sequence[Sequence[tuple[bool, int, int]]]) -> Timeline:
+        """Run every stage's passes in its order, each as soon as its input has arrived."""
         positions = [0] * self._num_stages
         waiting = list(range(self._num_stages))
         while waiting:
@@ -153,7 +153,7 @@ class _Stages:
         return chunk == _WEIGHTS or (is_forward and place == 0) or (is_forward, place, micro) in self._arrived
 
     def _run(self, stage: int, is_forward: bool, chunk: int, micro: int) -> list[int]:
-        """Run one pass; the stages that may go on with what it made."""
+        """Run one pass. Returns the stages that may now continue."""
         if chunk == _WEIGHTS:
             start, end = self._clock[stage], self._clock[stage] + self._weights[stage]
             self._clock[stage] = end
@@ -205,7 +205,7 @@ def _order(
 
 
 def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tuple[int, int]:
-    """(virtual stage, micro batch) of the k-th pass: groups of ``num_stages`` micro batches go round."""
+    """(virtual stage, micro batch) of the k-th pass: groups of ``num_stages`` micro batches take turns."""
     if num_chunks == 1:
         return 0, k
     group, within = divmod(k, num_stages * num_chunks)

@@ -12,13 +12,13 @@ from ppfleetx.planner.job import Job, job_of
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of one optimizer step of the whole job; a multiply-add counts as two.
+    """Floating-point operations of one step of the whole job; a multiply-add counts as two.
 
     Attributes:
         causal: model FLOPs with the causal half of attention (Megatron-LM since 2024; the log's convention).
         full: model FLOPs with all pairs of positions: 72 B s l h^2 (1 + s / 6h + V / 12lh) for a plain GPT
-            (Narayanan et al. 2021, Korthikanti et al. 2022). MFU in this package is made from it.
-        hardware: ``full`` and what is recomputed: 96 B s l h^2 (1 + s / 6h + V / 16lh) with full recompute.
+            (Narayanan et al. 2021, Korthikanti et al. 2022). MFU in this package is computed from it.
+        hardware: ``full`` plus recomputation: 96 B s l h^2 (1 + s / 6h + V / 16lh) with full recompute.
     """
 
     causal: int
@@ -56,13 +56,13 @@ def model_flops_utilization(job: Job, seconds: float, card: Card) -> float:
 
 @dataclass(frozen=True)
 class Utilization:
-    """Rates of a run's steps.
+    """How well a run uses its devices.
 
     Attributes:
         job: the run.
-        flops: of a step, in each convention.
-        peak: FLOP/s of one device; None: not known.
-        peak_of: where the peak is from, for people.
+        flops: FLOPs of a step, in each convention.
+        peak: peak FLOP/s of one device; None if unknown.
+        peak_of: the source of the peak, for messages.
     """
 
     job: Job
@@ -71,11 +71,11 @@ class Utilization:
     peak_of: str
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """TFLOP/s of each device and shares of the peak (0 to 1) of a step that took ``seconds``.
+        """TFLOP/s of each device, and shares of the peak (0 to 1), for a step that took ``seconds``.
 
         ``tflops_per_device`` and ``mfu`` count all pairs of positions in attention, as in Narayanan et al.
-        (2021) and Chowdhery et al. (2022); those with ``_causal`` the causal half, as Megatron-LM does;
-        ``tflops_per_device_with_recompute`` and ``hfu`` what is computed a second time as well.
+        (2021) and Chowdhery et al. (2022). Names with ``_causal`` count the causal half, as Megatron-LM does;
+        ``tflops_per_device_with_recompute`` and ``hfu`` also count recomputation.
         """
         kinds = (
             ("", "mfu", "full"),
@@ -91,11 +91,11 @@ class Utilization:
         return found
 
     def describe(self) -> str:
-        """The counts and the peak, for the start of a log."""
+        """FLOPs of a step and the peak, as one line for the start of the log."""
         flops = self.flops
         again = "" if flops.hardware == flops.full else f", {flops.hardware:.4e} with recomputation"
         peak = (
-            "the peak of a device is not known (Global.card or Global.peak_tflops tells it)"
+            "the peak of a device is not known (set Global.card or Global.peak_tflops)"
             if self.peak is None
             else f"peak of a device {self.peak / 1e12:g} TFLOP/s ({self.peak_of})"
         )
@@ -106,7 +106,7 @@ class Utilization:
 
 
 def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utilization | None:
-    """What is needed to compute TFLOP/s and MFU of the run of ``cfg``.
+    """FLOPs and peak for the run of ``cfg``.
 
     Args:
         cfg: the configuration.
@@ -114,8 +114,9 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
         device_name: what the driver calls the device.
 
     Returns:
-        None where a step's operations are not known: another network than our GPT, a classifier, frozen
-        weights beside adapters, and sequences of texts, which are as long as they are.
+        None where the FLOPs of a step are not known: another network than our GPT, a classifier, adapters
+            beside
+        frozen weights, or training texts of varying length.
     """
     train = cfg.Data.Train
     if train is None or not train.dataset.is_corpus or cfg.Model.name != "GPT" or cfg.Model.lora is not None:
@@ -127,7 +128,7 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
 
 
 def _peak(cfg: RunConfig, job: Job, device_name: str) -> tuple[float | None, str]:
-    """FLOP/s of one device in the run's type, and who says so."""
+    """Peak FLOP/s of one device in the run's type, and its source."""
     if cfg.Global.peak_tflops is not None:
         return cfg.Global.peak_tflops * 1e12, "Global.peak_tflops"
     name = cfg.Global.card or card_of_device(device_name)

@@ -1,4 +1,4 @@
-"""What the program says it is doing; the watchdog reads it."""
+"""What the program is doing, for the watchdog."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from collections.abc import Iterator
 
 
 class Progress:
-    """Place and time of the last progress. The program writes it, another thread reads it.
+    """Place and time of the last progress, written by the program and read by another thread.
 
     Attributes:
         place: what the program is doing, e.g. "reading data".
         step: the optimizer step; None before the first.
-        since: time of the last sign, in seconds of the monotonic clock.
-        is_under_way: a step has been done, so later ones should take about as long.
+        since: time of the last progress, in seconds of the monotonic clock.
+        is_under_way: whether a step has been done, so that later ones should take about as long.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """A run begins."""
+        """Start afresh, for a new run."""
         self.place, self.step, self.is_under_way = "starting", None, False
         self.since = time.monotonic()
 
     def beat(self, place: str, step: int | None = None) -> None:
-        """The program is now at ``place``; ``step`` if it is a new one."""
+        """Record that the program is now at ``place``, and at ``step`` if it is a new step."""
         self.place, self.since = place, time.monotonic()
         if step is not None:
             self.step = step
 
     def go_on(self) -> None:
-        """The program has made progress at the same place."""
+        """Record progress at the same place."""
         self.since = time.monotonic()
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Within the block the program is at ``place``; afterwards at the place before."""
+        """Context in which the program is at ``place``; afterwards it is back at the previous place."""
         before = self.place
         self.beat(place)
         try:
@@ -47,7 +47,7 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""Of this process."""
+"""The progress of this process."""
 
 MEETING = "meeting the other ranks"
 READING, STEPPING = "reading data", "in its step"

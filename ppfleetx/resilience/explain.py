@@ -1,8 +1,8 @@
-"""Joins the reports of a job's ranks into one sentence: who is missing where.
+"""Combine the reports of a job's ranks into one sentence that names the missing ranks.
 
 A rank *waits* if its main thread is in a collective or a message. The cause of a hang is a rank that others
-wait for and that does not wait itself, or that has not reported at all. If all wait, their records show who
-called something else, or that all came and the network fails.
+wait for and that does not wait itself, or that has not reported at all. If all ranks wait, their records show
+which of them called something else, or that all made the same call and the network fails.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ppfleetx.config.counts import ranks_text
 from ppfleetx.resilience.hang_report import CallNote, Report
 
 _EQUAL_SHAPES = {"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"}
@@ -18,13 +19,13 @@ _SHOWN_WAITS = 3
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the reports say together.
+    """The conclusion from all reports.
 
     Attributes:
         sentence: the explanation.
         missing: the ranks that the others wait for, if known.
         silent: ranks without a report.
-        goes_on: ranks that make progress: the job is slow, and does not hang.
+        goes_on: ranks that make progress: the job is slow, but does not hang.
     """
 
     sentence: str
@@ -34,7 +35,7 @@ class Explanation:
 
 
 def explain(reports: Mapping[int, Report]) -> Explanation:
-    """Join the reports, by rank. There must be one."""
+    """Explain a hang from the reports by rank, of which there must be at least one."""
     size = max(report.world_size for report in reports.values())
     silent = tuple(rank for rank in range(size) if rank not in reports)
     goes_on = tuple(rank for rank, report in sorted(reports.items()) if report.goes_on)
@@ -56,7 +57,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
         text = _waiting(near, waits)
         others = [rank for rank in waits if rank not in near]
         if others:
-            text += f", and {_named(others)} for {'it' if len(near) == 1 else 'them'}"
+            text += f", and {ranks_text(others)} for {'it' if len(near) == 1 else 'them'}"
         text += f"; {_arrival(missing, reports, silent)}"
         return Explanation(text + _steps(reports, missing), missing, silent, goes_on)
     text = _disagreement(waits, reports)
@@ -67,7 +68,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
 
 
 def explain_alone(report: Report) -> Explanation:
-    """What one rank can say if no report could be written: nothing about the others."""
+    """The explanation from one rank's own report, if none could be written for the others to read."""
     where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
     text = (
         f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
@@ -80,7 +81,7 @@ def explain_alone(report: Report) -> Explanation:
 def _failure(
     waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
 ) -> str:
-    """Why the job has ended with errors; "" if no rank has one."""
+    """Why the job ended with errors; empty if no rank has one."""
     failed = {rank: report for rank, report in sorted(reports.items()) if report.failure}
     if not failed:
         return ""
@@ -100,7 +101,7 @@ def _failure(
 
 
 def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[int]:
-    """The participants of the call that have not called it."""
+    """The participants that have not made the call."""
     if call.peer >= 0:
         other = reports.get(call.peer)
         key = f"{call.others_key}{rank}"
@@ -112,7 +113,7 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
         and (
             other not in reports
             or reports[other].counts.get(call.others_key, 0) <= call.number
-            # A question that is repeated: it may have answered after the asking rank had reported.
+            # A repeated query: this rank may have answered after the asking rank had reported.
             or (call.asks and reports[other].waits_for is None)
         )
     ]
@@ -123,7 +124,7 @@ def _waiting(ranks: Sequence[int], waits: Mapping[int, CallNote]) -> str:
     by_call: dict[str, list[int]] = {}
     for rank in ranks:
         by_call.setdefault(_shown(waits[rank]), []).append(rank)
-    parts = [f"{_named(who)} {_verb(who, 'wait')} in {call}" for call, who in by_call.items()]
+    parts = [f"{ranks_text(who)} {_verb(who, 'wait')} in {call}" for call, who in by_call.items()]
     more = f", and {len(parts) - _SHOWN_WAITS} more such groups of ranks" if len(parts) > _SHOWN_WAITS else ""
     return ", ".join(parts[:_SHOWN_WAITS]) + more
 
@@ -138,10 +139,12 @@ def _arrival(missing: Sequence[int], reports: Mapping[int, Report], silent: Coll
     parts = []
     quiet = [rank for rank in missing if rank in silent]
     if quiet:
-        parts.append(f"{_named(quiet)} never arrived and wrote no report: {_silent_reason(quiet, reports)}")
+        parts.append(
+            f"{ranks_text(quiet)} never arrived and wrote no report: {_silent_reason(quiet, reports)}"
+        )
     present = [rank for rank in missing if rank not in silent]
     if present:
-        parts.append(f"{_named(present)} never arrived: {_places(present, reports)}")
+        parts.append(f"{ranks_text(present)} never arrived: {_places(present, reports)}")
     return "; ".join(parts)
 
 
@@ -156,7 +159,9 @@ def _places(ranks: Sequence[int], reports: Mapping[int, Report], *, name: bool |
         by_place.setdefault(_place(reports[rank]), []).append(rank)
     if len(by_place) == 1 and not name:
         return f"{'it is' if len(ranks) == 1 else 'they are'} {next(iter(by_place))}"
-    return ", ".join(f"{_named(who)} {_verb(who, 'is', 'are')} {place}" for place, who in by_place.items())
+    return ", ".join(
+        f"{ranks_text(who)} {_verb(who, 'is', 'are')} {place}" for place, who in by_place.items()
+    )
 
 
 def _place(report: Report) -> str:
@@ -170,11 +175,11 @@ def _place(report: Report) -> str:
 
 
 def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
-    return f"{_named(silent)} wrote no report: {_silent_reason(silent, reports)}"
+    return f"{ranks_text(silent)} wrote no report: {_silent_reason(silent, reports)}"
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """What the kernel told the other ranks about the silent ones."""
+    """What the kernel says about silent ranks, according to the other ranks."""
     by_state: dict[str, list[int]] = {}
     for rank in ranks:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]
@@ -195,12 +200,12 @@ def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
             )
             if "ended" in state and killed:
                 text += "; meanwhile the kernel has killed a process because memory ran out"
-        parts.append(text if len(by_state) == 1 else f"{text} ({_named(who)})")
+        parts.append(text if len(by_state) == 1 else f"{text} ({ranks_text(who)})")
     return "; ".join(parts)
 
 
 def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
-    """The ranks of a group call different operations under one number."""
+    """The sentence for ranks of a group whose calls with the same number are different operations."""
     for rank, call in waits.items():
         if call.peer >= 0:
             continue
@@ -211,7 +216,7 @@ def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) 
                 theirs.setdefault(_signature(note), []).append(other)
         if len(theirs) > 1:
             parts = ", ".join(
-                f"{_named(who)} {_verb(who, 'call')} {what}"
+                f"{ranks_text(who)} {_verb(who, 'call')} {what}"
                 for what, who in sorted(theirs.items(), key=_size)
             )
             return f"{_waiting([rank], waits)}, and the calls differ: as number {call.number} {parts}"
@@ -229,7 +234,7 @@ def _signature(call: CallNote) -> str:
 
 
 def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
-    """The rank's call with the group and the number of ``call``, if its record still has it."""
+    """The rank's own call with the group and number of ``call``, if its record still holds it."""
     if report is None:
         return None
     calls = [one for one in report.calls if one.peer < 0 and one.group_id == call.group_id]
@@ -239,7 +244,8 @@ def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
 def _crossed(
     waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
 ) -> str:
-    """Ranks wait for each other in different calls: one left a call out, or swapped two."""
+    """The sentence for ranks that wait for each other in different calls: one skipped a call, or swapped
+    two."""
     for rank, absent in edges.items():
         for other in absent:
             if other in edges and rank in _reached(other, edges):
@@ -253,7 +259,7 @@ def _crossed(
 
 
 def _reached(start: int, edges: Mapping[int, Sequence[int]]) -> set[int]:
-    """The ranks that ``start`` waits for, and those that these wait for."""
+    """The ranks that ``start`` waits for, directly or through others."""
     found: set[int] = set()
     pending = [start]
     while pending:
@@ -265,7 +271,7 @@ def _reached(start: int, edges: Mapping[int, Sequence[int]]) -> set[int]:
 
 
 def _last_common(one: Report, other: Report) -> str:
-    """The last collective that both ranks have called, of any group."""
+    """The last collective, of any group, that both ranks have called."""
     theirs = {(call.group_id, call.number) for call in other.calls if call.peer < 0}
     for call in reversed(one.calls):
         if call.peer < 0 and (call.group_id, call.number) in theirs:
@@ -274,7 +280,7 @@ def _last_common(one: Report, other: Report) -> str:
 
 
 def _network(answered: Sequence[int], waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
-    """``answered`` wait although all participants have called the same operation."""
+    """The sentence for ranks that wait although all participants have called the same operation."""
     involved = {rank for waiting in answered for rank in (waiting, *_others_in(waits[waiting]))}
     hosts = sorted({reports[rank].host for rank in involved if rank in reports})
     between = f" between {' and '.join(hosts)}" if len(hosts) > 1 else ""
@@ -289,7 +295,7 @@ def _others_in(call: CallNote) -> Sequence[int]:
 
 
 def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
-    """The ranks that are at another step than most."""
+    """Which ranks are at another step than most."""
     by_step: dict[int, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if report.step is not None:
@@ -300,25 +306,13 @@ def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
         return f" (step {next(iter(by_step))})"
     usual = max(by_step, key=lambda step: (len(by_step[step]), step))
     parts = [
-        f"{_named(who)} {_verb(who, 'is', 'are')} at step {s}" for s, who in by_step.items() if s != usual
+        f"{ranks_text(who)} {_verb(who, 'is', 'are')} at step {s}" for s, who in by_step.items() if s != usual
     ]
     return f"; {', '.join(parts)}, the others at step {usual}"
 
 
-def _named(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-2``, ``ranks 0-2, 5``."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    shown = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in parts]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
-
-
 def _verb(ranks: Sequence[int], singular_stem: str, plural: str | None = None) -> str:
-    """The verb in the number that fits: ``wait`` becomes ``waits`` for one rank."""
+    """The verb in singular or plural: ``wait`` becomes ``waits`` for one rank."""
     if plural is not None:
         return singular_stem if len(ranks) == 1 else plural
     return f"{singular_stem}s" if len(ranks) == 1 else singular_stem

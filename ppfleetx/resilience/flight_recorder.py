@@ -1,6 +1,6 @@
-"""The last collectives that this process has called, for every kind of process group.
+"""Record the last collectives that this process called, for every kind of process group.
 
-Recording a call costs about five microseconds. Shapes and tasks are only stored; nothing is inspected or
+Recording a call costs about five microseconds: shapes and tasks are only stored, and not inspected or
 formatted before a report is made.
 """
 
@@ -24,12 +24,12 @@ class Call:
     Attributes:
         operation: its name, without the stream.
         group: the process group.
-        number: how many calls the group has had before: of collectives, or of messages to or from one peer.
+        number: count of earlier calls of the group: of collectives, or of messages to or from one peer.
         peer: rank in the group that a message goes to or comes from; -1 for a collective.
         shape, dtype: of this rank's input tensor, if there is one.
-        begun, ended: in seconds of the monotonic clock; 0.0 while it runs.
-        task: what it returned, which knows whether an operation in the background is done.
-        asks: it only asks the other ranks whether they are done, which is no progress.
+        begun, ended: in seconds of the monotonic clock; ``ended`` is 0.0 while it runs.
+        task: its return value, which knows whether a background operation is done.
+        asks: it only asks the other ranks whether they are done, which does not count as progress.
     """
 
     __slots__ = (
@@ -65,11 +65,11 @@ class CallRecord:
     """A ring of the last :data:`KEPT` calls.
 
     Attributes:
-        blocked_on: gives the task that the program waits for, or None; set by a backend that knows.
+        blocked_on: returns the task that the program waits for, or None; set by a backend that knows.
         join_device: called in a thread before it asks tasks whether they are done.
-        names: of groups ("mp"), by Paddle's number.
+        names: names of groups ("mp") by Paddle's group id.
         waited: seconds that this process has waited for other ranks, if the backend measures them.
-        reads: the program waits for its device, and so for all collectives on it.
+        reads: whether the program waits for its device, and so for all collectives on it.
         failed: the last call that raised, or whose task did.
     """
 
@@ -86,7 +86,7 @@ class CallRecord:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Within the block the program waits for the device."""
+        """Context in which the program waits for the device."""
         self.reads = True
         try:
             yield
@@ -95,13 +95,14 @@ class CallRecord:
 
     @property
     def last_activity(self) -> float:
-        """When a call that does not only ask last began or ended (monotonic clock); 0.0 before the first."""
+        """When a call that counts as progress last began or ended (monotonic clock); 0.0 before the first."""
         found = next((call for call in reversed(list(self.calls)) if not call.asks), None)
         return 0.0 if found is None else max(found.begun, found.ended)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Within the block calls only ask the other ranks whether they are done, which is no progress."""
+        """Context in which calls only ask other ranks whether they are done, which does not count as
+        progress."""
         before, self._asks = self._asks, True
         try:
             yield
@@ -109,7 +110,7 @@ class CallRecord:
             self._asks = before
 
     def note_failed(self, task: Any, error: BaseException) -> None:
-        """Note that the operation of ``task`` has failed while the program waited for it."""
+        """Record that the operation of ``task`` failed while the program waited for it."""
         call = next((call for call in reversed(list(self.calls)) if call.task is task), None)
         if call is not None:
             self.failed, self._failure = call, error
@@ -143,7 +144,8 @@ class CallRecord:
         return call
 
     def recorded(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """``method`` of a process group, with each call recorded; calls inside of it are not."""
+        """Wrap ``method`` of a process group so that its calls are recorded, but not the calls it makes
+        itself."""
         nested = self._nested
 
         @functools.wraps(method)
@@ -165,18 +167,19 @@ class CallRecord:
         return call
 
     def record_class(self, cls: type, names: Iterable[str]) -> None:
-        """Record the calls of these methods of ``cls``, as far as it has them."""
+        """Record the calls of those of these methods that ``cls`` has."""
         for name in names:
             method = getattr(cls, name, None)
             if method is not None and not hasattr(method, "__wrapped__"):
                 setattr(cls, name, self.recorded(method, operation_of(name)))
 
     def totals(self) -> Mapping[int, tuple[Any, int, Mapping[int, int], Mapping[int, int]]]:
-        """For each group: the group, its number of collectives, and of messages to and from each peer."""
+        """For each group: the group, and its numbers of collectives and of messages to and from each peer."""
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """The call that ``thread`` waits for: one that has not returned, or that the backend names."""
+        """The call that ``thread`` waits for: one that has not returned, or the one that the backend
+        names."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:

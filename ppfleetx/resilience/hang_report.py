@@ -1,4 +1,4 @@
-"""What one rank reports about itself when a job makes no progress."""
+"""The report that each rank writes when a job makes no progress."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from ppfleetx.resilience.activity import Progress
 from ppfleetx.resilience.flight_recorder import Call, CallRecord
-from ppfleetx.resilience.os_processes import memory
+from ppfleetx.utils.machine import memory
 
 FORMAT = 1
 _LONGEST = 600  # characters of an error
 _IMPORTS = "<frozen importlib._bootstrap>"
 _WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "_base.py")
-# Files in which the main thread waits for other threads, and how the names of these begin.
-_HELPERS = {"loader.py": "data", "background.py": "checkpoint", "together.py": "first-on-node"}
+# Files in which the main thread waits for other threads, and prefixes of those threads' names.
+_HELPERS = {"loader.py": "data", "save.py": "checkpoint", "together.py": "first-on-node"}
 _IDLE = "_worker"  # the function in which a pool's thread waits for work
 _PADDLE_WAITS = ("wait", "synchronize", "numpy", "item", "tolist", "__float__", "__int__", "__bool__")
 
@@ -42,8 +42,8 @@ class CallNote:
         group_id: Paddle's number of the group, the same on all ranks.
         ranks: of the group, in the job.
         shape: of this rank's tensor, if there is one.
-        seconds_ago: time from its begin to the report.
-        state: ``done``, ``called`` (it has returned, and continues in the background) or ``in the call``.
+        seconds_ago: time from its start to the report.
+        state: ``done``, ``called`` (it returned and continues in the background) or ``in the call``.
     """
 
     operation: str
@@ -79,24 +79,25 @@ class Report:
     Attributes:
         rank, world_size: its place in the job.
         written: seconds since 1970.
-        step, place: what its program said last, ``place_seconds`` before the report.
+        step, place: the program's last known position, ``place_seconds`` before the report.
         quiet_seconds: time since its last progress.
-        timeout: it counts as hung after so many seconds without progress.
-        works: it moves data, or computes and has not done so for too long.
-        computes: it computes, for however long.
+        timeout: seconds without progress after which it counts as hung.
+        works: whether it moves data, or computes and has not done so for too long.
+        computes: whether it computes, for however long.
         where: file, line and function of the main thread, or of the thread that it waits for.
         importing: the module that is being imported.
         waits_for: the call that the main thread waits for, or that failed.
-        failure: the error that has ended this rank, or "".
-        lost: the error says that another rank has ended.
-        counts: calls that this rank has begun: ``5`` collectives of the group with that id, ``5>2`` messages
-            in it to rank 2, ``5<2`` messages from there.
+        failure: the error that ended this rank, or "".
+        lost: whether that error says that another rank has ended.
+        counts: calls that this rank has begun: ``5`` counts collectives of the group with that id, ``5>2``
+            messages in it to rank 2, ``5<2`` messages from rank 2.
         calls: the last calls, oldest first.
-        peers: what the kernel says about the job's other processes on this machine, if that explains silence:
-            "is stopped", "has ended".
-        killed_for_memory: processes that the kernel has killed since the run began because memory ran out.
-        memory: bytes.
-        stacks: of all threads.
+        peers: what the kernel says about the job's other processes on this machine, if that explains their
+            silence: "is stopped", "has ended".
+        killed_for_memory: number of processes that the kernel has killed for lack of memory since the run
+            began.
+        memory: sizes in bytes.
+        stacks: stacks of all threads.
     """
 
     rank: int
@@ -141,17 +142,17 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Parse what :meth:`to_json` wrote.
+        """Parse the output of :meth:`to_json`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is not a report.
         """
         try:
             tree = json.loads(text)
         except ValueError:
-            raise ValueError("it is not JSON, or not complete") from None
+            raise ValueError("not JSON, or incomplete") from None
         if not isinstance(tree, dict) or tree.pop("format", None) != FORMAT:
-            raise ValueError(f"it is no report of a rank in format {FORMAT}")
+            raise ValueError(f"not a rank's report in format {FORMAT}")
         try:
             report = _READER.validate_python(tree)
         except ValidationError as error:
@@ -163,12 +164,12 @@ class Report:
         return report
 
 
-_READER = TypeAdapter(Report)  # made now: a thread that reports while an import hangs must import nothing
+_READER = TypeAdapter(Report)  # created now: a thread that reports while an import hangs must not import
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The rank that reports, and its process."""
+    """The reporting rank and its process."""
 
     rank: int = 0
     world_size: int = 1
@@ -188,7 +189,7 @@ def take(
     failed: BaseException | None = None,
     lost: bool = False,
 ) -> Report:
-    """This rank's report.
+    """Make this rank's report.
 
     Args:
         quiet: seconds since the last progress.
@@ -233,7 +234,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _waits_for_a_device(frame: Any) -> bool:
-    """Whether the main thread waits for its card, and so for the collectives that come before."""
+    """Whether the main thread waits for its card, and so for the collectives queued on it."""
     for _ in range(4):
         if frame is None:
             return False
@@ -244,7 +245,7 @@ def _waits_for_a_device(frame: Any) -> bool:
 
 
 class _Groups:
-    """The ranks and the ids of process groups, which Paddle stores elsewhere."""
+    """Looks up ranks and ids of process groups, which Paddle stores elsewhere."""
 
     def __init__(self, record: CallRecord) -> None:
         collective = sys.modules.get("paddle.distributed.collective")
@@ -305,7 +306,7 @@ def shown_ranks(ranks: Sequence[int]) -> str:
 
 
 def main_place(frame: FrameType | None) -> str:
-    """:func:`innermost` of the main thread; when that only waits, of the thread that works for it."""
+    """:func:`innermost` of the main thread or, if that waits for another thread, of that thread."""
     own = innermost(frame)
     begins = _HELPERS.get(own.partition(":")[0])
     if begins is None or frame is None or not _is_waiting(frame):
@@ -378,7 +379,7 @@ _SAME_HANG_SECONDS = 120.0  # the ranks report a hang within this time
 
 
 def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """The reports of the last hang in a directory that may hold several, even of jobs with more ranks."""
+    """The reports of the last hang in a directory, which may hold reports of earlier hangs or larger jobs."""
     if not reports:
         return {}
     last = max(reports.values(), key=lambda report: report.written)
@@ -395,8 +396,8 @@ def read_reports(
     """The newest report of each rank in a directory.
 
     Args:
-        since: ignore reports written earlier (seconds since 1970).
-        faults: receives the files that cannot be read, and why. A full disk may have truncated them.
+        since: ignore reports written before this time (seconds since 1970).
+        faults: filled with the files that cannot be read, and why; a full disk may have truncated them.
     """
     found: dict[int, Report] = {}
     for path in sorted(directory.glob("rank_*.json")):

@@ -1,4 +1,4 @@
-"""Directories for the reports of ranks. Every access has a time limit: the disk may be what hangs."""
+"""Directories for the ranks' reports. Every access has a time limit: the disk may be what hangs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from ppfleetx.resilience.hang_report import Report, read_reports
 
 HANG_DIRS = ("hang", "hang_evaluation", "hang_generation")
-"""Below an output directory: for training, evaluation and generation."""
+"""Directories under an output directory for training, evaluation and generation."""
 PATIENCE_SECONDS = 5.0
 PRIVATE = 0o700
 _SUMMARY = "summary.txt"
@@ -22,8 +22,8 @@ _SUMMARY = "summary.txt"
 class ReportDir:
     """One directory, created with ``mode``.
 
-    Every access runs in a thread of its own, which may block for ever. After one access that does not return
-    in time the directory counts as dead and is not used any more.
+    Accesses run in a separate thread, which may block for ever. After an access that does not return in time,
+    the directory is not used any more.
 
     Attributes:
         seconds: CPU time of its thread.
@@ -36,16 +36,14 @@ class ReportDir:
         self.seconds = 0.0
 
     def open(self) -> None:
-        """Start the thread. While the process is ending, Python starts no more threads."""
+        """Start the thread, before the process is ending, when Python starts no more threads."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
 
     def has_news(self, since: float) -> bool:
-        """Whether a rank without progress has written a report after ``since`` (seconds since 1970).
-
-        It asks for the reports of the others.
-        """
+        """Whether a rank without progress has written a report after ``since`` (seconds since 1970), by which
+        it asks the other ranks for theirs."""
 
         def look() -> bool:
             with contextlib.suppress(OSError):
@@ -87,7 +85,7 @@ class ReportDir:
         return self._do(read) or {}
 
     def clear(self, rank: int | None = None) -> None:
-        """Delete the reports of this rank, or of the whole job (None)."""
+        """Delete the reports of ``rank``; None: of the whole job."""
         if not self._is_started:
             return
 
@@ -99,12 +97,12 @@ class ReportDir:
                     path.unlink(missing_ok=True)
                 if not any(self.directory.glob("rank_*")):
                     (self.directory / _SUMMARY).unlink(missing_ok=True)
-                self.directory.rmdir()  # fails until the last rank is done
+                self.directory.rmdir()  # fails until all ranks have done this
 
         self._do(remove)
 
     def write_summary(self, sentence: str) -> None:
-        """Write the sentence beside the reports."""
+        """Write the explanation beside the reports."""
 
         def write() -> None:
             with contextlib.suppress(OSError):
@@ -115,7 +113,8 @@ class ReportDir:
         self._do(write)
 
     def _is_foreign(self) -> bool:
-        """Whether another user has created it, or a link in its place, where all users may write.
+        """Whether another user has created the directory, or a link of its name, in a place open to all
+        users.
 
         Raises:
             OSError: it does not exist.
@@ -123,7 +122,7 @@ class ReportDir:
         return self._mode == PRIVATE and self.directory.lstat().st_uid != os.getuid()
 
     def _do(self, act: Callable[[], object]) -> object:
-        """Call ``act`` in the thread of this directory; None if it does not return in time."""
+        """Call ``act`` in this directory's thread; returns None if it does not finish in time."""
         if self._is_dead:
             return None
         self.open()
@@ -142,7 +141,7 @@ class ReportDir:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Readers see the whole file or none."""
+    """Write a file so that readers see all of it or nothing."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         partial.write_text(text, encoding="utf-8")

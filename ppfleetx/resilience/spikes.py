@@ -1,9 +1,9 @@
-"""Finds steps whose loss or gradient norm jumps (``Engine.spike``), before the update and on all ranks.
+"""Find steps whose loss or gradient norm jumps (``Engine.spike``), before the update and on all ranks.
 
 A value is a spike if it exceeds the median of the last steps by a number of deviations. The deviation is
 1.4826 times the median absolute deviation (MAD), which for normally distributed values is the standard
-deviation, and at least 1 % of the median, because in a window of nearly equal values everything would be a
-spike.
+deviation, and at least 1 % of the median: otherwise everything would be a spike in a window of nearly equal
+values.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Repeat = Callable[[], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Spike:
-    """One spike, and what became of it.
+    """One spike, and the reaction to it.
 
     Attributes:
         step: the optimizer step, which was not taken unless ``action`` is ``repeated``.
         what: ``loss`` or ``grad_norm``, whichever jumped; the loss if both did.
         loss, grad_norm: of the step.
         median, deviation: of ``what`` over the window; None if the value is not finite.
-        action: ``skip``, ``rewind``, ``stop``, or ``repeated``: the same step, computed again, was no spike.
-        repeated_loss, repeated_grad_norm: of the step computed again, if it was.
-        to_step: with ``rewind``, the step of the checkpoint that the run went back to.
-        samples: the samples of the step in the training order, as [first, one past the last]. After a rewind,
-            the samples between the checkpoint and these are left out too.
+        action: ``skip``, ``rewind``, ``stop``, or ``repeated`` if the same step, repeated, was not a spike.
+        repeated_loss, repeated_grad_norm: of the repeated step, if there was one.
+        to_step: for ``rewind``, the step of the checkpoint that the run went back to.
+        samples: the step's samples in the training order, as [first, one past the last]. After a rewind, the
+            samples between the checkpoint and these are skipped too.
     """
 
     step: int
@@ -67,7 +67,7 @@ class Spike:
         return "data" if same else "machine"
 
     def to_json(self) -> dict[str, Any]:
-        """For ``metrics.jsonl``; numbers that are not finite are null."""
+        """The record for ``metrics.jsonl``; non-finite numbers are null."""
         tree = {**asdict(self), "verdict": self.verdict}
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -76,30 +76,30 @@ class Spike:
 
     def __str__(self) -> str:
         name = {"loss": "loss", "grad_norm": "gradient norm"}[self.what]
-        usual = "" if self.median is None else f", usual are {self.median:.4g} +- {self.deviation:.2g}"
+        usual = "" if self.median is None else f", usually {self.median:.4g} +- {self.deviation:.2g}"
         text = f"global step {self.step}: a spike: the {name} is {self.value:.6g}{usual}"
         again = {
-            "data": "; computed again it is the same: the cause is in the data or the model",
-            "machine": f"; computed again the loss is {self.repeated_loss}, the gradient norm "
+            "data": "; repeated, it is the same: the cause is in the data or the model",
+            "machine": f"; repeated, the loss is {self.repeated_loss}, the gradient norm "
             f"{self.repeated_grad_norm}: the cause is in the machine",
             "unknown": "",
         }[self.verdict]
         done = {
-            "skip": "; the step is left out",
+            "skip": "; the step is skipped",
             "rewind": f"; back to the checkpoint of step {self.to_step}",
             "stop": "; nothing was updated",
-            "repeated": "; the step is taken with the numbers of the repetition",
+            "repeated": "; the repeated step is taken",
         }[self.action]
         if self.samples is not None:
             done += f"; samples {self.samples[0]} to {self.samples[1] - 1} of the training order"
-            done += " are left out" if self.action == "rewind" else " are in it"
+            done += " are skipped" if self.action == "rewind" else " are in it"
         return text + again + done
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
         """The spike with its outcome.
 
         Args:
-            to_step: the step that the run has gone back to; None: it has not, and a rewind is a skip.
+            to_step: the step that the run went back to; None if it did not, which turns a rewind into a skip.
             samples: of the step.
         """
         action = "skip" if self.action == "rewind" and to_step is None else self.action
@@ -107,7 +107,7 @@ class Spike:
 
 
 class SpikeGuard:
-    """Judges each step before its update, by the last steps.
+    """Compares each step with the last steps, before its update.
 
     Args:
         options: ``Engine.spike``, with an action other than ``off``.
@@ -133,12 +133,12 @@ class SpikeGuard:
         return self._found
 
     def judge(self, loss: float, grad_norm: float, repeat: Repeat) -> tuple[float, float, bool]:
-        """Decide whether to take the step, the same on all ranks.
+        """Decide whether to take the step; the decision is the same on all ranks.
 
-        Returns the loss and the gradient norm to use, and the decision.
+        Returns the loss and the gradient norm to use, and whether to take the step.
 
         Args:
-            repeat: computes the step again, with the same weights and samples; leaves the new gradients.
+            repeat: computes the step again with the same weights and samples, which replaces the gradients.
         """
         spike = self._agreed(loss, grad_norm)
         again: tuple[float, float] | None = None
@@ -163,7 +163,7 @@ class SpikeGuard:
         return self._in_a_row > self._options.max_in_a_row
 
     def gives_up_at(self, spike: Spike) -> str:
-        """Why the run must end after a spike; "" if it need not."""
+        """Why the run must end after a spike; empty if it need not."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
             if count > self._options.max_in_a_row:
@@ -177,10 +177,10 @@ class SpikeGuard:
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` gave; an empty state starts from the beginning.
+        """Restore what :meth:`state` returned; an empty state starts afresh.
 
         Raises:
-            CheckpointError: it is something else.
+            CheckpointError: it is damaged.
         """
         losses, norms = state.get("losses", []), state.get("grad_norms", [])
         in_a_row = state.get("in_a_row", 0)
@@ -191,7 +191,7 @@ class SpikeGuard:
         self._in_a_row = in_a_row
 
     def _agreed(self, loss: float, grad_norm: float) -> str | None:
-        """What has jumped, if it has on any rank: their sums may differ in the last bit."""
+        """What has jumped, if it has on any rank (their sums may differ in the last bit)."""
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"

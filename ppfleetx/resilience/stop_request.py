@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to stop after the current step."""
+"""Treat SIGTERM and Ctrl-C as a request to stop after the current step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _OF_LAUNCHER = "PADDLE_TRAINER_ID"
 
 
 class StopRequest:
-    """Context in which the first SIGTERM or SIGINT only asks to stop.
+    """Context in which the first SIGTERM or SIGINT is only a request to stop.
 
-    A second Ctrl-C ends the process at once, as an impatient user expects. The ranks of a job get their
-    signals at different moments and must stop after the same step, so what counts is not that a signal
-    has come here (:attr:`signal_name`) but that the ranks have agreed to stop.
+    A second Ctrl-C ends the process at once. The ranks of a job get their signals at different moments and
+    must stop after the same step, so a signal received here (:attr:`signal_name`) does not count until the
+    ranks have agreed to stop.
     """
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class StopRequest:
         return self._agreed
 
     def agree(self, requested: object) -> bool:
-        """Take over the ranks' agreement: ``requested`` says whether any of them has got a signal."""
+        """Record whether any rank got a signal (``requested``), which makes all of them stop."""
         self._agreed = self._agreed or bool(requested)
         return self._agreed
 
     def __enter__(self) -> Self:
-        # Python delivers signals to the main thread only; elsewhere the host program decides.
+        # Python delivers signals to the main thread only; in other threads the host program decides.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -44,11 +44,11 @@ class StopRequest:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if _OF_LAUNCHER in os.environ and (self or self.signal_name) and self._previous:
-            # The launcher sends SIGTERM to one rank after the other, and up to three times to each: a rank
-            # that has stopped, or was done as it came, must not be ended by it while it leaves.
+            # The launcher sends SIGTERM to one rank after the other, up to three times to each: it must not
+            # kill a rank that has stopped or finished and is about to exit.
             self._previous[signal.SIGTERM] = signal.SIG_IGN
         for number, handler in self._previous.items():
-            # A handler that Python did not install (Paddle's C++ one) cannot be put back from here.
+            # A handler that Python did not install (Paddle's C++ one) cannot be restored from here.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,10 @@
-"""Finds slow ranks by the time per step in which a rank does not wait for others.
+"""Find slow ranks by the time per step that each rank does not spend waiting for others.
 
-All ranks of a job take equally long for a step, because fast ones wait for slow ones. They differ in the time
-in which they do *not* wait, their own time. If it is 1.3 s for the slowest rank and 1.0 s for the others, the
-job loses 0.3 s per step. Pipeline stages have different work, so a rank is compared with those of its stage.
-One that is alone in its stage is compared with the other stages, and is slow if it takes half as long again.
+All ranks of a job take equally long for a step, because fast ones wait for slow ones. They differ in their
+own time, in which they do *not* wait. If it is 1.3 s for the slowest rank and 1.0 s for the others, the job
+loses 0.3 s per step. Pipeline stages have different work, so a rank is compared with the others of its stage.
+A rank that is alone in its stage is compared with the other stages, and counts as slow if it takes 1.5 times
+as long.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 import numpy as np
 
 LEAST_COST = 0.05
-"""The share of a step from which a slow rank is reported."""
-_UNLIKE = 1.5  # times what other stages take: a stage may have more work
+"""Share of a step from which a slow rank is reported."""
+_UNLIKE = 1.5  # tolerance towards other stages, which may have less work
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class SlowRank:
     """A slow rank; times in seconds per step.
 
     Attributes:
-        data, compute: its wait for data, and the rest of its own time.
-        usual: the own time of the median rank; with two ranks that of the faster one.
-        alone: it is the only one of its pipeline stage, and is compared with other stages.
+        data, compute: time waiting for data, and the rest of its own time.
+        usual: own time of the median rank; of two ranks, that of the faster one.
+        alone: whether it is the only rank of its pipeline stage, and is compared with other stages.
     """
 
     rank: int
@@ -41,7 +42,7 @@ class SlowRank:
         usual = (
             f"other pipeline stages take {self.usual:.3f} s together, and may have less work"
             if self.alone
-            else f"usual are {self.usual:.3f} s together"
+            else f"usually {self.usual:.3f} s together"
         )
         return (
             f"rank {self.rank} on {self.host} (data {self.data:.3f} s, computing {self.compute:.3f} s a "
@@ -57,7 +58,7 @@ class Stragglers:
         step: the last of the steps.
         steps: their number.
         step_seconds: mean time of one.
-        cost: the share of it that would be saved if the slowest ranks were like the median one.
+        cost: the share of it that would be saved if the slowest rank were as fast as the median one.
         slowest: the slow ranks, slowest first.
     """
 
@@ -68,13 +69,13 @@ class Stragglers:
     slowest: tuple[SlowRank, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For ``metrics.jsonl``."""
+        """The record for ``metrics.jsonl``."""
         return asdict(self)
 
     def __str__(self) -> str:
-        told = "; ".join(map(str, self.slowest[:3]))
+        first = "; ".join(map(str, self.slowest[:3]))
         more = f"; and {len(self.slowest) - 3} more" if len(self.slowest) > 3 else ""
-        return f"slow ranks cost {self.cost:.0%} of the last {self.steps} steps: {told}{more}"
+        return f"slow ranks cost {self.cost:.0%} of the last {self.steps} steps: {first}{more}"
 
 
 class StragglerTable:
@@ -95,18 +96,18 @@ class StragglerTable:
         self.found: Stragglers | None = None
 
     def took(self, total: float, data: float, waited: float) -> None:
-        """Note the seconds of this rank's last step, and how long it waited for data and for other ranks."""
+        """Record the seconds of this rank's last step, and of its waits for data and for other ranks."""
         self._own = [int(1e6 * seconds) for seconds in (total, data, waited)]
 
     @property
     def own(self) -> list[int]:
-        """What is sent to the other ranks: the arguments of :meth:`took` in microseconds."""
+        """The arguments of :meth:`took` in microseconds, to be sent to the other ranks."""
         return self._own
 
     def add(self, times: np.ndarray, step: int) -> None:
         """Add :attr:`own` of all ranks, int64 ``[rank, 3]``, after ``step`` steps; all ranks call this.
 
-        :attr:`found` is then the result on all ranks; None if no comparison was due or nobody is slow.
+        :attr:`found` is then the result on all ranks; None if no comparison was due or no rank is slow.
         """
         self.found = None
         if not self._every or not times.any():
@@ -141,7 +142,7 @@ def judged(
     if cost <= LEAST_COST:
         return None
     slow = [rank for rank in np.argsort(-own, kind="stable").tolist() if excess[rank] > LEAST_COST * seconds]
-    told = [
+    slowest = [
         SlowRank(
             rank,
             hosts[rank],
@@ -152,7 +153,7 @@ def judged(
         )
         for rank in slow
     ]
-    return Stragglers(step, steps, seconds, cost, tuple(told))
+    return Stragglers(step, steps, seconds, cost, tuple(slowest))
 
 
 def _median(values: np.ndarray) -> float:

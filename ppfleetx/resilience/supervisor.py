@@ -1,8 +1,8 @@
-"""Restarts a command that fails, and leaves none of its processes behind.
+"""Restart a command that fails, without leaving any of its processes behind.
 
-Paddle's launcher restarts its ranks only with an etcd server; without one its ``--max_restart`` does nothing.
-This needs no server: it restarts the launcher. Ranks run in sessions of their own and outlive a launcher that
-is killed, but they are found as processes below this one.
+Paddle's launcher restarts its ranks only with an etcd server; without one, its ``--max_restart`` does
+nothing. The supervisor needs no server: it restarts the launcher. Ranks run in their own sessions and outlive
+a launcher that is killed, but the supervisor finds them because they are its descendants.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FINAL = {
 
 
 class ProcessesRemainError(RuntimeError):
-    """Processes of an earlier start cannot be ended; another start would collide with them."""
+    """Processes of an earlier start do not end; another start would collide with them."""
 
 
 _TRUE = ("true", "yes", "on")
@@ -37,10 +37,10 @@ RESUME = "Engine.save_load.resume"
 
 
 def with_resume(command: Sequence[str]) -> list[str]:
-    """``command`` with ``-o Engine.save_load.resume=auto``, unless it has an override that resumes.
+    """Add ``-o Engine.save_load.resume=auto`` to ``command``, unless it sets this key to resume already.
 
     Raises:
-        ConfigError: its override does not resume; each restart would then be a new run.
+        ConfigError: it sets the key to something else; each restart would then be a new run.
     """
     said = [
         text.partition("=")[2].strip() for text in _overrides(command) if text.split("=")[0].strip() == RESUME
@@ -71,13 +71,12 @@ def _overrides(command: Sequence[str]) -> Iterator[str]:
 
 
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:
-    """Run ``command`` until it succeeds, a signal stops it, or it has been restarted often enough.
+    """Run ``command`` until it succeeds, a signal stops it, or ``max_restarts`` is reached.
 
-    It is restarted only when no process of its last start is left.
+    It is restarted only after all processes of its last start have ended.
 
     Args:
-        command: program and arguments; runs in a process group of its own, and gets SIGTERM if this process
-            ends.
+        command: program and arguments; runs in its own process group, and gets SIGTERM if this process ends.
         max_restarts: starts after the first one.
         backoff: seconds before the first restart; doubles each time, up to five minutes.
         grace: seconds between a signal and SIGKILL.
@@ -126,7 +125,7 @@ def _run_once(
                 break
             time.sleep(0.1)
     finally:
-        _signal_group(child, signal.SIGKILL)  # the command, or what outlived it in its group
+        _signal_group(child, signal.SIGKILL)  # the command, or processes of its group that outlived it
         code = child.wait()
         _end_rest(grace)
     return code if code >= 0 else 128 - code

@@ -1,10 +1,11 @@
-"""A thread in each rank that notices when the run makes no progress, and lets all ranks say why.
+"""A thread in each rank that notices when the run makes no progress, and lets all ranks explain why.
 
-1. A rank without progress for the time-out writes its report (``hang_report.py``).
+1. A rank that makes no progress for the timeout writes its report (``hang_report.py``).
 2. The others see it and write theirs, whatever they are doing.
-3. After a short wait each rank reads the reports (a frozen rank writes none) and joins them
-   (``explain.py``). If a rank still works, the job is slow and is waited for. Otherwise the sentence is
-   printed and every rank ends with exit code 4, or continues to wait, as configured.
+3. After a short wait each rank reads all reports (a frozen rank writes none) and combines them
+(``explain.py``). If
+   a rank still works, the job is slow, and all keep waiting. Otherwise the explanation is printed, and every
+   rank ends with exit code 4 or keeps waiting, as configured.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from ppfleetx.resilience.activity import EVALUATING, GENERATING, MEETING, PROGRE
 from ppfleetx.resilience.explain import Explanation, explain, explain_alone
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
 from ppfleetx.resilience.hang_report import Identity, Report, latest, take
-from ppfleetx.resilience.os_processes import WorkMeter, birth_of, killed_for_memory, machine, state_of
 from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.utils.log import get_logger
+from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine, state_of
 from ppfleetx.utils.peers import decide_end, is_end_decided
 
-_GATHERING = 0.25  # of the time-out: the wait for the others' reports,
+_GATHERING = 0.25  # share of the timeout that a rank waits for the others' reports,
 _GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # between these seconds
 _WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # of a core; per second
-_COMPUTING = 3.0  # time-outs: how long computing without other progress is waited for
+_COMPUTING = 3.0  # timeouts for which computing counts as progress
 _SAME_END_SECONDS = 60.0
 _RAM = Path("/dev/shm")  # noqa: S108 (its directory is private)
 _ON_DEVICE = (STEPPING, EVALUATING, GENERATING)
@@ -44,14 +45,14 @@ _ON_DEVICE = (STEPPING, EVALUATING, GENERATING)
 
 @dataclass(frozen=True)
 class Limits:
-    """``Engine.hang_timeout`` and its relatives.
+    """``Engine.hang_timeout`` and related keys.
 
     Attributes:
-        timeout: seconds without progress, 0: no limit.
+        timeout: seconds without progress after which a rank counts as hung; 0: no limit.
         start_timeout: the same before the first step is done.
-        ends: end the process; otherwise only report.
-        counts_work: computing counts as progress, for a while. On a card it does not in a step, nor while the
-            program waits for the card: a thread that waits for one spins.
+        ends: whether to end the process; otherwise only report.
+        counts_work: whether computing counts as progress for a while. With a card it does not during a step
+            or while the program waits for the card, because a waiting thread spins.
     """
 
     timeout: float = 600.0
@@ -65,7 +66,7 @@ class Peers:
     """The processes of the job, gathered once at the start.
 
     Attributes:
-        processes: machine, process id and begin of each rank.
+        processes: machine, process id and start time of each rank.
     """
 
     processes: dict[int, tuple[str, int, float]] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Peers:
         return machine(), os.getpid(), birth_of(os.getpid())
 
     def states(self, own: int) -> dict[int, str]:
-        """What the kernel says about those on this machine."""
+        """What the kernel says about the processes on this machine."""
         here = machine()
         return {
             rank: state_of(pid, born)
@@ -123,11 +124,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._thread.start()
 
     def stop(self) -> None:
-        """The run is over."""
+        """Stop watching, at the end of the run."""
         self._stop.set()
         for one in self._directories[1:]:
             one.clear(self._who.rank)
@@ -140,7 +141,7 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet(self) -> float:
-        """Seconds since the last progress; 0 in the meeting at the start, which has its own limit."""
+        """Seconds since the last progress; 0 while ranks meet at the start, which has its own time limit."""
         if self._progress.place == MEETING:
             return 0.0
         latest = max(time.monotonic() - self._silence(), self._excused)
@@ -149,29 +150,29 @@ class Watchdog:
         return time.monotonic() - latest
 
     def _silence(self) -> float:
-        """Seconds since the last sign of the program or its communication, without those in which the whole
-        process was stopped."""
+        """Seconds since the last sign of life from the program or its communication, not counting time in
+        which the whole process was stopped."""
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
         return time.monotonic() - heard
 
     @property
     def _patience_with_computing(self) -> float:
-        """How many seconds computing counts as progress without any other sign. A start may take long, and
-        nobody waits for a process that is alone."""
+        """For how many seconds computing alone counts as progress. Without limit during the start, which may
+        take long, and for a single process, which keeps no other waiting."""
         limits = self._limits
         if not self._progress.is_under_way or self._who.world_size == 1:
             return math.inf
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Discount a sleep that took so long that the process, or the whole job, must have been stopped."""
+        """Discount a sleep that lasted so long that the process or the whole job must have been stopped."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silence(), self._quiet()
             self._slept_until = now - max(silence - late, 0.0)
             self._excused = max(self._excused, now - max(quiet - late, 0.0))
         if late > self._patience(self._timeout):
-            self._seen_until = time.time()  # the others have decided without this rank meanwhile
+            self._seen_until = time.time()  # the others have decided without this rank
 
     def _watch(self) -> None:
         news_at = time.monotonic()
@@ -192,7 +193,7 @@ class Watchdog:
                 self._inquire(timeout, works)
 
     def _own_seconds(self) -> float:
-        """CPU time of this watch: reading reports is no progress."""
+        """CPU time of the watchdog itself, which does not count as progress."""
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
         return own + sum(one.seconds for one in self._directories)
 
@@ -224,13 +225,13 @@ class Watchdog:
             return
         if self._limits.ends:
             decide_end()
-            # Wait until the others have decided too: the end of this process must not look like the cause.
+            # Wait until the others have decided too, or the end of this process would look like the cause.
             last = max(one.written for one in reports.values()) + self._patience(timeout) + 2 * self._tick
             time.sleep(min(max(last - time.time(), 0.0), _GATHERING_MOST))
         if report.rank == min(reports):
             self._print(f"{_since(reports)}: {explanation.sentence}", explanation, written)
         elif self._limits.ends:
-            time.sleep(self._tick)  # the rank that prints the sentence must not lose this one first
+            time.sleep(self._tick)  # let the rank that prints the explanation finish first
         if self._limits.ends:
             self._drop_copies(reports)
             self._end()
@@ -258,9 +259,9 @@ class Watchdog:
         """Write what this rank was doing when an error ended it, for ``ppfleetx hang-report``.
 
         Args:
-            lost: the error says that another rank has ended.
-            at_end: only write when the process ends, because a launcher may end it any moment and it should
-                print its error first.
+            lost: whether the error says that another rank has ended.
+            at_end: write only when the process exits, because it should print its error first: a launcher may
+                kill it at any moment.
         """
         if self._who.world_size == 1 or is_end_decided():
             return
@@ -274,7 +275,7 @@ class Watchdog:
         one = self._directories[0]
         earlier = one.reports(time.time() - _SAME_END_SECONDS)
         if lost and any(report.asks for report in earlier.values()):
-            return  # a consequence: the others have ended because of a hang
+            return  # a consequence: the others ended because of a hang
         report = take(
             self._who,
             self._progress,
@@ -289,7 +290,7 @@ class Watchdog:
             one.write_summary(explain(latest(one.reports(self._began))).sentence)
 
     def _gather(self, own: Report, since: float, timeout: float) -> dict[int, Report]:
-        """The reports of all ranks, or those written in time."""
+        """The reports of all ranks, or of those that write one in time."""
         deadline = time.monotonic() + self._patience(timeout)
         while True:
             reports = {own.rank: own}
@@ -312,7 +313,7 @@ class Watchdog:
             one.write_summary(explanation.sentence)
 
     def _drop_copies(self, reports: Mapping[int, Report]) -> None:
-        """Delete the copies on the local disk if the run's own directory has all reports."""
+        """Delete the copies on this machine if the run's own directory has all reports."""
         first, *others = self._directories
         if set(reports) <= set(first.reports(self._began)):
             for one in others:
@@ -351,8 +352,8 @@ def _faulthandler_dump() -> str:
 
 
 def _beside(directory: Path) -> list[Path]:
-    """Where the ranks of one machine find each other's reports if ``directory`` is on a dead or full disk: on
-    the local disk and in memory."""
+    """Directories on the local disk and in memory, in which the ranks of one machine find each other's
+    reports if ``directory`` is on a dead or full disk."""
     job = json.dumps([str(directory), os.environ.get("PADDLE_MASTER", ""), os.getuid()])
     name = f"ppfleetx_hang_{blake2b(job.encode(), digest_size=6).hexdigest()}"
     local = Path(tempfile.gettempdir())
@@ -368,7 +369,7 @@ def current() -> Watchdog | None:
 
 
 def begin(who: Identity, limits: Limits, directory: Path, *, end: Callable[[], None]) -> Watchdog | None:
-    """Watch this process instead of an earlier watchdog; None: the watch is switched off."""
+    """Start a watchdog in place of an earlier one; returns None if ``limits`` switch it off."""
     global _current
     finish()
     PROGRESS.begin()
@@ -379,7 +380,7 @@ def begin(who: Identity, limits: Limits, directory: Path, *, end: Callable[[], N
 
 
 def finish() -> None:
-    """The run is over."""
+    """Stop the watchdog of this process, at the end of the run."""
     global _current
     if _current is not None:
         _current.stop()
@@ -387,6 +388,6 @@ def finish() -> None:
 
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
-    """Note the job's processes: :meth:`Peers.own` of each rank."""
+    """Record the job's processes: :meth:`Peers.own` of each rank."""
     if _current is not None:
         _current.peers.processes = {rank: tuple(one) for rank, one in processes.items()}

@@ -1,4 +1,4 @@
-"""How every program ends: its errors as one message and an exit code."""
+"""How programs end: errors become one message and an exit code."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ EXIT_HUNG = 4
 EXIT_NO_MEMORY = 5
 EXIT_DEVICE = 6
 EXIT_INTERRUPTED = 130
-EXIT_READER_GONE = 141  # what a shell reports of a program that SIGPIPE has ended
+EXIT_READER_GONE = 141  # what a shell reports for a program that SIGPIPE ended
 
 _OF_LAUNCHER = "PADDLE_TRAINER_ID"
-# The launcher checks its ranks every second or two, shows the log of the first one that has ended and then
-# ends the others. It should find the rank that failed, not those that ended because of it.
+# The launcher checks its ranks every second or two, shows the log of the first one that has ended, and ends
+# the others. It should find the rank that failed, not those that ended because of it.
 _LAUNCHER_LOOKS_SECONDS = 5.0
-# How long this process may go on without communication after another one was lost.
+# How long this process may continue without communicating after another one was lost.
 _GRACE_SECONDS = 20.0
 
 
 def run_tool(main: Callable[[], int | None]) -> None:
     """Run a program's ``main`` and end the process with its exit code.
 
-    A :class:`UserError`, or a library that is not installed, prints one message and ends with code 2; memory
-    that has run out ends with 5, an error of the card with 6, the end of another process of the job with 3,
-    also where Paddle has wrapped it in an error of its own. When the reader of standard output has gone
-    (``| head -1``) the program ends silently with 141. Anything else is a defect and keeps its traceback.
+    A :class:`UserError` or a missing library prints one message and ends with code 2, running out of memory
+    with 5, an error of the card with 6, and the end of another process of the job with 3, even if Paddle
+    wraps it in an error of its own. When the reader of standard output is gone (``| head -1``), the program
+    ends silently with 141. Any other exception is a bug and keeps its traceback.
 
-    SIGTERM and SIGHUP end the process with a sentence after it has cleaned up, unless the program handles
-    them itself, as training handles SIGTERM. Characters that the encoding of standard output lacks are
-    written as escapes.
+    SIGTERM and SIGHUP end the process with a message after it has cleaned up, unless the program handles them
+    itself, as training handles SIGTERM. Characters that the encoding of standard output lacks are written as
+    escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -82,18 +82,18 @@ def _call(main: Callable[[], int | None]) -> int | None:
 
 
 class _SignalCameError(BaseException):
-    """A signal ends this process; ``finally`` blocks clean up as this passes."""
+    """Raised when a signal ends this process, so that ``finally`` blocks clean up."""
 
 
 _received: list[int] = []  # the signal
 
 
 def _unwind_at_signals() -> None:
-    """Make SIGTERM and SIGHUP clean up (temporary directories) and print a sentence before they end this
-    process (a shell shows exit codes 143 and 129). A second one ends it at once.
+    """Let this process clean up (temporary directories) and print a message before SIGTERM or SIGHUP ends it
+    (exit code 143 or 129 in a shell). A second signal ends it at once.
 
-    Ranks of a job are left alone: they may wait for others in C++ code, where no Python handler runs, and the
-    launcher says why it ends them.
+    Does nothing in the ranks of a job: they may wait for others in C++ code, where no Python handler runs,
+    and the launcher says why it ends them.
     """
     own, handled = os.getpid(), (signal.SIGTERM, signal.SIGHUP)
 
@@ -113,7 +113,7 @@ def _unwind_at_signals() -> None:
 
 
 def _end_by_signal() -> None:
-    """End by the signal that was received, even if its exception was lost on its way through C++."""
+    """End by the signal that was received, even if the exception was lost in C++ code."""
     if not _received:
         return
     name = signal.Signals(_received[0]).name
@@ -124,16 +124,17 @@ def _end_by_signal() -> None:
 
 
 def _keep_exit_code() -> None:
-    """This rank ends anyway: a launcher that ends it a moment earlier must not change the exit code."""
+    """Ignore SIGTERM from now on: a launcher that ends this rank while it exits must not change the exit
+    code."""
     if _OF_LAUNCHER in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _exit_code_of(error: Exception) -> int | None:
-    """Report an error that is no defect of this program, and give its exit code; None: it is a defect."""
+    """Report an error that is not a bug of this program and return its exit code; None if it is a bug."""
     ended = ended_peer_in(error)
     if ended is not None and is_end_decided():
-        time.sleep(_GRACE_SECONDS)  # the thread that has decided ends the process, and has said why
+        time.sleep(_GRACE_SECONDS)  # the thread that decided to end the process has said why, and ends it
     if ended is not None:
         print(f"error: {ended}", file=sys.stderr, flush=True)
         if _OF_LAUNCHER in os.environ:
@@ -148,11 +149,12 @@ def _exit_code_of(error: Exception) -> int | None:
     if isinstance(error, BrokenPipeError) and _reader_has_gone():
         _discard_output()
         return EXIT_READER_GONE
-    return None  # a broken pipe or socket that is not the user's doing, too
+    return None  # including a broken pipe or socket that the user did not cause
 
 
 def _wait_for_the_launcher() -> None:
-    """Give it time to find the rank that failed; it then ends this one, which keeps its exit code."""
+    """Give the launcher time to find the rank that failed; it then ends this one, which keeps its exit
+    code."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     deadline = time.monotonic() + _LAUNCHER_LOOKS_SECONDS
@@ -168,7 +170,7 @@ def _reader_has_gone() -> bool:
 
 
 def _discard_output() -> None:
-    """Discard what is still buffered, or Python complains when it flushes it at exit."""
+    """Discard buffered output, or Python would fail to flush it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

@@ -1,21 +1,22 @@
-"""Makes ``python -m paddle.distributed.launch`` (Paddle 3.3.1) usable on machines without a GPU.
+"""Make ``python -m paddle.distributed.launch`` (Paddle 3.3.1) usable on machines without a GPU.
 
     python -m ppfleetx.utils.cpu_launcher
 
-writes one file, ``ppfleetx_cpu_launcher.pth``, into the site-packages of this Python environment. ``make``
+writes one file, ``ppfleetx_cpu_launcher.pth``, into the site-packages of this Python environment; ``make``
 does so for its own ``.venv``. To undo it, delete the file.
 
-It changes the following in processes started as ``python -m paddle.distributed.launch``, and nothing else:
+In processes started as ``python -m paddle.distributed.launch``, and only there, it changes this:
 
-- ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs, and ends with
-  ``ValueError: substring not found`` if there is none. If ``CUDA_VISIBLE_DEVICES`` lists the numbers, Paddle
-  starts one process for each, so the variable is set to the value of ``--devices``.
-- The launcher never waits without limit, and its exit code says what happened (``launcher_watch.py``).
+- ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs and fails with
+``ValueError:
+  substring not found`` if there is none. But if ``CUDA_VISIBLE_DEVICES`` lists the numbers, Paddle starts one
+  process for each, so the variable is set to the value of ``--devices``.
+- The launcher never waits for ever, and its exit code says what happened (``launcher_watch.py``).
 
-Why a ``.pth`` file: Python runs the ``import`` lines of such files when it starts, in every process of the
-environment. A project has no other way to run before Paddle's launcher without a command of its own, and
-commands with ``paddle.distributed.launch`` should run unchanged on every machine. In all other processes the
-line only compares one word.
+Why a ``.pth`` file: Python runs the ``import`` lines of such files at start, in every process of the
+environment. There is no other way to run code before Paddle's launcher without a command of our own, and
+commands with ``paddle.distributed.launch`` should work unchanged on every machine. In all other processes,
+the line only compares one word.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ppfleetx.utils.processes import LAUNCHER_VARIABLE
 LAUNCHER = "paddle.distributed.launch"
 HOOK = "ppfleetx_cpu_launcher.pth"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Only lines that begin with `import` are run. An environment that has lost ppfleetx must still start.
+# Python runs only lines that begin with `import`. Without ppfleetx the environment must still work.
 _LINE = (
     f"import sys; '{LAUNCHER}' in sys.orig_argv and __import__('importlib.util', fromlist=['util'])"
     ".find_spec('ppfleetx') and __import__('ppfleetx.utils.cpu_launcher', fromlist=['x']).apply()\n"
@@ -44,7 +45,7 @@ _prepared: set[int] = set()
 
 
 def apply() -> None:
-    """Prepare this process if it is the launcher. Python may run the line twice (lib and lib64)."""
+    """Prepare this process if it is the launcher. Python may call this twice (lib and lib64)."""
     options = launcher_options(sys.orig_argv)
     if options is not None:
         prepare(options)
@@ -75,7 +76,7 @@ def launcher_options(argv: Sequence[str]) -> list[str] | None:
 
 
 def name_devices(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Make as many devices visible as the command line needs; the user's variable stays if it is enough."""
+    """Make as many devices visible as the command line needs, unless the user's variable already does."""
     if LAUNCHER not in argv:
         return
     options = list(argv[argv.index(LAUNCHER) + 1 :])

@@ -1,4 +1,4 @@
-"""The device that Paddle will use, found without importing it."""
+"""Find the device that Paddle will use, without importing Paddle."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.installed import FOR_GPUS
 
 CPU, GPU, XPU = "cpu", "gpu", "xpu"
-"""Kinds of devices that builds of Paddle serve by themselves. Others come with plugins."""
+"""Kinds of devices that Paddle's own builds support. Others need plugins."""
 NPU = "npu"
-"""What the plugin for Ascend cards calls them."""
+"""The name of Ascend cards in their plugin."""
 _PLUGIN = "paddle-custom-"
 PLUGINS_ROOT = "CUSTOM_DEVICE_ROOT"
-"""Environment variable with a directory of plugins that Paddle loads. Names of their files usually, but not
-always, say which device they are for."""
+"""Environment variable with a directory of plugins that Paddle loads. The names of their files usually, but
+not always, say for which device they are."""
 _PLUGINS_FOLDER = "paddle_custom_device"
 # Of Paddle's errors while it is imported.
 _NOT_OPENED = re.compile(r"Fail to open library: (\S+) with error: (?:\1: )?(.*)")
@@ -28,13 +28,14 @@ _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.
 
 
 def expected_device(wanted: str, place: str | None = None) -> str:
-    """The device that ``Global.device`` will lead to, from what is installed.
+    """The device that ``Global.device`` selects, given what is installed.
 
     Args:
-        place: where it was written, for the message.
+        wanted: the value of ``Global.device``.
+        place: where it was set, for the message.
 
     Raises:
-        ConfigError: a kind of card is wanted that no installed build or plugin of Paddle serves.
+        ConfigError: no installed build or plugin of Paddle supports that kind of card.
     """
     cards = _kinds_of_cards()
     if wanted == "auto":
@@ -42,7 +43,7 @@ def expected_device(wanted: str, place: str | None = None) -> str:
     if is_served(wanted):
         return wanted
     raise ConfigError(
-        f"the Paddle installed here serves {', '.join([*cards, CPU])} only. {how_to_get(wanted)}, or "
+        f"the Paddle installed here supports {', '.join([*cards, CPU])} only. {how_to_get(wanted)}, or "
         f"{_ON_THE_CPU}",
         key="Global.device",
         value=wanted,
@@ -51,7 +52,7 @@ def expected_device(wanted: str, place: str | None = None) -> str:
 
 
 def how_to_get(wanted: str) -> str:
-    """What to do where Paddle does not serve this kind of device, as the beginning of a sentence."""
+    """What to do if Paddle does not support this kind of device, as the beginning of a sentence."""
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
     meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"
@@ -62,7 +63,7 @@ def how_to_get(wanted: str) -> str:
 
 
 def refused_at_import(error: Exception) -> ConfigError | None:
-    """What it means that Paddle does not start because of a device; None: it is something else."""
+    """Explain an error of importing Paddle that a device caused; None if it has another cause."""
     if found := _NOT_OPENED.search(str(error)):
         return ConfigError(
             f"this plugin of Paddle does not load: {found[2].strip()}. Install it again for this version of "
@@ -77,7 +78,7 @@ def refused_at_import(error: Exception) -> ConfigError | None:
 
 
 def no_such_card(variable: str, number: str) -> ConfigError:
-    """The error of a process that was given a card that is not there."""
+    """The error for a process that was given a card that does not exist."""
     return ConfigError(
         "this process was given a card that this machine does not have or does not show: start as many "
         "processes as there are cards (--nproc)",
@@ -88,21 +89,21 @@ def no_such_card(variable: str, number: str) -> ConfigError:
 
 
 def is_served(kind: str) -> bool:
-    """Whether what is installed here may serve a kind of device; where no Paddle is, any may be served."""
+    """Whether the installed Paddle may support a kind of device; without Paddle, any may be supported."""
     is_here = kind == CPU or kind in _kinds_of_cards()
     return is_here or bool(os.environ.get(PLUGINS_ROOT)) or not _is_installed("paddlepaddle")
 
 
 def of_recipe(kind: str) -> tuple[str, str]:
-    """``Global.device`` for a recipe that names a kind of card, and why it is another: recipes for cards that
-    the Paddle installed here cannot serve run on what there is."""
+    """``Global.device`` for a recipe that names a kind of card, and the reason if it differs: recipes for
+    cards that the installed Paddle does not support run on whatever there is."""
     if is_served(kind):
         return kind, ""
-    return "auto", f"the Paddle installed here serves no {kind}: whatever card it finds, else the CPU"
+    return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"
 
 
 def _kinds_of_cards() -> list[str]:
-    """Kinds of cards that an installed build or plugin serves, the first of which ``auto`` takes."""
+    """Kinds of cards that installed builds and plugins support; ``auto`` takes the first."""
     builds = [kind for kind in (GPU, XPU) if _is_installed(f"paddlepaddle-{kind}")]
     names = {str(one.metadata["Name"]).lower().replace("_", "-") for one in metadata.distributions()}
     plugins = Path(os.environ.get(PLUGINS_ROOT) or os.devnull).glob(f"lib{_PLUGIN}*.so")

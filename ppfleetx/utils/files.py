@@ -1,4 +1,4 @@
-"""Files that are whole or absent: atomic writes, fsync, locks."""
+"""Atomic writes, fsync and locks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
     Readers see the old file or the new one, never a part. On an exception the temporary file is removed.
 
     Raises:
-        OSError: it cannot be written, or ``path`` is a device or a pipe, which a rename would replace.
+        OSError: it cannot be written, or ``path`` is a device or pipe, which renaming would replace.
     """
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -50,9 +50,10 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
 
 
 def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
-    """Remove what killed processes left of an :func:`atomic_write` to these files of ``directory``.
+    """Remove temporary files of :func:`atomic_write` that killed processes left for these files of
+    ``directory``.
 
-    Nobody may be writing them meanwhile.
+    No other process may be writing them.
     """
     for name in names:
         for path in directory.glob(f".{glob.escape(name)}.{'?' * _RANDOM_CHARACTERS}.tmp"):
@@ -60,13 +61,13 @@ def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether anything but an empty directory is at ``path``: what is written there would mix with it."""
+    """Whether ``path`` is anything but absent or an empty directory: new files would mix with old ones."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Why nothing can be written into ``directory``, which need not exist yet; None if it can."""
-    # os.path.exists, which does not raise where a directory may not be looked into.
+    """Why ``directory``, which need not exist yet, cannot be written to; None if it can."""
+    # os.path.exists does not raise if a directory may not be read.
     places = (directory.absolute(), *directory.absolute().parents)
     there = next(path for path in places if os.path.exists(path))  # noqa: PTH110
     if not there.is_dir():
@@ -77,22 +78,22 @@ def why_not_writable(directory: Path) -> str | None:
 
 
 def refuse_unwritable(directory: Path, key: str) -> None:
-    """Raise ConfigError, before any work is done, where the option ``key`` names no possible directory."""
+    """Raise ConfigError, before any work is done, if the directory of option ``key`` cannot be written to."""
     rule = why_not_writable(directory)
     if rule is not None:
         raise ConfigError(rule, key=key, value=str(directory))
 
 
 def refuse_as_new_file(path: Path, key: str) -> None:
-    """Raise ConfigError where the option ``key`` names a file that exists, or a directory that does not."""
+    """Raise ConfigError if the file of option ``key`` exists, or its directory does not."""
     if path.exists():
-        raise ConfigError("there is a file of that name already; nothing is overwritten", key=key, value=path)
+        raise ConfigError("the file exists already; nothing is overwritten", key=key, value=path)
     if not path.parent.is_dir():
         raise ConfigError("its directory does not exist", key=key, value=path)
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a file to the first free one of ``name.1.suffix``, ``name.2.suffix``, ...; the new name."""
+    """Rename a file to the first free name of ``name.1.suffix``, ``name.2.suffix``, ...; returns it."""
     names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     return path.rename(aside)
@@ -109,9 +110,9 @@ def fsync_dir(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, refusal: Exception) -> Iterator[None]:
-    """Hold ``path`` as a lock file; raise ``refusal`` at once when another process holds it.
+    """Hold ``path`` as a lock file; raise ``refusal`` at once if another process holds it.
 
-    The system lets go when the process dies, however it dies; the empty file stays.
+    The system releases the lock when the process dies, however it dies; the empty file stays.
     """
     with path.open("ab") as file:
         try:

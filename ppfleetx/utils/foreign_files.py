@@ -1,4 +1,4 @@
-"""Reading files that a user or another program wrote: failures are one sentence that names the file."""
+"""Read files that a user or another program wrote; failures become one sentence that names the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
     """Open a file for reading bytes.
 
     Raises:
-        error: it does not exist, is no file, or cannot be opened, or read within the block.
+        error: it does not exist, is not a file, or cannot be opened, or read within the block.
     """
     file_status(path, error)
     try:
@@ -32,7 +32,7 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
 
 
 def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> os.stat_result:
-    """Size and more of a file.
+    """The status of a file.
 
     Raises:
         error: it does not exist, or is a directory, a pipe (which may have no writer) or a device.
@@ -49,10 +49,7 @@ def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> o
 
 @contextmanager
 def os_errors(error: type[UserError]) -> Iterator[None]:
-    """Turn an OSError within the block (or the decorated function) into ``error``, which names the file.
-
-    For work with many files of a user, each of which may be unreadable.
-    """
+    """Turn an OSError within the block (or the decorated function) into ``error``, which names the file."""
     try:
         yield
     except OSError as reason:
@@ -64,7 +61,7 @@ def read_bounded(path: str | Path, max_bytes: int, error: type[UserError] = Chec
     with opened(path, error) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise error(f"{path} has more than {max_bytes} bytes, more than such a file has")
+        raise error(f"{path} has more than {max_bytes} bytes, which is too large for such a file")
     return content
 
 
@@ -84,7 +81,7 @@ def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointEr
         error: what to raise.
 
     Raises:
-        error: it is not JSON (nor are NaN and infinities), or no object, or has a key twice.
+        error: it is not JSON (NaN and infinities are not), not an object, or has a key twice.
     """
     try:
         text = content.decode("utf-8")
@@ -94,7 +91,7 @@ def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointEr
     except ValueError as reason:
         raise error(f"{place} is not valid JSON: {reason}") from reason
     if not isinstance(value, dict):
-        raise error(f"{place} holds no JSON object at its top")
+        raise error(f"{place} is not a JSON object")
     return value
 
 
@@ -103,9 +100,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         names = [key for key, _ in pairs]
         twice = next(key for key in made if names.count(key) > 1)
-        raise ValueError(f"the key {shown(twice)} is there twice")
+        raise ValueError(f"the key {shown(twice)} occurs twice")
     return made
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a value of JSON")
+    raise ValueError(f"{name} is not a JSON value")

@@ -1,7 +1,7 @@
-"""The operators that ppfleetx runs on a card: a committed table, made by recordings (``make operators``).
+"""The operators that ppfleetx runs on a card: a committed table, recorded by ``make operators``.
 
-``gpu_operators.json`` beside this module has one line a kernel: the element types it is used with, and
-those that Paddle registers for GPUs and for Ascend. Read from files alone; Paddle is asked by the caller.
+``gpu_operators.json`` beside this module has one line per kernel: the element types it is used with, and
+those that Paddle registers for GPUs and for Ascend. This module only reads files; callers query Paddle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GPU_BACKENDS = ("GPU", "KPS", "GPUDNN")
 """Backends, in Paddle's registry, that run on a GPU."""
 _HALF = ("float16", "bfloat16")
 PLUGIN_BACKENDS = ("CUSTOM",)
-"""Backends of kernels that Paddle has for all devices of plugins."""
+"""Backends of kernels that Paddle has for the devices of all plugins."""
 
 _GPUS_ALONE = ("flash", "fused_", "linear_v2", "rms_norm", "all_reduce")
 _INSTEAD = {
@@ -33,9 +33,9 @@ class Kernel:
     """One kernel of the table.
 
     Attributes:
-        used: element types it runs with, of its key (usually those of its first operand).
+        used: element types of its key (usually of its first operand) that it is run with.
         gpu: element types that Paddle registers for a GPU.
-        npu: those that Ascend's plugin registers, or Paddle for the devices of all plugins.
+        npu: element types that Ascend's plugin registers, or Paddle for the devices of all plugins.
     """
 
     used: tuple[str, ...]
@@ -44,7 +44,7 @@ class Kernel:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Types that are used and not registered."""
+        """Types that are used but not registered for a GPU."""
         return tuple(dtype for dtype in self.used if dtype not in self.gpu)
 
 
@@ -58,11 +58,11 @@ def used_kernels(table: Path = TABLE) -> dict[str, Kernel]:
 
 
 def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]:
-    """Of the table's kernels, those that the devices of plugins are asked for, and the types.
+    """The table's kernels that plugins' devices are asked for, with their types.
 
-    Flash attention, fused operators and products with biases are for GPUs; the host's process groups reduce
-    where the table says ``all_reduce``; and ``ppfleetx.distributed.device.lacks_kernel`` has others computed
-    in float32.
+    Flash attention, fused operators and products with biases run on GPUs only, ``all_reduce`` is left to the
+    host's process groups, and ``ppfleetx.distributed.device.lacks_kernel`` lists types computed in float32
+    instead.
     """
     asked = {name: kernel.used for name, kernel in kernels.items() if not name.startswith(_GPUS_ALONE)}
     return {name: tuple(t for t in types if (name, t) not in _INSTEAD) for name, types in asked.items()}
@@ -82,7 +82,7 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
 def missing_kernels(
     registry: Mapping[str, Iterable[str]], kernels: Mapping[str, Kernel]
 ) -> list[tuple[str, str]]:
-    """(kernel, element type) of what is used and a build's registry lacks for a GPU.
+    """(kernel, element type) pairs that are used but that a build does not register for a GPU.
 
     Args:
         registry: ``paddle.base.core._get_registered_phi_kernels("function")`` of the build.
@@ -97,8 +97,8 @@ def missing_kernels(
 
 
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
-    """Sentences, each naming its key, for what a run on Ascend computes on the host, with copies, because the
-    plugin has no kernel for it; ``docs/devices/ascend.md`` has the list."""
+    """What a run on Ascend computes on the host, with copies, because the plugin has no kernel: a sentence
+    for each key. ``docs/devices/ascend.md`` has the full list."""
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

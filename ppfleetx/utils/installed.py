@@ -1,4 +1,4 @@
-"""Which libraries are installed, and what to say where one that this program needs is not."""
+"""Which libraries are installed, and what to tell the user if one is missing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LIBRARIES = {
     "tokenizers": "tokenizers",
     "zstandard": "zstandard",
 }
-"""Import name -> name of the distribution; those of requirements.txt but Paddle."""
+"""Import name -> name of the distribution, for requirements.txt without Paddle."""
 
 
 class NotInstalledError(UserError):
-    """A library that is needed is not there; the message says how to install it."""
+    """A required library is missing; the message says how to install it."""
 
 
 FOR_GPUS = (
@@ -32,7 +32,7 @@ FOR_GPUS = (
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of a distribution; None where it is not installed."""
+    """The version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -40,7 +40,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
-    """What the user can do about a failed import; None where it is a defect of the program."""
+    """What the user can do about a failed import; None if it is a bug of the program."""
     missing = (error.name or "").partition(".")[0]
     if missing == "paddle":
         return NotInstalledError(
@@ -50,6 +50,6 @@ def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
     if missing in LIBRARIES:
         return NotInstalledError(
             f"{LIBRARIES[missing]} is not installed in this Python: run `pip install -e .` in the "
-            "project's directory, which installs all that is missing but Paddle"
+            "project's directory, which installs everything that is missing except Paddle"
         )
     return None

@@ -1,7 +1,7 @@
 """Time limits and exit codes for Paddle's launcher, by a thread and an exit handler in its process.
 
-The launcher of Paddle 3.3.1 lets its nodes meet at ``--master`` and waits there without limit: for a node
-that does not come, at an address where nobody answers, and at a port that another program holds. It ends with
+The launcher of Paddle 3.3.1 lets its nodes meet at ``--master`` and waits there for ever: for a node that
+does not come, at an address where nothing answers, and at a port that another program holds. It exits with
 the bare number of a signal: 2 after Ctrl-C, which is also ppfleetx's code for a user's mistake.
 
 Nothing in Paddle is replaced. ``cpu_launcher.py`` starts this.
@@ -31,7 +31,7 @@ from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _SAY_AFTER_SECONDS = 10.0  # after this the wait is reported
-_FOREIGN_SECONDS = 60.0  # after this another program that answers is not expected to go
+_FOREIGN_SECONDS = 60.0  # after this another program that answers is not expected to leave
 _CAUSES = (
     EXIT_HUNG,
     EXIT_NO_MEMORY,
@@ -66,7 +66,7 @@ def _option(argv: Sequence[str], name: str) -> str | None:
 
 
 def _controller() -> Any:
-    """The launcher's controller, which handles its signals; None if there is none (yet)."""
+    """The launcher's controller, which handles its signals; None if there is none yet."""
     controller = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
 
@@ -75,8 +75,8 @@ def _controller() -> Any:
 
 
 def _end_with_conventional_code() -> None:
-    """The launcher's exit code: 0 if its ranks ended well after a signal, else 128 + signal; after a failure
-    the code that explains it (a hang, no memory, a broken card), whichever rank has it."""
+    """Set the launcher's exit code. After a signal: 0 if its ranks ended well, else 128 + signal. After a
+    failure: the code that explains it (a hang, no memory, a broken card), whichever rank has it."""
     controller = _controller()
     if controller is None:
         return
@@ -97,7 +97,7 @@ def _end_with_conventional_code() -> None:
 
 
 def _most_telling(codes: Sequence[int | None]) -> int:
-    """The rank's exit code that explains the failure: not that of a rank that the launcher has ended."""
+    """The exit code that explains the failure, rather than that of a rank that the launcher ended."""
     failed = [code for code in codes if code]
     causes = [code for code in failed if code in _CAUSES]
     own = [code for code in failed if code != -signal.SIGTERM]
@@ -108,11 +108,11 @@ def _most_telling(codes: Sequence[int | None]) -> int:
 
 
 def _watch_meeting(limit: float) -> None:
-    """Watch until the launcher starts its ranks; end it if it cannot, or takes too long."""
+    """Watch until the launcher starts its ranks; end it if it cannot or takes too long."""
     begin = time.monotonic()
     while (controller := _controller()) is None:
         if time.monotonic() - begin > limit:
-            return  # it is another kind of launcher
+            return  # another kind of launcher
         time.sleep(_LOOK_SECONDS)
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
@@ -132,7 +132,7 @@ def _watch_meeting(limit: float) -> None:
 
 
 def _is_meeting(controller: Any) -> bool:
-    """Whether this launcher waits for other nodes, and has not started its ranks."""
+    """Whether this launcher still waits for other nodes."""
     of_http = type(controller.master).__name__ == "HTTPMaster"
     return of_http and controller.job.replicas > 1 and controller.ctx.status.current() is None
 
@@ -180,7 +180,7 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """What the launcher waits for, with advice; and whether another program answers instead."""
+        """What the launcher waits for, with advice, and whether another program answers instead."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
@@ -207,8 +207,8 @@ class _Meeting:
         """The entries of the nodes that have come.
 
         Raises:
-            OSError: nobody answers.
-            ValueError, http.client.HTTPException: what answers is no launcher.
+            OSError: nothing answers.
+            ValueError, http.client.HTTPException: what answers is not a launcher.
         """
         if self._ask("/healthy") != {"/healthy": "ok"}:
             raise ValueError("it is no launcher")

@@ -12,12 +12,13 @@ _FORMAT = "[%(asctime)s] [%(levelname)8s] - %(message)s"
 
 
 def get_logger() -> logging.Logger:
-    """The logger ``ppfleetx``. It has no handler until a tool calls :func:`configure_logging`."""
+    """The logger ``ppfleetx``, which has no handler until a program calls :func:`configure_logging`."""
     return logging.getLogger("ppfleetx")
 
 
 def configure_logging(*, quiet: bool = False) -> logging.Logger:
-    """Give the logger its stdout handler; ``quiet`` (ranks that say nothing) keeps warnings only."""
+    """Give the logger its stdout handler; ``quiet``, for other ranks than the main one, keeps warnings
+    only."""
     logger = get_logger()
     logger.handlers.clear()
     handler = _Handler(_Stdout())
@@ -29,16 +30,16 @@ def configure_logging(*, quiet: bool = False) -> logging.Logger:
 
 
 class _Handler(logging.StreamHandler):
-    """Reports nothing when the reader of a pipe has gone, but lets the program end of it."""
+    """Lets the program end, without a report, when the reader of a pipe is gone."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 logging's name
         if isinstance(sys.exception(), BrokenPipeError):
-            raise  # we are called while it is being handled
+            raise  # this is called while it is being handled
         super().handleError(record)
 
 
 class _Stdout:
-    """The present ``sys.stdout``: a progress bar or a test may replace it while we run."""
+    """The current ``sys.stdout``, which a progress bar or a test may replace at any time."""
 
     def write(self, text: str) -> int:
         return sys.stdout.write(text)

@@ -1,10 +1,13 @@
-"""The CPU and the memory of this machine, as Linux describes them."""
+"""The CPU, the memory and the processes of this machine, as Linux describes them."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -16,12 +19,12 @@ _MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make huge pages now, whatever the 
 
 
 def read_cpuinfo(path: Path = CPUINFO) -> str:
-    """The description of the first CPUs; empty if there is none."""
+    """The kernel's description of the first CPUs; empty if there is none."""
     return path.read_text(errors="replace")[:16384] if path.exists() else ""
 
 
 def flags_in(cpuinfo: str) -> frozenset[str]:
-    """The instruction sets of the first CPU in a description, by the kernel's names."""
+    """The instruction sets of the first CPU in such a description, by the kernel's names."""
     return frozenset(cpuinfo.partition("flags")[2].partition("\n")[0].split())
 
 
@@ -31,13 +34,13 @@ def available_cpus() -> int:
 
 
 def available_fraction() -> float:
-    """The share of the machine's memory that programs can still get; 1 if the system does not say."""
+    """The share of the machine's memory that is available; 1 if unknown."""
     kibibytes = _kibibytes()
     return kibibytes.get("MemAvailable", 1) / kibibytes.get("MemTotal", 1)
 
 
 def available_bytes() -> int | None:
-    """Bytes of memory that programs can still get; None if the system does not say."""
+    """Bytes of memory that are available; None if unknown."""
     kibibytes = _kibibytes().get("MemAvailable")
     return None if kibibytes is None else kibibytes << 10
 
@@ -53,9 +56,8 @@ def _kibibytes() -> dict[str, int]:
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
     """Ask Linux to keep a block of memory that is read often in pages of 2 MiB.
 
-    A core then reads matrices up to a fifth faster, and small ones up to a third. The pages at its ends are
-    included if they belong to the process; a small block has no others. Nothing happens if the
-    system cannot do it.
+    A core then reads matrices up to a fifth faster, small ones up to a third. The pages at the ends of the
+    block are included if they belong to the process. Does nothing if the system cannot do it.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not sys.platform.startswith("linux") or num_bytes < _SMALLEST:
@@ -68,7 +70,7 @@ def back_by_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def back_process_by_huge_pages() -> None:
-    """The same for all large blocks that this process has allocated."""
+    """Call :func:`back_by_huge_pages` for all large blocks that this process has allocated."""
     try:
         lines = _MAPS.read_text().splitlines()
     except OSError:
@@ -77,3 +79,106 @@ def back_process_by_huge_pages() -> None:
         if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, end = (int(address, 16) for address in addresses.split("-"))
             back_by_huge_pages(start, end - start)
+
+
+_STATES = {
+    "T": "is stopped (SIGSTOP or Ctrl-Z)",
+    "t": "is stopped by a debugger",
+    "D": "is held by the kernel, as a rule in a read or a write of a disk or a file server",
+    "Z": "has ended",
+    "X": "has ended",
+}
+
+
+def state_of(pid: int, born: float) -> str:
+    """Why a process of this machine is silent; empty if it simply runs.
+
+    Args:
+        pid: its number.
+        born: its :func:`birth_of`, because another process may have got the number since.
+    """
+    if not Path("/proc/self/stat").exists():
+        return ""
+    fields = _stat(pid)
+    if not fields or abs(float(fields[19]) - born) > 1:
+        return "has ended"
+    return _STATES.get(fields[0], "")
+
+
+def birth_of(pid: int) -> float:
+    """When a process started, in clock ticks since the machine booted; 0 if unknown."""
+    fields = _stat(pid)
+    return float(fields[19]) if fields else 0.0
+
+
+def _stat(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
+def machine() -> str:
+    """An identifier of this machine and container."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return ""
+
+
+def killed_for_memory() -> int:
+    """How many processes the kernel has killed since boot because memory ran out."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, number = line.partition(" ")
+            if name == "oom_kill":
+                return int(number)
+    return 0
+
+
+def memory() -> dict[str, int]:
+    """Bytes of memory: of this process now and at its peak, and available on the machine."""
+    found: dict[str, int] = {}
+    for path, names in (
+        ("/proc/self/status", {"VmRSS": "resident", "VmHWM": "peak"}),
+        ("/proc/meminfo", {"MemAvailable": "machine_available"}),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            for line in Path(path).read_text().splitlines():
+                name, _, value = line.partition(":")
+                if name in names:
+                    found[names[name]] = int(value.split()[0]) << 10
+    return found
+
+
+def _queued_seconds() -> float:
+    """Seconds for which the main thread was ready and waited for a core."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+class WorkMeter:
+    """Measures whether this process computes, or moves bytes to or from files.
+
+    Args:
+        watching: returns the seconds of computing so far that do not count.
+    """
+
+    def __init__(self, watching: Callable[[], float] = float) -> None:
+        self._watching = watching
+        self._seen = self._now()
+
+    def _now(self) -> tuple[float, float, int]:
+        moved = 0
+        with contextlib.suppress(OSError, ValueError):
+            for line in Path("/proc/self/io").read_text().splitlines():
+                name, _, number = line.partition(":")
+                moved += int(number) if name in ("rchar", "wchar") else 0
+        return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
+
+    def look(self, *, share: float, size: int) -> tuple[bool, bool]:
+        """Whether, since the last call, the process used ``share`` of a core (or was ready to), and whether
+        it moved ``size`` bytes a second."""
+        before, self._seen = self._seen, self._now()
+        seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
+        return seconds > 0 and computed / seconds >= share, seconds > 0 and moved / seconds >= size

@@ -1,6 +1,6 @@
 """The other processes of the job: how long to wait for them at the start, and how to end when one is lost.
 
-Whatever communicates with other processes reports a loss here, and ``utils/cli.py`` ends the program.
+Code that communicates with other processes reports a loss here, and ``utils/cli.py`` ends the program.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def start_timeout() -> float:
 
 
 def seconds_in(variable: str, default: float, *, least: float = 0.0) -> float:
-    """The seconds an environment variable sets; 0 is allowed where ``least`` is 0.
+    """The seconds that an environment variable sets; 0 is allowed if ``least`` is 0.
 
     Raises:
-        ConfigError: it is no number, or less than ``least``.
+        ConfigError: it is not a number, or less than ``least``.
     """
     text = os.environ.get(variable, "")
     try:
@@ -66,7 +66,7 @@ _state = _State()
 
 
 def end_with_peers(grace: float, exit_code: int) -> None:
-    """Let this process end ``grace`` seconds after the loss of a peer, whatever it does then.
+    """End this process ``grace`` seconds after the loss of a peer, whatever it is doing.
 
     Usually it ends earlier, with the error that its next communication raises; but it may compute for hours
     before it communicates again.
@@ -75,12 +75,12 @@ def end_with_peers(grace: float, exit_code: int) -> None:
 
 
 def ends_this_process() -> bool:
-    """Whether this is our own program, which may end the process. In a user's program we must not."""
+    """Whether this is one of our own programs, which may end the process. In a user's program we must not."""
     return _state.grace is not None
 
 
 def decide_end() -> None:
-    """Note that a thread is about to end this process: errors of other threads are consequences."""
+    """Record that a thread is about to end this process, so that errors of other threads are consequences."""
     _state.is_ending = _state.is_decided = True
 
 
@@ -90,7 +90,7 @@ def is_end_decided() -> bool:
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    """Note that a peer is gone and the job cannot continue. Called once, from any thread.
+    """Record that a peer is gone and the job cannot continue. Called once, from any thread.
 
     Args:
         sentence: who is gone and why.
@@ -104,7 +104,7 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
 
 
 def note_raised(error: Ended) -> Ended:
-    """Remember an error that is about to be raised: Paddle may replace it by another."""
+    """Remember an error that is about to be raised, because Paddle may replace it by another."""
     _state.raised = error
     return error
 
@@ -113,9 +113,9 @@ _STORE_LOST = "TCP connection reset by peer"  # in a ValueError of Paddle
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """The end of another process that caused ``error``; None if none did.
+    """The error that says which other process's end caused ``error``; None if none did.
 
-    Paddle raises an error in the backward pass of a ``PyLayer`` as an OSError that quotes it.
+    Paddle turns an error in the backward pass of a ``PyLayer`` into an OSError that quotes it.
     """
     for one in _chain(error):
         if isinstance(one, PeerEndedError):

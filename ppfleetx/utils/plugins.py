@@ -1,7 +1,7 @@
-"""Plugins: modules of the user's own that register callbacks, optimizers, layers and the like.
+"""Plugins: the user's own modules that register callbacks, optimizers, layers and the like.
 
-Whoever starts a program names them, with ``--plugin`` or in ``PPFLEETX_PLUGINS``. They are imported once,
-before the configuration is validated, so that it may use the names that they register.
+They are named by ``--plugin`` or ``PPFLEETX_PLUGINS``, and imported once, before the configuration is
+validated, so that it may use the names they register.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ppfleetx.utils.process_env import loading_paddle, prepare_process
 
 
 def import_named_plugins(names: Iterable[str] = ()) -> None:
-    """Import the plugins of ``PPFLEETX_PLUGINS`` (module names with commas between them) and ``names``.
+    """Import the plugins of ``PPFLEETX_PLUGINS`` (module names separated by commas) and ``names``.
 
-    Processes that this one starts find all of them in the variable.
+    Afterwards the variable names all of them, for processes that this one starts.
 
     Raises:
         ConfigError: one cannot be imported.
@@ -37,10 +37,10 @@ def import_named_plugins(names: Iterable[str] = ()) -> None:
 
 
 def _import(name: str, named_by: str) -> None:
-    """Import one plugin. It may import Paddle, which then finds the process as our programs prepare it."""
+    """Import one plugin. It may import Paddle, so the process is prepared for that first."""
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # as `python -m` does; last, so that nothing of Python's is hidden
+        sys.path.append(here)  # as `python -m` does, but last, so that it hides no other module
     if "paddle" not in sys.modules:
         prepare_process(device=expected_device("auto"))
     try:
@@ -63,7 +63,7 @@ def _import(name: str, named_by: str) -> None:
 
 
 def _failed(error: BaseException, name: str, named_by: str) -> ConfigError:
-    """A sentence in the place of a traceback: what was raised, and where."""
+    """What was raised, and where, in one sentence instead of a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -1,9 +1,9 @@
-"""CPU speed settings that must be in force before Paddle's first matrix product.
+"""Settings for speed on CPUs that must be in place before Paddle's first matrix product.
 
-Paddle's MKL dispatches on the CPU's vendor and uses SSE on AMD; glibc's malloc returns large blocks to the
-kernel after every operator, and the kernel zeroes them again. Both are corrected here, from the CPU's flags,
-unless the user has set them. ``PPFLEETX_TUNE_CPU=0`` switches all of it off. Measured effects:
-``docs/numerics.md``.
+Paddle's MKL chooses by the CPU's vendor and uses SSE on AMD; glibc's malloc returns large blocks to the
+kernel after every operator, and the kernel zeroes them again. Both are corrected here according to the CPU's
+flags, unless the user has set the variables. ``PPFLEETX_TUNE_CPU=0`` switches all of it off.
+``docs/numerics.md`` has measurements.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ _TOO_LATE = (
 
 
 def mkl_cpu_type(cpuinfo: str) -> str | None:
-    """The MKL code path for a CPU in ``/proc/cpuinfo``: "7" AVX-512, "5" AVX2, None: MKL's choice.
+    """The MKL code path for the CPU described by ``/proc/cpuinfo``: "7" AVX-512, "5" AVX2, None: MKL's
+    choice.
 
-    Only AMD needs it.
+    Only AMD needs this.
     """
     if "AuthenticAMD" not in cpuinfo:
         return None
@@ -59,23 +60,24 @@ def mkl_cpu_type(cpuinfo: str) -> str | None:
 
 
 def thread_count(environ: Mapping[str, str], num_cpus: int) -> int:
-    """Math threads of this process: the machine's CPUs divided by the ranks on this node."""
+    """Math threads of this process: the machine's CPUs divided by the number of ranks on this node."""
     ranks_here = int(environ.get("PADDLE_LOCAL_SIZE") or environ.get("PADDLE_TRAINERS_NUM") or 1)
     return max(1, num_cpus // max(1, ranks_here))
 
 
-# What the last call did, and the variables that it set.
+# The result of the last call, and the variables that it set.
 _said: str | None = None
 _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Apply the settings to this process, and let a rank end with its launcher. Call before importing Paddle.
+    """Apply the settings to this process, and make a rank end with its launcher. Call before importing
+    Paddle.
 
-    Afterwards only malloc can be set; the first such call logs a warning.
+    After that only malloc can be set; the first such call logs a warning.
 
     Args:
-        device: "cpu" sets math threads and Paddle's copying too; other devices keep Paddle's choice.
+        device: "cpu" also sets math threads and how Paddle copies; other devices keep Paddle's choice.
 
     Returns:
         One line for the log: what was set, kept or skipped.
@@ -132,12 +134,12 @@ def _set_contiguous_copies() -> str:
 
 
 def _is_theirs(name: str) -> bool:
-    """Whether the user has set a variable, and not an earlier call."""
+    """Whether the user, not an earlier call, has set a variable."""
     return os.environ.get(name) not in (None, _ours.get(name))
 
 
 def _set(name: str, value: str) -> str:
-    """Set a variable unless the user has; returns what to log about it."""
+    """Set a variable unless the user has; returns a text for the log."""
     if _is_theirs(name):
         return f"{name}={os.environ[name]} (yours)"
     os.environ[name] = _ours[name] = value
@@ -162,8 +164,8 @@ def _set_by_launcher(name: str) -> bool:
 def import_paddle() -> None:
     """Import Paddle, without the banner that it prints whenever OMP_NUM_THREADS is not 1.
 
-    The banner warns of ranks that share cores, which :func:`thread_count` prevents. Everything else that
-    Paddle prints while it loads is passed on. Nothing happens if it is imported already.
+    The banner warns of ranks that share cores, which :func:`thread_count` prevents. All other output of the
+    import is passed on. Does nothing if Paddle is already imported.
 
     Raises:
         NotInstalledError: there is no Paddle.
@@ -179,7 +181,7 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """A context for imports that may import Paddle: it is then imported as by :func:`import_paddle`."""
+    """Context for imports that may import Paddle, which is then imported as :func:`import_paddle` does."""
     if "paddle" in sys.modules:
         yield
         return
@@ -205,7 +207,7 @@ def loading_paddle() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held_interrupt() -> Iterator[None]:
-    """A context in which the first Ctrl-C takes effect at the end: while Paddle starts it would become an
+    """Context in which the first Ctrl-C takes effect at the end: while Paddle loads, it would become an
     ``ImportError``. A second one takes effect at once."""
     before, came = signal.getsignal(signal.SIGINT), []
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -227,14 +229,16 @@ def _held_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quick_imports() -> Iterator[None]:
-    """A context in which importing Paddle takes 1.7 seconds of a CPU instead of 2.2 (Xeon, 2.5 GHz).
+    """Context in which importing Paddle takes 1.7 seconds of CPU time instead of 2.2 (Xeon, 2.5 GHz).
 
     Every command and every rank imports Paddle first, so half a second is worth two tricks:
 
-    - Garbage collection is off meanwhile, and never looks at what was imported: modules, functions and
-      classes are not garbage, but so many that examining them takes time.
-    - ``httpx``, which Paddle imports, does not find its command line program ``httpx._main`` and so does not
-      import the libraries that draw on a terminal. Afterwards ``httpx._main`` can be imported as usual.
+    - Garbage collection is off, and later ignores what was imported: modules, functions and classes are not
+    garbage,
+      but there are so many that examining them takes time.
+    - ``httpx``, which Paddle imports, does not find its command line program ``httpx._main``, and so does not
+    import
+      libraries for drawing on a terminal. Afterwards ``httpx._main`` can be imported as usual.
     """
     collects, name = gc.isenabled(), "httpx._main"
     is_hidden = name not in sys.modules
@@ -252,9 +256,9 @@ def _quick_imports() -> Iterator[None]:
 
 
 def _undo_root_logging(stream: io.StringIO) -> None:
-    """Remove the handler that Paddle has given the root logger while it wrote to ``stream``.
+    """Remove the root logger's handler that Paddle installed while stderr was ``stream``.
 
-    Messages of other libraries would be lost there. Without a handler Python prints warnings and errors.
+    Messages of other libraries would be lost in it. Without a handler, Python prints warnings and errors.
     """
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:

@@ -1,7 +1,7 @@
-"""Processes that end with others: a rank with its launcher, and everything below a supervisor.
+"""End processes together: a rank with its launcher, and everything below a supervisor.
 
-Nothing else would end a rank after a ``kill -9`` of its launcher. Linux only; elsewhere little of this has an
-effect.
+Nothing else would end a rank after a ``kill -9`` of its launcher. Works on Linux; elsewhere little of it has
+an effect.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _AFTER_KILL_SECONDS = 30.0
 
 
 def end_with_launcher() -> None:
-    """Let this process get SIGTERM when the launcher that started it is gone, and SIGKILL later.
+    """Send this process SIGTERM, and later SIGKILL, when the launcher that started it is gone.
 
-    A training run stops after its step and saves on SIGTERM. Nothing happens in a process that no launcher
-    started, or in a second call.
+    On SIGTERM a training run stops after its step and saves. Does nothing in a process that no launcher
+    started, or when called again.
     """
     if _OF_LAUNCHER not in os.environ or os.getpid() in _watched:
         return
@@ -50,7 +50,7 @@ def end_with_launcher() -> None:
 
 
 def end_child_with_parent() -> None:
-    """Let the kernel send this process SIGTERM when its parent ends."""
+    """Ask the kernel to send this process SIGTERM when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
@@ -72,7 +72,7 @@ def _wait_for_end(pid: int, is_parent: bool) -> None:
             end.register(process, select.POLLIN)
             end.poll()
         return
-    # It has ended already, or this system has no pidfd_open.
+    # The launcher has ended already, or this system has no pidfd_open.
     while os.getppid() == pid if is_parent else _exists(pid):
         time.sleep(_LOOK_AT_PARENT_SECONDS)
 
@@ -91,13 +91,13 @@ def _exists(pid: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Let processes below this one stay below it when those between end (PR_SET_CHILD_SUBREAPER)."""
+    """Keep descendants below this process when those in between end (PR_SET_CHILD_SUBREAPER)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[int]:
-    """The running processes below this one, without zombies."""
+    """The running descendants of this process, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -113,10 +113,10 @@ def descendants() -> list[int]:
 
 
 def end_descendants(grace: float) -> list[int]:
-    """Send SIGTERM to all processes below this one, and SIGKILL to those that run ``grace`` seconds later.
+    """Send SIGTERM to all descendants, and SIGKILL to those that still run ``grace`` seconds later.
 
     Returns:
-        Those that did not end even then: the kernel holds them.
+        Those that did not end even then, because the kernel holds them.
     """
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _AFTER_KILL_SECONDS)):
         signalled: set[int] = set()

@@ -1,4 +1,4 @@
-"""A progress bar on terminals and in notebooks; nothing elsewhere."""
+"""A progress bar on terminals and in notebooks, and nowhere else."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class _Drawing(Protocol):
 
 
 class ProgressBar:
-    """A bar with description, percentage, rate, time left, and a text that changes.
+    """A bar with description, percentage, rate, time left, and a changing text.
 
     Args:
         description: the text in front.
-        total: the amount at which the bar is full; None: unknown.
+        total: the amount at which the bar is full; None if unknown.
         unit: what is counted, e.g. ``step`` or ``MB``.
-        show: "auto" draws only in a notebook, or if standard error is a terminal.
+        show: "auto" draws only in a notebook or if standard error is a terminal.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ def track(
     unit: str,
     show: bool | Literal["auto"] = "auto",
 ) -> Iterator[ItemT]:
-    """Iterate over the items, with a bar that counts those that are done."""
+    """Iterate over items with a bar that counts them."""
     with ProgressBar(description, total=total, unit=unit, show=show) as bar:
         for item in items:
             yield item
@@ -86,7 +86,7 @@ def in_notebook() -> bool:
 
 
 class _NotebookLine:
-    """One line below the cell, which is redrawn."""
+    """A line below the notebook's cell that is redrawn."""
 
     def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
         self._description, self._total, self._unit = description, total, unit
@@ -125,7 +125,7 @@ class _NotebookLine:
 
 
 class _TerminalBar:
-    """A bar of ``rich``; what is printed meanwhile goes above it."""
+    """A bar of ``rich``; other output goes above it."""
 
     def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
         self._progress = _make_progress(unit)

@@ -14,9 +14,9 @@ import pytest
 
 import ppfleetx
 from ppfleetx.api.configuration import config_source, settings_of
-from ppfleetx.api.corpus import corpus_prefix
 from ppfleetx.api.gpt2 import _is_text
-from ppfleetx.api.streaming import stream_of
+from ppfleetx.api.model import stream_of
+from ppfleetx.api.trainer import corpus_prefix
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError

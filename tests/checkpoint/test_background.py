@@ -12,10 +12,9 @@ import pytest
 from paddle.base import core
 
 from ppfleetx.checkpoint import storage
-from ppfleetx.checkpoint.background import BackgroundManager, HostCopier
 from ppfleetx.checkpoint.directory import resolve_checkpoint
-from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.reader import open_checkpoint
+from ppfleetx.checkpoint.save import BackgroundManager, CheckpointManager, HostCopier
 from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.distributed import transfer
@@ -145,7 +144,7 @@ def test_no_memory_for_the_copy(tmp_path, monkeypatch):
         raise MemoryError
 
     manager = BackgroundManager(tmp_path)
-    monkeypatch.setattr("ppfleetx.checkpoint.background.np.empty_like", fail)
+    monkeypatch.setattr("ppfleetx.checkpoint.save.np.empty_like", fail)
     save(manager, 1)
     manager.wait_for_copy()
     with pytest.raises(CheckpointError, match=r"no memory for a copy .*async_save=False"):

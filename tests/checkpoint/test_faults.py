@@ -67,7 +67,7 @@ def test_damage_is_found_while_reading_and_names_the_file(tmp_path):
 
 
 def test_only_the_chunks_that_are_read_are_checked(tmp_path, monkeypatch):
-    for module in ("storage", "manifest", "entries"):
+    for module in ("storage", "manifest"):
         monkeypatch.setattr(f"ppfleetx.checkpoint.{module}.CHUNK_BYTES", 16)
     path = save(tmp_path)
     name = "embedding.word_embeddings.weight"  # 12 rows of 16 bytes

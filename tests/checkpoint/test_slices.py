@@ -51,7 +51,7 @@ def by_columns_and_rows(array):
 )
 def test_any_box_of_any_slices(tmp_path, cut, monkeypatch):
     # Small blocks and chunks, so that their borders are crossed.
-    for module in ("storage", "manifest", "entries"):
+    for module in ("storage", "manifest"):
         monkeypatch.setattr(f"ppfleetx.checkpoint.{module}.CHUNK_BYTES", 16)
     monkeypatch.setattr("ppfleetx.checkpoint.reader._BLOCK_BYTES", 40)
     array = np.random.default_rng(0).standard_normal((6, 9)).astype(np.float32)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.commands.completion import bash_script
+from ppfleetx.commands.configs import bash_script
 from ppfleetx.commands.main import call, usage
 from ppfleetx.commands.verbs import GROUPS, VERBS
 from ppfleetx.config.errors import UserError

@@ -22,11 +22,10 @@ from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.launching import without_launch_options
 from ppfleetx.commands.main import call
-from ppfleetx.commands.resolve_model import ModelPlace, resolve_model
-from ppfleetx.commands.shared_directory import shared_directory
+from ppfleetx.commands.resolve_model import ModelPlace, resolve_model, shared_directory
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.reading.files import Sections
+from ppfleetx.config.reading.parse import Sections
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.data.indexed import IndexedDatasetWriter

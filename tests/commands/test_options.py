@@ -11,8 +11,8 @@ import pytest
 from ppfleetx.commands.options import Command, option, positional, repeated, switch
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.reading.files import Sections
 from ppfleetx.config.reading.overrides import Setting
+from ppfleetx.config.reading.parse import Sections
 
 SECTIONS = Sections(
     {

@@ -9,7 +9,7 @@ def save_teacher(place: str) -> None:
     """Write a checkpoint of a model that was only begun: half as deep and twice as wide as the students."""
     import paddle
 
-    from ppfleetx.checkpoint.manager import CheckpointManager
+    from ppfleetx.checkpoint.save import CheckpointManager
     from ppfleetx.checkpoint.tensors import model_slices
 
     sizes = {"Model.num_layers": 2, "Model.hidden_size": 64, "Global.seed": 7}

@@ -12,8 +12,8 @@ import numpy as np
 import paddle
 import pytest
 
+from ppfleetx.checkpoint.adapters import merge_lora
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.merge_lora import merge_lora
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.commands.quantize import REPORT_FILE, Quantize, quantize
 from ppfleetx.commands.resolve_model import resolve_model

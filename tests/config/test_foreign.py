@@ -6,8 +6,8 @@ import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import all_keys
+from ppfleetx.config.foreign import OURS, our_key
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.other_toolkits.synonyms import OURS, our_key
 from ppfleetx.config.sections.root import RunConfig
 
 

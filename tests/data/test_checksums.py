@@ -14,11 +14,11 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data import checksums
 from ppfleetx.data.checksums import RunningChecksums, checksums_path, compute_checksums, read_checksums
-from ppfleetx.data.fleetx_format import convert
+from ppfleetx.data.corpus_formats import convert
 from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter
 from ppfleetx.data.prepare.corpus import find_sources
-from ppfleetx.data.prepare.merging import merge
 from ppfleetx.data.prepare.preprocess import preprocess
+from ppfleetx.data.prepare.token_files import merge
 from ppfleetx.data.verify import all_damage, verify_corpora, verify_corpus
 from tests.data.test_loader import make_config
 from tests.helpers.texts import small_tokenizer
@@ -132,7 +132,7 @@ def test_checksums_can_be_damaged_themselves(toy_prefix: str) -> None:
             assert "itself is damaged" in str(error)
     for content in (b"", b"[]", b"[" * 2000, b"{}", b"\xff", sound[:-40], b" " * 10_000_000):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"itself is damaged|more than such a file has"):
+        with pytest.raises(DataError, match=r"itself is damaged|too large for such a file"):
             read_checksums(toy_prefix)
 
 

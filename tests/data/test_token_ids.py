@@ -105,7 +105,7 @@ def test_files_that_are_elsewhere_are_no_mistake(place: Path) -> None:
 def test_parts_of_a_large_corpus_are_looked_at(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ppfleetx.data.corpus_paths import open_tokens
+    from ppfleetx.data.corpus_formats import open_tokens
 
     tokens = np.zeros(1 << 20, np.uint16)
     tokens[-1] = 7

@@ -14,17 +14,16 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
-from ppfleetx.commands.export import Export
-from ppfleetx.commands.infer import Infer, merge_settings
 from ppfleetx.commands.resolve_model import as_replicas
+from ppfleetx.commands.serving import Export, Infer, merge_settings
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig
-from ppfleetx.deploy import capabilities
-from ppfleetx.deploy.capabilities import check_inference, check_onednn, has_bfloat16
+from ppfleetx.deploy import export_dir
 from ppfleetx.deploy.export import check_target
+from ppfleetx.deploy.export_dir import check_inference, check_onednn, has_bfloat16
 from ppfleetx.deploy.static.linear import Matrix, use_panels
-from ppfleetx.deploy.tracing import quick_conversion
+from ppfleetx.deploy.static.program import quick_conversion
 from ppfleetx.nn.packed_weights import WIDTH
 from tests.deploy.exports import GPT2_STYLE, Exported, configuration, write_run
 from tests.helpers import programs
@@ -255,7 +254,7 @@ def test_options_of_another_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         with pytest.raises(ConfigError, match="is for the CPU"):
             inference(override)
     device = "cpu"
-    monkeypatch.setattr(capabilities, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(export_dir, "has_bfloat16", lambda: False)
     with pytest.raises(ConfigError, match=r"precision = 'bf16'.*none of avx512_bf16, amx_bf16; use fp32"):
         inference("precision=bf16", "onednn=True")
     for flags, expected in (("fpu avx512f", False), ("fpu avx512_bf16", True), ("amx_bf16 sse", True)):

@@ -1,6 +1,6 @@
 """The reference device: a plugin for Paddle's CPU wheel that behaves like an accelerator, and strictly.
 
-``docs/reference_device.md`` says what it does. :func:`plugin` compiles it when it is first needed;
+``tests/device/README.md`` says what it does. :func:`plugin` compiles it when it is first needed;
 :func:`environment` is what a process needs to see it; :class:`Device` talks to it from inside such a process.
 """
 

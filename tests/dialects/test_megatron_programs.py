@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppfleetx.commands.dialects import gpt2_corpus, megatron
+from ppfleetx.commands.dialects import megatron
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.core.engine.callbacks.log_lines import MegatronLog, MindSpeedLog
@@ -126,22 +126,22 @@ def test_the_corpus_has_the_name_that_the_scripts_read(tmp_path, tokenizer_files
     vocab, merges = tokenizer_files
     (tmp_path / "gpt2-vocab.json").write_text(vocab)
     with pytest.raises(DataError, match=r"gpt2-merges.txt is not there. Nothing is downloaded"):
-        gpt2_corpus.run(["--output_dir", str(tmp_path)])
+        megatron.prepare_gpt2_corpus(["--output_dir", str(tmp_path)])
     (tmp_path / "gpt2-merges.txt").write_text(merges)
     with pytest.raises(DataError, match="there is no text"):
-        gpt2_corpus.run(["--output_dir", str(tmp_path), "--extracted", str(tmp_path / "text")])
+        megatron.prepare_gpt2_corpus(["--output_dir", str(tmp_path), "--extracted", str(tmp_path / "text")])
     for number in range(3):
         part = tmp_path / "text" / "AA" / f"wiki_{number:02}"
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps({"text": f"article {number} " * 9}) + "\n")
     arguments = ["--output_dir", str(tmp_path), "--extracted", str(tmp_path / "text"), "--workers", "1"]
-    gpt2_corpus.run(arguments)
+    megatron.prepare_gpt2_corpus(arguments)
     assert {path.name for path in tmp_path.glob("my-gpt*")} == {
         f"my-gpt_text_sentence{suffix}" for suffix in (".bin", ".idx", ".checksums.json")
     }
     assert len((tmp_path / "wiki_all.json").read_text().splitlines()) == 3
     with pytest.raises(DataError, match="nothing is overwritten"):
-        gpt2_corpus.run(arguments)
+        megatron.prepare_gpt2_corpus(arguments)
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:
 def saved_in_the_background(directory: str, seconds: float) -> list:
     """The last rank writes so many seconds; what a rank hears of the save's end."""
     from ppfleetx.checkpoint import storage
-    from ppfleetx.checkpoint.background import BackgroundManager
+    from ppfleetx.checkpoint.save import BackgroundManager
     from tests.checkpoint.checkpoints import slices
 
     ctx, write = context(mp=2), storage.write_safetensors

@@ -61,7 +61,7 @@ class Meeting:
             thread.join(max(0.0, deadline - time.monotonic()))
             assert not thread.is_alive(), self.results
         return {
-            name: f"{error}; {error.cure}"
+            name: f"{error}; {error.fix}"
             for name, error in self.results.items()
             if isinstance(error, RendezvousError)
         }
@@ -131,7 +131,7 @@ def test_dropped_packets_are_a_firewall(monkeypatch) -> None:
     monkeypatch.setattr(socket, "create_connection", dropped)
     with pytest.raises(RendezvousError, match=r"10\.0\.0\.1:8000 .*nothing comes back") as error:
         visit(("10.0.0.1", 8000), 2, Member("rank 1", 1), 0.2)
-    assert "firewall" in error.value.cure
+    assert "firewall" in error.value.fix
 
 
 def test_a_member_that_ends_meanwhile_is_named_at_once(point) -> None:
@@ -164,7 +164,7 @@ def test_two_jobs_at_one_place_are_told_apart(point) -> None:
 def test_a_port_in_use(point, listener) -> None:
     with pytest.raises(RendezvousError, match=f"port {point[1]} of this machine cannot be opened") as error:
         receive(point, 2, Member("rank 0", 0), 1.0)
-    assert "another free port" in error.value.cure
+    assert "another free port" in error.value.fix
 
 
 @pytest.mark.parametrize("speaks", [True, False])

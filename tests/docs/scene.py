@@ -19,6 +19,7 @@ _LINKED = (
     "tools",
     "tasks",
     "projects",
+    "examples",
     "ppfleetx",
     "benchmarks",
     "docs",

@@ -10,8 +10,7 @@ import pytest
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Row
+from ppfleetx.doctor.check import Row, Target
 
 NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"
 
@@ -35,13 +34,13 @@ def prefix(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def case(prefix: Path, tmp_path: Path) -> Callable[..., Case]:
-    """``case("Section.key=value", ...)``: the nano run on the corpus."""
+def target(prefix: Path, tmp_path: Path) -> Callable[..., Target]:
+    """``target("Section.key=value", ...)``: the nano run on the corpus."""
 
-    def make(*overrides: str, **fields: object) -> Case:
+    def make(*overrides: str, **fields: object) -> Target:
         given = {f"Data.{mode}.dataset.input_dir": str(prefix) for mode in ("Train", "Eval")}
         given["Engine.save_load.output_dir"] = str(tmp_path / "output")
         given |= dict(override.split("=", 1) for override in overrides)
-        return Case(load_config(str(NANO), [f"{key}={value}" for key, value in given.items()]), **fields)
+        return Target(load_config(str(NANO), [f"{key}={value}" for key, value in given.items()]), **fields)
 
     return make

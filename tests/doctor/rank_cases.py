@@ -12,12 +12,12 @@ def collectives(mp: int, fault: int | None = None) -> list[dict[str, Any]]:
 
     from ppfleetx.config.sections.moe import MoEConfig
     from ppfleetx.distributed.init import init_distributed
-    from ppfleetx.doctor.case import Case
+    from ppfleetx.doctor.check import Target
     from ppfleetx.doctor.collectives import examine_groups
     from ppfleetx.doctor.run import plan_config
 
     size = distributed.ParallelEnv().world_size
-    cfg = plan_config(Case(world_size=size))
+    cfg = plan_config(Target(world_size=size))
     cfg = cfg.changed("Distributed", mp_degree=mp, dp_degree=size // mp, ep_degree=size // mp)
     cfg = cfg.changed("Model", moe=MoEConfig(num_experts=size))
     ctx = init_distributed(cfg)

@@ -9,30 +9,30 @@ from types import SimpleNamespace
 
 from ppfleetx.doctor import agreement, files
 from ppfleetx.doctor.agreement import Fact, agreement_rows, differing, digests, in_full
-from ppfleetx.doctor.rows import Status
+from ppfleetx.doctor.check import Status
 from tests.doctor.conftest import by_name, write_corpus
 
 
 def rows_of(cases, **patches):
     """The rows for processes that are these cases."""
-    told = [digests(case, print) for case in cases]
+    told = [digests(target, print) for target in cases]
     names = differing(told)
-    values = {rank: in_full(case, names, print) for rank, case in enumerate(cases)}
+    values = {rank: in_full(target, names, print) for rank, target in enumerate(cases)}
     return by_name(agreement_rows(values, names))
 
 
-def test_equal_processes_agree(case):
-    one = case(environ={"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"})
-    other = case(rank=1, local_rank=1, environ={"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth1"})
+def test_equal_processes_agree(target):
+    one = target(environ={"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"})
+    other = target(rank=1, local_rank=1, environ={"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth1"})
     assert {row.status for row in rows_of([one, other]).values()} == {Status.OK}
-    silent = case(rank=1, local_rank=1, environ={})
+    silent = target(rank=1, local_rank=1, environ={})
     assert rows_of([one, silent])["variables"].status is Status.OK
 
 
-def test_another_seed_other_data_and_other_variables_are_named(case, prefix):
-    one = case(environ={"NCCL_IB_DISABLE": "1"})
+def test_another_seed_other_data_and_other_variables_are_named(target, prefix):
+    one = target(environ={"NCCL_IB_DISABLE": "1"})
     told, full = digests(one, print), in_full(one, [fact.name for fact in agreement.FACTS], print)
-    other = replace(case("Global.seed=7", environ={}), rank=1)
+    other = replace(target("Global.seed=7", environ={}), rank=1)
     write_corpus(prefix, seed=1)
     names = differing([told, digests(other, print)])
     rows = by_name(agreement_rows({0: full, 1: in_full(other, names, print)}, names))
@@ -44,31 +44,31 @@ def test_another_seed_other_data_and_other_variables_are_named(case, prefix):
     assert rows["versions"].status is Status.OK
 
 
-def test_the_card_of_a_rank_and_the_address_of_a_machine_are_its_own(case):
-    one = case(environ={"FLAGS_selected_npus": "0", "HCCL_IF_IP": "10.0.0.1", "HCCL_BUFFSIZE": "120"})
+def test_the_card_of_a_rank_and_the_address_of_a_machine_are_its_own(target):
+    one = target(environ={"FLAGS_selected_npus": "0", "HCCL_IF_IP": "10.0.0.1", "HCCL_BUFFSIZE": "120"})
     environ = {"FLAGS_selected_npus": "1", "HCCL_IF_IP": "10.0.0.2", "HCCL_BUFFSIZE": "120"}
-    assert rows_of([one, case(rank=1, environ=environ)])["variables"].status is Status.OK
-    other = case(rank=1, environ={**environ, "HCCL_BUFFSIZE": "200"})
+    assert rows_of([one, target(rank=1, environ=environ)])["variables"].status is Status.OK
+    other = target(rank=1, environ={**environ, "HCCL_BUFFSIZE": "200"})
     assert rows_of([one, other])["variables"].status is Status.FAIL
 
 
-def test_another_library_on_one_machine_is_found(case, monkeypatch, tmp_path):
+def test_another_library_on_one_machine_is_found(target, monkeypatch, tmp_path):
     directory = tmp_path / "tokenizers-0.1.0.dist-info"
-    full = in_full(case(), ["versions"], print)
+    full = in_full(target(), ["versions"], print)
     directory.mkdir()
     (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: tokenizers\nVersion: 0.1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    values = {0: full, 1: in_full(case(rank=1), ["versions"], print)}
+    values = {0: full, 1: in_full(target(rank=1), ["versions"], print)}
     row = by_name(agreement_rows(values, ["versions"]))["versions"]
     assert row.status is Status.FAIL and "tokenizers is " in row.found and "0.1.0 on rank 1" in row.found
 
 
-def test_another_checkpoint_on_one_machine_is_found(case, tmp_path):
+def test_another_checkpoint_on_one_machine_is_found(target, tmp_path):
     places = [tmp_path / name for name in ("one", "other")]
     for number, place in enumerate(places):
         step = place / f"step_{number}"
         step.mkdir(parents=True)
-    rows = rows_of([case(f"Engine.save_load.init_from={places[0]}"), case(rank=2)])
+    rows = rows_of([target(f"Engine.save_load.init_from={places[0]}"), target(rank=2)])
     assert rows["checkpoints"].status is Status.FAIL and "init_from is" in rows["checkpoints"].found
 
 
@@ -84,8 +84,8 @@ def test_a_change_anywhere_in_a_corpus_without_checksums_is_found(prefix):
     assert files._of_corpus(corpus) != before
 
 
-def test_other_versions_and_sources_are_named(case, monkeypatch, tmp_path):
-    cases = [case(), case(rank=1, local_rank=1), case(rank=2)]
+def test_other_versions_and_sources_are_named(target, monkeypatch, tmp_path):
+    cases = [target(), target(rank=1, local_rank=1), target(rank=2)]
     names = ["versions", "sources"]
     told, full = [digests(one, print) for one in cases[:2]], in_full(cases[0], names, print)
     (tmp_path / "nn").mkdir()
@@ -99,17 +99,17 @@ def test_other_versions_and_sources_are_named(case, monkeypatch, tmp_path):
     assert "more" in rows["sources"].found and "on rank 2" in rows["sources"].found
 
 
-def test_what_nobody_could_read_in_time_is_not_said_to_be_equal(case, monkeypatch):
+def test_what_nobody_could_read_in_time_is_not_said_to_be_equal(target, monkeypatch):
     monkeypatch.setattr(agreement, "_READ_SECONDS", 0.2)
-    released, cases, asked = threading.Event(), [case(), case(rank=1)], []
-    slow = Fact("data and tokenizer", lambda case: {"corpus": str(released.wait(20.0))}, "copy it")
+    released, cases, asked = threading.Event(), [target(), target(rank=1)], []
+    slow = Fact("data and tokenizer", lambda target: {"corpus": str(released.wait(20.0))}, "copy it")
     monkeypatch.setattr(agreement, "FACTS", (slow,))
     told = [digests(one, asked.append) for one in cases]
     names = differing(told)
     full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
     row = by_name(agreement_rows(full, names))["data and tokenizer"]
     assert asked == ["data and tokenizer"] * 2 and row.status is Status.WARN
-    assert row.found == "not compared: ranks 0-1 could not read it within 0.2 s"
+    assert row.found == "not compared: ranks 0, 1 could not read it within 0.2 s"
     released.set()
     full = {rank: in_full(one, names, print) for rank, one in enumerate(cases)}
     assert by_name(agreement_rows(full, names))["data and tokenizer"].status is Status.OK

@@ -13,10 +13,9 @@ import pytest
 
 from ppfleetx.commands.main import call
 from ppfleetx.doctor import launch, libraries
-from ppfleetx.doctor.before import launcher_rows
-from ppfleetx.doctor.launch import launched_rows
+from ppfleetx.doctor.check import Status, fail
+from ppfleetx.doctor.launch import launched_rows, launcher_rows
 from ppfleetx.doctor.libraries import broken_row
-from ppfleetx.doctor.rows import Status, fail
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT
 
@@ -31,16 +30,16 @@ def test_an_environment_in_which_ranks_can_start():
 
 
 @pytest.mark.parametrize(
-    ("environ", "name", "found", "cure"),
+    ("environ", "name", "found", "fix"),
     [
         ({"PADDLE_TRAINERS_NUM": "4"}, "launcher variables", "of another job", "unset PADDLE_TRAINERS_NUM"),
         ({"CUDA_VISIBLE_DEVICES": "3"}, "CUDA_VISIBLE_DEVICES", "1 card for 2 processes", "--nproc 1"),
         ({"POD_IP": "203.0.113.9"}, "own address", "203.0.113.9 is not this machine's", "unset POD_IP"),
     ],
 )
-def test_what_of_the_environment_keeps_ranks_from_starting(environ, name, found, cure):
+def test_what_of_the_environment_keeps_ranks_from_starting(environ, name, found, fix):
     row = rows_of(environ)[name]
-    assert row.status is Status.FAIL and found in row.found and cure in row.cure
+    assert row.status is Status.FAIL and found in row.found and fix in row.fix
 
 
 def doctor(*words: str, path: Path | None = None) -> tuple[int, dict[str, dict]]:
@@ -80,8 +79,8 @@ def test_a_library_that_hides_another_and_a_paddle_that_ends_the_process_are_nam
     (tmp_path / "paddle/__init__.py").unlink()
     (tmp_path / "paddle").rmdir()
     text = (
-        "from ppfleetx.doctor.libraries import libraries; from ppfleetx.doctor.case import Case; "
-        "print(*[(row.name, row.status, row.found) for row in libraries(Case())])"
+        "from ppfleetx.doctor.libraries import libraries; from ppfleetx.doctor.check import Target; "
+        "print(*[(row.name, row.status, row.found) for row in libraries(Target())])"
     )
     package(tmp_path, "rich", "__version__ = '0.1'\n")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -117,12 +116,12 @@ def test_the_versions_that_are_required(monkeypatch, version):
     monkeypatch.setattr(libraries, "version_of", lambda name: version if name == "numpy" else "9")
     monkeypatch.setattr(np, "__version__", version)
     row = libraries._problem("numpy")
-    assert (row is None) == (version == "2.3.5") and (row is None or "numpy<2.4,>=1.26" in row.cure)
+    assert (row is None) == (version == "2.3.5") and (row is None or "numpy<2.4,>=1.26" in row.fix)
 
 
 def test_a_library_that_is_missing():
     row = broken_row(ModuleNotFoundError("No module named 'tiktoken'", name="tiktoken"))
-    assert row.found == "tiktoken is not installed" and "pip install" in row.cure
+    assert row.found == "tiktoken is not installed" and "pip install" in row.fix
 
 
 def test_a_rank_that_is_killed_before_it_reports_is_named(monkeypatch, tmp_path):
@@ -131,4 +130,4 @@ def test_a_rank_that_is_killed_before_it_reports_is_named(monkeypatch, tmp_path)
     command = [sys.executable, "-c", f"print({said!r}); raise SystemExit(143)"]
     rows, _ = launched_rows(command, seconds=1.0, logs_there=tmp_path)
     row = by_name(rows)["rank 1"]
-    assert row.group == "processes" and "ended by signal 9, SIGKILL" in row.found and "oom" in row.cure
+    assert row.group == "processes" and "ended by signal 9, SIGKILL" in row.found and "oom" in row.fix

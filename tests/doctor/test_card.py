@@ -9,8 +9,7 @@ from paddle.base import core
 
 from ppfleetx.config.loader import load_config
 from ppfleetx.doctor import card, steps
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Status, ok
+from ppfleetx.doctor.check import Status, Target, ok
 from ppfleetx.parallel import precision
 from tests.doctor.conftest import by_name
 from tests.parity.training import CONFIG
@@ -32,7 +31,7 @@ GPU2\tSYS\tSYS\t X \tSYS\t64-127
 def test_cards_as_nvidia_smi_tells_them():
     rows = by_name(card.card_rows(CARDS))
     assert [row.status for row in rows.values()] == [Status.OK, Status.WARN, Status.FAIL, Status.OK]
-    assert "another program holds its memory" in rows["card 1"].cure
+    assert "another program holds its memory" in rows["card 1"].fix
     assert "3 uncorrected memory errors" in rows["card 2"].found
     assert card._links(LINKS) == "1 x NV12, 2 x SYS"
 
@@ -80,15 +79,15 @@ def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
     monkeypatch.setattr(card, "operators_row", lambda dtype, _: tried.append(dtype) or ok("x", "y"))
     monkeypatch.setattr(card, "TABLE", {})
     monkeypatch.setattr(card, "attention_row", lambda dtype, packed: tried.append(dtype) or ok("x", "y"))
-    case = Case(device="gpu")
-    list(card.small_operators(case))
-    list(card.flash(case))
+    target = Target(device="gpu")
+    list(card.small_operators(target))
+    list(card.flash(target))
     assert tried == ["float32", "float16", "float16", "float16"]
     monkeypatch.setattr(steps, "train", lambda *_: [1.0])
     monkeypatch.setattr(steps, "losses_row", lambda name, *_: ok(name, "as they should be"))
-    rows = by_name(steps.losses(case))
+    rows = by_name(steps.losses(target))
     statuses = {row.status for name, row in rows.items() if "bfloat16" in name}
     assert statuses == {Status.SKIPPED} and rows["GPT float16 O2"].status is Status.OK
-    assert card._lacking("bfloat16", "gpu:0", case).status is Status.SKIPPED
-    row = card._lacking("bfloat16", "gpu:0", Case(cfg=load_config(CONFIG), device="gpu"))
+    assert card._lacking("bfloat16", "gpu:0", target).status is Status.SKIPPED
+    row = card._lacking("bfloat16", "gpu:0", Target(cfg=load_config(CONFIG), device="gpu"))
     assert row.status is Status.FAIL and "gpu:0 does not compute in bfloat16" in row.found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ppfleetx.doctor.rows import Row, Status, ok
+from ppfleetx.doctor.check import Row, Status, ok
 from ppfleetx.doctor.run import slowest
 from tests.helpers.ranks import Pools
 

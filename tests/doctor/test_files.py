@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.doctor import files, storage
+from ppfleetx.doctor import files
+from ppfleetx.doctor.check import Status
 from ppfleetx.doctor.configuration import beginning, memory, memory_row, plan
-from ppfleetx.doctor.rows import Status
 from tests.doctor.conftest import by_name
 
 NOBODY = 65534
@@ -33,54 +33,54 @@ def ordinary_user():
         os.seteuid(0)
 
 
-def test_data_that_is_there_is_opened(case):
-    rows = by_name(files.data(case()))
+def test_data_that_is_there_is_opened(target):
+    rows = by_name(files.data(target()))
     assert rows["Data.Train"].status is Status.OK
     assert "2,400 tokens in 60 sequences, every byte as in toy.checksums.json" in rows["Data.Train"].found
     assert "checksums" not in rows
 
 
-def test_data_that_is_not_there_is_named(case, tmp_path):
+def test_data_that_is_not_there_is_named(target, tmp_path):
     elsewhere = f"Data.Train.dataset.input_dir={tmp_path / 'elsewhere'}"
-    rows = by_name(files.data(case(elsewhere)))
+    rows = by_name(files.data(target(elsewhere)))
     assert (
         rows["Data.Train"].status is Status.FAIL and str(tmp_path / "elsewhere") in rows["Data.Train"].found
     )
-    assert "mount" in rows["Data.Train"].cure
+    assert "mount" in rows["Data.Train"].fix
     assert rows["Data.Eval"].status is Status.OK
 
 
-def test_data_that_this_user_may_not_read_is_named(case, prefix):
-    case = case()
+def test_data_that_this_user_may_not_read_is_named(target, prefix):
+    target = target()
     Path(f"{prefix}.bin").chmod(0)
     for directory in (prefix.parent, *prefix.parent.parents):
         if directory.owner() == "root" and str(directory).startswith("/tmp/pytest"):
             directory.chmod(0o755)
     with ordinary_user():
-        row = by_name(files.data(case))["Data.Train"]
-        found = files.fingerprints(case)
-    assert row.status is Status.FAIL and "ermission denied" in row.found and "chmod a+r" in row.cure
+        row = by_name(files.data(target))["Data.Train"]
+        found = files.fingerprints(target)
+    assert row.status is Status.FAIL and "ermission denied" in row.found and "chmod a+r" in row.fix
     assert found["Data.Train"] == "not readable"
 
 
-def test_data_that_was_cut_off_is_named(case, prefix):
-    before = files.fingerprints(case())
+def test_data_that_was_cut_off_is_named(target, prefix):
+    before = files.fingerprints(target())
     with open(f"{prefix}.bin", "r+b") as file:
         file.truncate(1000)
-    row = by_name(files.data(case()))["Data.Train"]
+    row = by_name(files.data(target()))["Data.Train"]
     assert row.status is Status.FAIL and f"{prefix}.bin" in row.found
-    assert files.fingerprints(case()) != before
+    assert files.fingerprints(target()) != before
 
 
-def test_a_byte_that_changed_on_disk_is_named(case, prefix):
+def test_a_byte_that_changed_on_disk_is_named(target, prefix):
     with open(f"{prefix}.bin", "r+b") as file:
         file.seek(1000)
         byte = file.read(1)
         file.seek(1000)
         file.write(bytes([byte[0] ^ 1]))
-    row = by_name(files.data(case()))["Data.Train"]
+    row = by_name(files.data(target()))["Data.Train"]
     assert row.status is Status.FAIL and "block 0, bytes [0, 4,800), is not as it was written" in row.found
-    assert row.cure.startswith("copy it again")
+    assert row.fix.startswith("copy it again")
 
 
 def test_blocks_that_are_read_of_a_large_file():
@@ -88,52 +88,52 @@ def test_blocks_that_are_read_of_a_large_file():
     assert files.spread(1000, 4) == [0, 333, 666, 999]
 
 
-def test_a_corpus_without_one_sample_is_named(case, tmp_path):
+def test_a_corpus_without_one_sample_is_named(target, tmp_path):
     with IndexedDatasetWriter(tmp_path / "tiny", np.uint16) as writer:
         writer.add_document(np.arange(5), [5])
-    row = by_name(files.data(case(f"Data.Train.dataset.input_dir={tmp_path / 'tiny'}")))["Data.Train"]
+    row = by_name(files.data(target(f"Data.Train.dataset.input_dir={tmp_path / 'tiny'}")))["Data.Train"]
     assert row.status is Status.FAIL and "the Train split has 5 tokens, and one sample needs 33" in row.found
 
 
-def test_a_corpus_without_checksums_is_a_warning(case, prefix):
-    before = files.fingerprints(case())
+def test_a_corpus_without_checksums_is_a_warning(target, prefix):
+    before = files.fingerprints(target())
     Path(f"{prefix}.checksums.json").unlink()
-    row = by_name(files.data(case()))["checksums"]
+    row = by_name(files.data(target()))["checksums"]
     assert row.status is Status.WARN and str(prefix) in row.found
-    assert files.fingerprints(case())[str(prefix)] != before[str(prefix)]
+    assert files.fingerprints(target())[str(prefix)] != before[str(prefix)]
 
 
-def test_a_tokenizer_that_is_not_there_or_too_large_is_named(case, tmp_path):
-    (row,) = files.tokenizer(case(f"Data.tokenizer.dir={tmp_path / 'none'}"))
+def test_a_tokenizer_that_is_not_there_or_too_large_is_named(target, tmp_path):
+    (row,) = files.tokenizer(target(f"Data.tokenizer.dir={tmp_path / 'none'}"))
     assert row.status is Status.FAIL and "Data.tokenizer.dir" in row.found
-    (row,) = files.tokenizer(case("Model.vocab_size=100", "Model.vocab_size_divisible_unit=4"))
+    (row,) = files.tokenizer(target("Model.vocab_size=100", "Model.vocab_size_divisible_unit=4"))
     assert row.status is Status.FAIL and "vocab_size" in row.found
 
 
-def test_a_checkpoint_that_is_not_there_is_named(case, tmp_path):
-    (row,) = files.checkpoints(case(f"Engine.save_load.init_from={tmp_path / 'none'}"))
+def test_a_checkpoint_that_is_not_there_is_named(target, tmp_path):
+    (row,) = files.checkpoints(target(f"Engine.save_load.init_from={tmp_path / 'none'}"))
     assert row.status is Status.FAIL and row.name == "Engine.save_load.init_from"
 
 
 # -- output directory ------------------------------------------------------------------------------
 
 
-def test_the_output_directory_is_written_and_left_as_it_was(case, tmp_path):
+def test_the_output_directory_is_written_and_left_as_it_was(target, tmp_path):
     before = sorted(tmp_path.iterdir())
-    (row,) = storage.output_directory(case())
+    (row,) = files.output_directory(target())
     assert row.status is Status.OK and "to be created in" in row.found
     assert row.numbers["bytes_per_second"] > 0
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_an_output_directory_that_cannot_be_written_is_named(case, tmp_path):
+def test_an_output_directory_that_cannot_be_written_is_named(target, tmp_path):
     (tmp_path / "output").mkdir(mode=0o555)
     tmp_path.chmod(0o755)
     with ordinary_user():
-        (row,) = storage.output_directory(case())
+        (row,) = files.output_directory(target())
     assert row.status is Status.FAIL and "cannot be written: Permission denied" in row.found
     (tmp_path / "file").touch()
-    (row,) = storage.output_directory(case(f"Engine.save_load.output_dir={tmp_path}/file/output"))
+    (row,) = files.output_directory(target(f"Engine.save_load.output_dir={tmp_path}/file/output"))
     assert row.status is Status.FAIL and "is a file" in row.found
 
 
@@ -149,67 +149,67 @@ def small_file_system(directory, options):
         subprocess.run(["umount", str(directory)], check=True)
 
 
-def test_a_full_disk_is_named(case, tmp_path):
+def test_a_full_disk_is_named(target, tmp_path):
     directory = tmp_path / "output"
     directory.mkdir()
     with small_file_system(directory, "size=1m"):
-        (written,) = storage.output_directory(case())
-        (room,) = storage.room(case())
+        (written,) = files.output_directory(target())
+        (room,) = files.room(target())
     assert written.status is Status.FAIL and "No space left on device" in written.found
     assert room.status is Status.FAIL and "2 checkpoints of 1.6 MiB: not one fits" in room.found
 
 
-def test_a_read_only_file_system_is_named(case, tmp_path):
+def test_a_read_only_file_system_is_named(target, tmp_path):
     directory = tmp_path / "output"
     directory.mkdir()
     with small_file_system(directory, "ro"):
-        (written,) = storage.output_directory(case())
+        (written,) = files.output_directory(target())
     assert written.status is Status.FAIL and "Read-only file system" in written.found
-    assert written.cure.startswith("mount it for writing")
+    assert written.fix.startswith("mount it for writing")
 
 
-def test_a_disk_that_ends_while_it_is_written_is_named(case, monkeypatch):
+def test_a_disk_that_ends_while_it_is_written_is_named(target, monkeypatch):
     def full(descriptor, view):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(storage.os, "write", full)
-    (row,) = storage.output_directory(case())
-    assert row.status is Status.FAIL and "Disk quota exceeded" in row.found and "free some" in row.cure
+    monkeypatch.setattr(files.os, "write", full)
+    (row,) = files.output_directory(target())
+    assert row.status is Status.FAIL and "Disk quota exceeded" in row.found and "free some" in row.fix
 
 
 def test_room_for_all_for_some_and_for_none(tmp_path):
-    found = [storage.room_row(free, 10 << 20, 3, tmp_path) for free in (40 << 20, 20 << 20, 5 << 20)]
+    found = [files.room_row(free, 10 << 20, 3, tmp_path) for free in (40 << 20, 20 << 20, 5 << 20)]
     assert [row.status for row in found] == [Status.OK, Status.WARN, Status.FAIL]
-    assert "2 fit" in found[1].found and "keep_max" in found[1].cure
+    assert "2 fit" in found[1].found and "keep_max" in found[1].fix
 
 
-def test_checkpoints_that_lie_there_at_once(case):
-    assert storage.checkpoints_at_once(case().cfg) == 2  # 8 steps, one saved every 4
-    assert storage.checkpoints_at_once(case("Engine.save_load.keep_max=1", "Engine.max_steps=80").cfg) == 2
-    assert storage.checkpoints_at_once(case("Engine.save_load.save_steps=null").cfg) == 1
+def test_checkpoints_that_lie_there_at_once(target):
+    assert files.checkpoints_at_once(target().cfg) == 2  # 8 steps, one saved every 4
+    assert files.checkpoints_at_once(target("Engine.save_load.keep_max=1", "Engine.max_steps=80").cfg) == 2
+    assert files.checkpoints_at_once(target("Engine.save_load.save_steps=null").cfg) == 1
 
 
 # -- plan and memory -------------------------------------------------------------------------------
 
 
-def test_a_plan_for_other_processes(case):
+def test_a_plan_for_other_processes(target):
     dp4 = ("Distributed.dp_degree=4", "Global.local_batch_size=4")
-    assert by_name(plan(case(*dp4)))["plan"].status is Status.SKIPPED
-    row = by_name(plan(case(*dp4, world_size=2, rank=1)))["plan"]
+    assert by_name(plan(target(*dp4)))["plan"].status is Status.SKIPPED
+    row = by_name(plan(target(*dp4, world_size=2, rank=1)))["plan"]
     assert row.status is Status.FAIL and "4 processes, there are 2" in row.found
-    assert by_name(plan(case(*dp4, world_size=4)))["plan"].status is Status.OK
+    assert by_name(plan(target(*dp4, world_size=4)))["plan"].status is Status.OK
 
 
-def test_a_run_that_would_start_over_another_is_named(case, tmp_path):
-    (row,) = beginning(case())
+def test_a_run_that_would_start_over_another_is_named(target, tmp_path):
+    (row,) = beginning(target())
     assert row.status is Status.OK
     (tmp_path / "output").mkdir()
     (tmp_path / "output/metrics.jsonl").write_text("{}\n")
-    (row,) = beginning(case())
+    (row,) = beginning(target())
     assert row.status is Status.FAIL and "already holds a run" in row.found
 
 
-def test_memory_against_what_is_there(case):
-    assert by_name(memory(case()))["memory"].status is Status.OK
+def test_memory_against_what_is_there(target):
+    assert by_name(memory(target()))["memory"].status is Status.OK
     assert memory_row(2e10, 1e10, "A100", cpu=False).status is Status.FAIL
     assert memory_row(2e10, 1e10, "this machine", cpu=True).status is Status.WARN

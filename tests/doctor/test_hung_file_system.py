@@ -13,8 +13,8 @@ import pytest
 
 from ppfleetx.doctor import agreement, registry
 from ppfleetx.doctor.agreement import digests, in_full
+from ppfleetx.doctor.check import Status
 from ppfleetx.doctor.registry import CHECKS, examine
-from ppfleetx.doctor.rows import Status
 
 _AT_ONCE = 2  # MNT_DETACH
 
@@ -39,10 +39,10 @@ def hung(place: Path) -> Iterator[None]:
         os.close(device)
 
 
-def test_a_file_system_that_does_not_answer_is_named_in_time(case, tmp_path, monkeypatch):
+def test_a_file_system_that_does_not_answer_is_named_in_time(target, tmp_path, monkeypatch):
     place = tmp_path / "gone"
     place.mkdir()
-    there = case(
+    there = target(
         f"Data.Train.dataset.input_dir={place}/toy",
         f"Engine.save_load.output_dir={place}/output",
         patience=0.3,
@@ -57,6 +57,6 @@ def test_a_file_system_that_does_not_answer_is_named_in_time(case, tmp_path, mon
         (words,) = in_full(there, ["data and tokenizer"], print).values()
     for name in ("data", "tokenizer", "output directory", "room"):
         assert rows[name].status is Status.FAIL and rows[name].found == "no answer within 0 s"
-        assert "file system" in rows[name].cure
+        assert "file system" in rows[name].fix
     assert words == agreement._UNREAD
     assert told["data and tokenizer"] and time.monotonic() - begin < 30.0

@@ -8,14 +8,13 @@ import sys
 
 import pytest
 
-from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.check import Status, Target
 from ppfleetx.doctor.environment import locked_row, open_files_row
-from ppfleetx.doctor.rows import Status
 from tests.helpers.ranks import ROOT
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "status", "cure"),
+    ("soft", "hard", "status", "fix"),
     [
         (64, 1 << 20, Status.FAIL, "ulimit -n 65536 before"),
         (1024, 2048, Status.WARN, "/etc/security/limits.conf"),
@@ -23,22 +22,23 @@ from tests.helpers.ranks import ROOT
         (-1, -1, Status.OK, ""),
     ],
 )
-def test_open_files(soft, hard, status, cure):
+def test_open_files(soft, hard, status, fix):
     row = open_files_row(soft, hard)
-    assert row.status is status and cure in row.cure
-    assert bool(row.cure) == (status is not Status.OK)
+    assert row.status is status and fix in row.fix
+    assert bool(row.fix) == (status is not Status.OK)
 
 
 def test_locked_memory_is_a_failure_only_where_infiniband_is_used():
-    assert locked_row(8 << 20, Case(device="cpu")).status is Status.WARN
-    assert locked_row(8 << 20, Case(device="gpu", world_size=8, local_size=8)).status is Status.WARN
-    assert locked_row(8 << 20, Case(device="gpu", world_size=16, local_size=8)).status is Status.FAIL
+    assert locked_row(8 << 20, Target(device="cpu")).status is Status.WARN
+    assert locked_row(8 << 20, Target(device="gpu", world_size=8, local_size=8)).status is Status.WARN
+    assert locked_row(8 << 20, Target(device="gpu", world_size=16, local_size=8)).status is Status.FAIL
 
 
 def test_limits_of_a_real_process_are_found():
     text = (
-        "import json; from ppfleetx.doctor.case import Case; from ppfleetx.doctor.environment import limits; "
-        "print(json.dumps({row.name: row.status for row in limits(Case())}))"
+        "import json; from ppfleetx.doctor.check import Target; "
+        "from ppfleetx.doctor.environment import limits; "
+        "print(json.dumps({row.name: row.status for row in limits(Target())}))"
     )
     command = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", sys.executable, "-c", text]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ppfleetx.doctor import links
-from ppfleetx.doctor.links import link_rows, measure_link, receiving, speed_rows, try_link
+from ppfleetx.doctor import network
+from ppfleetx.doctor.check import Status
 from ppfleetx.doctor.meeting import Answer
-from ppfleetx.doctor.rows import Status
+from ppfleetx.doctor.network import link_rows, measure_link, receiving, speed_rows, try_link
 from tests.helpers.ranks import free_port
 
 NAMES = ["node a", "node b"]
@@ -48,18 +48,18 @@ def test_a_link_that_works_has_a_speed():
     with receiving() as port:
         assert try_link(("127.0.0.1", port)) == {}
         found = measure_link(("127.0.0.1", port))
-    assert found["speed"] > links._TOO_SLOW
+    assert found["speed"] > network._TOO_SLOW
     assert try_link(("127.0.0.1", free_port()))["problem"] == "Connection refused"
 
 
 @pytest.mark.parametrize(
-    ("most", "words", "cure"),
+    ("most", "words", "fix"),
     [
         (0, "nothing that is sent arrives", "firewall"),
         (200, "64.0 KiB do not arrive", "mtu"),
     ],
 )
-def test_a_link_that_opens_and_carries_nothing_or_little_is_told_apart(monkeypatch, most, words, cure):
+def test_a_link_that_opens_and_carries_nothing_or_little_is_told_apart(monkeypatch, most, words, fix):
     left = most
 
     def carry(data: bytes) -> bytes:
@@ -67,10 +67,10 @@ def test_a_link_that_opens_and_carries_nothing_or_little_is_told_apart(monkeypat
         through, left = data[:left], max(0, left - len(data))
         return through
 
-    monkeypatch.setattr(links, "_SEND_SECONDS", 1.5)
+    monkeypatch.setattr(network, "_SEND_SECONDS", 1.5)
     with receiving() as port, between(port, carry) as entry:
         found = try_link(("127.0.0.1", entry))
-    assert words in found["problem"] and cure in found["cure"].lower()
+    assert words in found["problem"] and fix in found["fix"].lower()
     rows = list(link_rows(NAMES, [Answer({"links": {"1": found}, "named": {}}), Answer(problem="it ended")]))
     assert [row.status for row in rows] == [Status.FAIL] * 2
     assert rows[0].found.startswith("node a does not reach node b: a connection opens, and ")
@@ -103,7 +103,7 @@ def test_slow_links_by_themselves_and_beside_others(one, other, statuses):
     speeds = {("node a", "node b"): one, ("node b", "node a"): other}
     rows = list(speed_rows(speeds))
     assert [row.status for row in rows] == statuses
-    assert statuses == [Status.OK] or ("node b to node a" in rows[-1].found and "ethtool" in rows[-1].cure)
+    assert statuses == [Status.OK] or ("node b to node a" in rows[-1].found and "ethtool" in rows[-1].fix)
 
 
 def test_an_interface_of_another_network_is_named():

@@ -15,11 +15,10 @@ import pytest
 
 from ppfleetx.distributed.rendezvous import RendezvousError
 from ppfleetx.doctor import meeting as meeting_module
-from ppfleetx.doctor import nodes
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.interfaces import Interface, interfaces, named_rows, nccl_choice
+from ppfleetx.doctor import network
+from ppfleetx.doctor.check import Status, Target
 from ppfleetx.doctor.meeting import open_meeting
-from ppfleetx.doctor.rows import Status
+from ppfleetx.doctor.network import Interface, interfaces, named_rows, nccl_choice
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT, free_port
 
@@ -144,15 +143,15 @@ def test_who_has_answered_waits_while_somebody_gets_further(monkeypatch):
 
 
 def test_nodes_that_meet_reach_each_other(monkeypatch):
-    monkeypatch.setattr(nodes, "own_address", lambda environ: "127.0.0.1")
-    monkeypatch.setattr(nodes, "address_row", lambda *a, **k: None)
+    monkeypatch.setattr(network, "own_address", lambda environ: "127.0.0.1")
+    monkeypatch.setattr(network, "address_row", lambda *a, **k: None)
     listens = threading.local()
-    monkeypatch.setattr(nodes, "is_local", lambda address: listens.first)
+    monkeypatch.setattr(network, "is_local", lambda address: listens.first)
     master = f"127.0.0.1:{free_port()}"
 
     def node(first: bool):
         listens.first = first
-        return by_name(nodes.examine_nodes(master, 2, 10.0, {}))
+        return by_name(network.examine_nodes(master, 2, 10.0, {}))
 
     with ThreadPoolExecutor(2) as pool:
         for rows in pool.map(node, (True, False)):
@@ -162,7 +161,7 @@ def test_nodes_that_meet_reach_each_other(monkeypatch):
 
 def test_a_second_address_of_an_interface_is_this_machine_s():
     text = (
-        "from ppfleetx.doctor.interfaces import is_local; "
+        "from ppfleetx.doctor.network import is_local; "
         "print(*[is_local(f'10.77.3.{number}') for number in (1, 2, 3)], is_local('no.such.host'))"
     )
     steps = ["ip link set lo up", *(f"ip address add 10.77.3.{number}/32 dev lo" for number in (1, 2))]
@@ -175,13 +174,13 @@ def test_a_second_address_of_an_interface_is_this_machine_s():
 
 
 def test_a_name_nobody_knows_and_an_occupied_port_of_the_master():
-    (row,) = nodes.examine_nodes("no.such.host.invalid:8000", 2, 1.0, {})
+    (row,) = network.examine_nodes("no.such.host.invalid:8000", 2, 1.0, {})
     assert row.status is Status.FAIL and "no.such.host.invalid is not known" in row.found
-    (row,) = nodes.examine_nodes("nothing", 2, 1.0, {})
+    (row,) = network.examine_nodes("nothing", 2, 1.0, {})
     assert row.status is Status.FAIL and "HOST:PORT" in row.found
     with socket.create_server(("", 0)) as other:
         master = f"127.0.0.1:{other.getsockname()[1]}"
-        rows = by_name(nodes.examine_nodes(master, 2, 1.0, {"POD_IP": "127.0.0.1"}))
+        rows = by_name(network.examine_nodes(master, 2, 1.0, {"POD_IP": "127.0.0.1"}))
     assert rows["--master"].status is Status.FAIL and "cannot be opened" in rows["--master"].found
     assert (
         rows["own address"].status is Status.FAIL and "reaches no other machine" in rows["own address"].found
@@ -189,13 +188,13 @@ def test_a_name_nobody_knows_and_an_occupied_port_of_the_master():
 
 
 def test_an_announced_address_that_is_not_ours_is_named():
-    row = nodes.address_row("203.0.113.9", "10.0.0.1", "127.0.0.1", is_first=False)
-    assert row.status is Status.FAIL and "not this machine's" in row.found and "POD_IP=" in row.cure
+    row = network.address_row("203.0.113.9", "10.0.0.1", "127.0.0.1", is_first=False)
+    assert row.status is Status.FAIL and "not this machine's" in row.found and "POD_IP=" in row.fix
     own = next(one.address for one in interfaces() if one.address)
     if not own.startswith("127."):
-        row = nodes.address_row(own, "first.example", own, is_first=True)
-        assert row.status is Status.FAIL and f"--master {own}:PORT" in row.cure
-        assert nodes.address_row(own, own, own, is_first=True) is None
+        row = network.address_row(own, "first.example", own, is_first=True)
+        assert row.status is Status.FAIL and f"--master {own}:PORT" in row.fix
+        assert network.address_row(own, own, own, is_first=True) is None
 
 
 # -- interfaces ------------------------------------------------------------------------------------
@@ -221,10 +220,10 @@ FOUND = [
     ],
 )
 def test_interfaces_that_the_environment_names(variable, value, status, words):
-    case = Case(world_size=2, local_size=1, environ={variable: value})
-    (row,) = named_rows(case, FOUND)
+    target = Target(world_size=2, local_size=1, environ={variable: value})
+    (row,) = named_rows(target, FOUND)
     assert row.status is status and words in row.found
-    assert status is Status.OK or "eth0" in row.cure
+    assert status is Status.OK or "eth0" in row.fix
 
 
 def test_interfaces_of_this_machine():

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from ppfleetx.doctor import operators, registry
-from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.check import Row, Status, Target, fail, ok, skipped, warn
 from ppfleetx.doctor.operators import kernels_row, registered, used_by, used_on_cpu
 from ppfleetx.doctor.registry import CHECKS, Check, Each, Need, examine
-from ppfleetx.doctor.report import as_json, as_table, exit_code, joined, rank_words
-from ppfleetx.doctor.rows import Row, Status, fail, ok, skipped, warn
+from ppfleetx.doctor.report import as_json, as_table, exit_code, joined
 from ppfleetx.utils.gpu_operators import Kernel
 
 
@@ -27,7 +26,7 @@ def planted(monkeypatch, function, **options) -> Check:
 def test_every_check_of_the_table_is_there_and_skips_with_a_reason():
     for check in CHECKS:
         if check.need in (Need.CARD, Need.GPU):
-            (row,) = examine(check, Case(device="cpu"))
+            (row,) = examine(check, Target(device="cpu"))
             assert row.status is Status.SKIPPED and check.need.name in row.found.upper()
         else:
             assert callable(check.load())
@@ -38,23 +37,23 @@ def test_every_check_of_the_table_is_there_and_skips_with_a_reason():
     [((), "no configuration was given"), ((fail("configuration", "wrong", "mend it"),), "could not be read")],
 )
 def test_what_needs_a_configuration_says_why_there_is_none(found, reason):
-    (row,) = examine(Check("group", "module", "function", "title", Need.CONFIG), Case(found=found))
+    (row,) = examine(Check("group", "module", "function", "title", Need.CONFIG), Target(found=found))
     assert row.status is Status.SKIPPED and reason in row.found
 
 
 def test_a_check_that_raises_is_a_row_and_not_the_end(monkeypatch):
-    def broken(case):
+    def broken(target):
         yield ok("one", "fine")
         raise RuntimeError("a\n----\nError Message Summary:\n----\nPreconditionNotMetError: no card")
 
-    (row,) = examine(planted(monkeypatch, broken), Case())
-    assert row.status is Status.FAIL and row.cure
+    (row,) = examine(planted(monkeypatch, broken), Target())
+    assert row.status is Status.FAIL and row.fix
     assert row.found == "RuntimeError: PreconditionNotMetError: no card"
 
 
 def test_a_check_that_does_not_end_is_given_up(monkeypatch):
     never = threading.Event()
-    (row,) = examine(planted(monkeypatch, lambda case: never.wait(5.0), seconds=0.1), Case())
+    (row,) = examine(planted(monkeypatch, lambda target: never.wait(5.0), seconds=0.1), Target())
     assert row.status is Status.FAIL and "no answer within 0 s" in row.found
     never.set()
 
@@ -63,17 +62,17 @@ def test_patience_is_short_of_no_busy_machine(monkeypatch):
     limits: list[float] = []
     monkeypatch.setattr(registry, "within", lambda seconds, act: limits.append(seconds) or act())
     for patience in (4.0, 100.0, 900.0):
-        examine(planted(monkeypatch, lambda case: [], seconds=300.0), Case(patience=patience))
+        examine(planted(monkeypatch, lambda target: [], seconds=300.0), Target(patience=patience))
     assert limits == [30.0, 100.0, 300.0]
 
 
 def test_who_runs_a_check():
-    first, second = Case(local_rank=0), Case(local_rank=1, device="gpu")
+    first, second = Target(local_rank=0), Target(local_rank=1, device="gpu")
     node, rank = (Check("g", "m", "f", "t", each=each) for each in (Each.NODE, Each.RANK))
     card = Check("g", "m", "f", "t", each=Each.CARD)
     assert [check.is_for(second) for check in (node, rank, card)] == [False, True, True]
     assert all(check.is_for(first) for check in (node, rank, card))
-    assert not card.is_for(Case(local_rank=1))
+    assert not card.is_for(Target(local_rank=1))
 
 
 def test_rows_of_ranks_that_are_alike_are_one():
@@ -91,22 +90,15 @@ def test_rows_of_ranks_that_are_alike_are_one():
     assert exit_code([warn("a", "b", "c"), skipped("d", "e")]) == 0
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words"), [((3,), "rank 3"), ((0, 1, 2, 5), "ranks 0-2, 5"), ((1, 3), "ranks 1, 3")]
-)
-def test_ranks_in_words(ranks, words):
-    assert rank_words(ranks) == words
-
-
 def test_a_kernel_that_the_build_lacks_is_named():
     keys = ["(GPU, Undefined(AnyLayout), float32)", "(CPU, Undefined(AnyLayout), bfloat16)"]
     kernels = {"gelu": Kernel(("bfloat16", "float32"), ()), "argsort": Kernel(("int64",), ())}
-    row = kernels_row("GPU", {"gelu": keys}, used_by(Case(), kernels), ("GPU",))
+    row = kernels_row("GPU", {"gelu": keys}, used_by(Target(), kernels), ("GPU",))
     assert row.status is Status.FAIL
     assert row.found.startswith("2 of 3") and "argsort (int64), gelu (bfloat16)" in row.found
     assert kernels_row("CPU", {"gelu": keys}, {"gelu": ["bfloat16"]}, ("CPU",)).status is Status.OK
     assert used_on_cpu(kernels)["gelu"] == ["float32"]
-    assert used_by(Case(), {"swiglu": Kernel(("float32",), ())}) == {}  # plain operators take its place
+    assert used_by(Target(), {"swiglu": Kernel(("float32",), ())}) == {}  # plain operators take its place
 
 
 @pytest.mark.parametrize(
@@ -121,11 +113,11 @@ def test_a_kernel_that_the_build_lacks_is_named():
 def test_what_another_card_lacks_the_host_computes_if_it_can(monkeypatch, keys, status):
     kernels = {"argsort": Kernel(("int64",), ()), "flash_attn": Kernel(("float32",), ())}
     monkeypatch.setattr(operators, "used_kernels", lambda: kernels)
-    row = operators.card_row(Case(device="npu:1"), {"argsort": keys})
+    row = operators.card_row(Target(device="npu:1"), {"argsort": keys})
     assert row.status is status and row.name == "kernels of the npu"
 
 
 def test_the_installed_paddle_has_all_that_a_cpu_runs():
-    rows = list(registered(Case()))
+    rows = list(registered(Target()))
     assert {row.status for row in rows} == {Status.OK}
     assert rows[0].numbers["pairs"] > 100

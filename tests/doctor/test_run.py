@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.commands import main
-from ppfleetx.commands.doctor import Doctor, _case
+from ppfleetx.commands.doctor import Doctor, _target
 from ppfleetx.doctor import launch, run
-from ppfleetx.doctor.case import Case
+from ppfleetx.doctor.check import Row, Status, Target, fail, ok
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
 from ppfleetx.doctor.meeting import open_meeting
 from ppfleetx.doctor.registry import Check
-from ppfleetx.doctor.rows import Row, Status, fail, ok
 from ppfleetx.doctor.run import Guard, Job, examine_job
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT, free_port
@@ -50,9 +49,9 @@ def test_both_builds_of_paddle_and_the_variables_are_named(monkeypatch):
     from ppfleetx.doctor import environment
 
     monkeypatch.setattr("importlib.metadata.version", lambda name: "3.3.1")
-    rows = by_name(environment.versions(Case()))
+    rows = by_name(environment.versions(Target()))
     assert rows["paddle"].status is Status.FAIL and "both builds are installed" in rows["paddle"].found
-    rows = by_name(environment.variables(Case(environ={"NCCL_DEBUG": "INFO", "PADDLE_TRAINER_ID": "3"})))
+    rows = by_name(environment.variables(Target(environ={"NCCL_DEBUG": "INFO", "PADDLE_TRAINER_ID": "3"})))
     assert rows["variables"].found == "NCCL_DEBUG=INFO"
 
 
@@ -66,16 +65,16 @@ def test_two_ranks_join_their_rows_and_one_that_differs_ends_before_the_process_
     monkeypatch.setattr(run, "CHECKS", (check,))
     monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", port))
 
-    def rows_of(check: Check, case: Case) -> list[Row]:
-        found = ok("data", "read") if case.rank == 0 else fail("data", "gone", "mount it")
-        return [Row(found.name, found.status, found.found, found.cure, "environment")]
+    def rows_of(check: Check, target: Target) -> list[Row]:
+        found = ok("data", "read") if target.rank == 0 else fail("data", "gone", "mount it")
+        return [Row(found.name, found.status, found.found, found.fix, "environment")]
 
     monkeypatch.setattr(run, "examine", rows_of)
     told: dict[int, list[Row]] = {}
 
     def rank(number: int) -> None:
-        case = Case(None, "cpu", number, 2, 0, 1, environ={})
-        told[number] = examine_job(case, seconds=10.0, finish=lambda rows: None)
+        target = Target(None, "cpu", number, 2, 0, 1, environ={})
+        told[number] = examine_job(target, seconds=10.0, finish=lambda rows: None)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -92,7 +91,7 @@ def test_two_ranks_join_their_rows_and_one_that_differs_ends_before_the_process_
 
 def test_a_rank_that_never_comes_is_a_row(monkeypatch, quick):
     monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", free_port()))
-    rows = by_name(examine_job(Case(rank=0, world_size=2), seconds=0.5, finish=lambda rows: None))
+    rows = by_name(examine_job(Target(rank=0, world_size=2), seconds=0.5, finish=lambda rows: None))
     assert rows["meeting"].status is Status.FAIL and rows["meeting"].group == "processes"
     assert "rank 1 did not come" in rows["meeting"].found and "python" in rows
 
@@ -102,10 +101,10 @@ def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch
     port = free_port()
     monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", port))
     monkeypatch.setattr(run, "CHECKS", (Check("files", "files", "data", "data"),))
-    monkeypatch.setattr(run, "examine", lambda check, case: [fail("data", "gone", "mount it")])
-    case = Case(None, "cpu", 1, 2, 0, 1, environ={})
+    monkeypatch.setattr(run, "examine", lambda check, target: [fail("data", "gone", "mount it")])
+    target = Target(None, "cpu", 1, 2, 0, 1, environ={})
     with ThreadPoolExecutor(1) as pool:
-        others = pool.submit(examine_job, case, seconds=10.0, finish=lambda rows: None)
+        others = pool.submit(examine_job, target, seconds=10.0, finish=lambda rows: None)
         open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0).close()
         told = by_name(others.result())
     assert told["data"].found == "gone" and "is gone" in told["first rank"].found
@@ -114,7 +113,7 @@ def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch
     monkeypatch.setattr(Job, "_collectives", lambda self, tell, own, guard: own.append(measured))
     monkeypatch.setattr(Job, "compare", lambda self: None)
     with ThreadPoolExecutor(1) as pool:
-        others = pool.submit(examine_job, case, seconds=10.0, finish=lambda rows: None)
+        others = pool.submit(examine_job, target, seconds=10.0, finish=lambda rows: None)
         first = open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0)
         first.exchange([], 10.0)
         first.close()
@@ -204,15 +203,15 @@ def test_a_rank_that_is_stopped_is_named_and_killed(tmp_path):
 def test_several_machines_need_a_place_to_meet():
     assert examine_nodes_first(1, None, 1.0) == []
     (row,) = examine_nodes_first(2, None, 1.0)
-    assert row.status is Status.FAIL and "--master" in row.cure
+    assert row.status is Status.FAIL and "--master" in row.fix
 
 
 def test_a_rank_knows_its_place(monkeypatch):
     there = {"PADDLE_TRAINER_ID": "3", "PADDLE_TRAINERS_NUM": "4", "PADDLE_LOCAL_RANK": "1"}
     for name, value in {**there, "PADDLE_LOCAL_SIZE": "2"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    case = _case(Doctor())
-    assert (case.rank, case.world_size, case.local_rank, case.local_size) == (3, 4, 1, 2)
-    assert case.cfg is None and case.found == ()
-    case = _case(Doctor(config="debug/gpt_nano", override=("Distributed.mp_degree=3",)))
-    assert case.cfg is None and case.found[0].status is Status.FAIL
+    target = _target(Doctor())
+    assert (target.rank, target.world_size, target.local_rank, target.local_size) == (3, 4, 1, 2)
+    assert target.cfg is None and target.found == ()
+    target = _target(Doctor(config="debug/gpt_nano", override=("Distributed.mp_degree=3",)))
+    assert target.cfg is None and target.found[0].status is Status.FAIL

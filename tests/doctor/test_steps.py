@@ -8,21 +8,20 @@ import paddle
 import pytest
 
 from ppfleetx.doctor import steps
-from ppfleetx.doctor.case import Case
-from ppfleetx.doctor.rows import Status
+from ppfleetx.doctor.check import Status, Target
 from tests.doctor.conftest import by_name
 
 
 def test_losses_are_those_that_are_committed_and_a_wrong_kernel_is_found(monkeypatch):
-    rows = by_name(steps.losses(Case()))
+    rows = by_name(steps.losses(Target()))
     assert rows["GPT float32"].status is rows["Llama float32"].status is Status.OK
     assert rows["Llama 16 bits"].status is Status.SKIPPED
     right = paddle.nn.functional.softmax
     monkeypatch.setattr(steps, "MODELS", {"Llama": steps.MODELS["Llama"]})
     monkeypatch.setattr(paddle.nn.functional, "softmax", lambda x, *a, **k: right(x, *a, **k) * 1.01)
-    row = by_name(steps.losses(Case()))["Llama float32"]
+    row = by_name(steps.losses(Target()))["Llama float32"]
     assert row.status is Status.FAIL and row.numbers["relative_error"] > steps.TOLERANCE["cpu"]
-    assert "another version of Paddle" in row.cure
+    assert "another version of Paddle" in row.fix
 
 
 def test_a_loss_that_is_no_number_is_found():

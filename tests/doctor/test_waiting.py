@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from ppfleetx.doctor import launch
-from ppfleetx.doctor.rows import fail
+from ppfleetx.doctor.check import fail
 from ppfleetx.doctor.run import ALONE
 
 

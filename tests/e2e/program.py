@@ -107,7 +107,7 @@ def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:
 @contextmanager
 def _fault(name: str) -> Iterator[None]:
     """The program with a fault in it."""
-    from ppfleetx.checkpoint.shared_save import SharedSave
+    from ppfleetx.checkpoint.save import SharedSave
     from ppfleetx.commands import training as build
     from ppfleetx.core.engine.engine import Engine
 

@@ -184,9 +184,9 @@ def test_adapters_are_saved_alone_and_read_under_any_plan(pools, files, adapters
 
 
 def test_merged_and_unmerged_give_equal_logits(pools, files, adapters, base, tmp_path):
+    from ppfleetx.checkpoint.adapters import merge_lora
     from ppfleetx.checkpoint.directory import resolve_checkpoint
     from ppfleetx.checkpoint.layout import reshard
-    from ppfleetx.checkpoint.merge_lora import merge_lora
 
     output_dir, _ = adapters
     moved = reshard(
@@ -208,7 +208,7 @@ def test_merged_and_unmerged_give_equal_logits(pools, files, adapters, base, tmp
 def test_merging_a_classifier_of_gpt2s_kind(pools, files, tmp_path):
     """All weights are in the checkpoint here, the head trained beside the adapters. It is not read as if
     there were no adapters."""
-    from ppfleetx.checkpoint.merge_lora import merge_lora
+    from ppfleetx.checkpoint.adapters import merge_lora
     from ppfleetx.config.errors import CheckpointError
     from ppfleetx.conversion.convert import Conversion, convert
 
@@ -254,7 +254,7 @@ def test_a_pretrained_model_gets_a_new_head(pools, files, base, tmp_path):
         ({}, "holds adapters alone; name the checkpoint"),
         (
             {"Model__lora__base": "{base}", "Model__lora__alpha": 4.0},
-            "the adapters would have another weight",
+            "the adapters would count differently",
         ),
     ],
 )
@@ -274,7 +274,7 @@ def test_adapters_refuse_what_they_were_not_trained_on(
 
 def test_adapters_in_the_directory_of_their_base_leave_it_alone(pools, files, base, tmp_path):
     """It is refused; when it is to be overwritten, the base stays and everything works from it."""
-    from ppfleetx.checkpoint.merge_lora import merge_lora
+    from ppfleetx.checkpoint.adapters import merge_lora
     from ppfleetx.checkpoint.ownership import run_of
 
     output_dir = shutil.copytree(base, tmp_path / "run")
@@ -322,7 +322,7 @@ def test_missing_files_are_named_by_the_tool(files):
 
 
 def test_what_cannot_be_merged(full, adapters, tmp_path):
-    from ppfleetx.checkpoint.merge_lora import merge_lora
+    from ppfleetx.checkpoint.adapters import merge_lora
     from ppfleetx.config.errors import CheckpointError
 
     with pytest.raises(CheckpointError, match="not trained with adapters"):

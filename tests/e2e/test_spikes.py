@@ -94,8 +94,7 @@ def test_stop_ends_the_run_with_what_it_found(pools, corpus, tmp_path):
     assert all(messages)  # only the rank that reads the sample sees the number that this test puts there
     assert messages[0].startswith("global step 6: a spike: the loss is ")
     assert (
-        "computed again it is the same: the cause is in the data or the model; nothing was updated"
-        in messages[0]
+        "repeated, it is the same: the cause is in the data or the model; nothing was updated" in messages[0]
     )
     assert [step for step, _, _ in losses(tmp_path)] == [1, 2, 3, 4, 5]
     assert records(tmp_path, "spike")[0]["action"] == "stop"

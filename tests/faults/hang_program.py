@@ -24,7 +24,7 @@ from paddle import distributed
 from ppfleetx.commands.main import run_program
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.data.gpt_dataset import GPTDataset
-from ppfleetx.distributed.cpu.desync import Inquiry
+from ppfleetx.distributed.cpu.peer_status import Inquiry
 from ppfleetx.resilience.activity import PROGRESS
 
 AT_STEP = 3

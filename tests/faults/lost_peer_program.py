@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ppfleetx.checkpoint.shared_save import SharedSave
+from ppfleetx.checkpoint.save import SharedSave
 from ppfleetx.commands.main import run_program
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.distributed.cpu import handshake as cpu_handshake

@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.compress import grids
+from ppfleetx.compress import rounding
 from ppfleetx.config.sections.compress import QuantizationConfig, is_of_quantizer
 from ppfleetx.models.gpt.stages import gpt_stages
 from ppfleetx.models.staged import StagedModel
@@ -53,8 +53,8 @@ def test_weights_are_rounded_to_the_grid_that_quantising_them_gives(bits, per_ch
     kind = "channel_wise_abs_max" if per_channel else "abs_max"
     quantizer = FakeQuantizer(config(weight_bits=bits, weight_quantize_type=kind))
     rounded = quantizer.weight(paddle.to_tensor(weight)).numpy()
-    scales = grids.scales_of(weight, bits, per_tensor=not per_channel)
-    expected = grids.dequantize(grids.quantize(weight, scales, bits), scales)
+    scales = rounding.scales_of(weight, bits, per_tensor=not per_channel)
+    expected = rounding.dequantize(rounding.quantize(weight, scales, bits), scales)
     np.testing.assert_allclose(rounded, expected, rtol=1e-6, atol=0)
     assert len(np.unique(np.round(rounded / scales))) <= 2**bits - 1
 

@@ -72,8 +72,8 @@ def steps(
     """Norms of two steps, what is saved after them, and what the checkpoint ``read`` gives this rank."""
     import paddle
 
-    from ppfleetx.checkpoint.manager import CheckpointManager
     from ppfleetx.checkpoint.reader import open_checkpoint
+    from ppfleetx.checkpoint.save import CheckpointManager
     from ppfleetx.checkpoint.tensors import load_model, load_optimizer, model_slices, optimizer_slices
     from ppfleetx.config.loader import load_config
     from ppfleetx.distributed.init import init_distributed

@@ -19,7 +19,7 @@ from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
 from ppfleetx.planner.parameters import held_parameters
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
-from ppfleetx.planner.timeline import Messages, play
+from ppfleetx.planner.timeline import Messages, simulate
 from ppfleetx.planner.utilization import step_flops
 from tests.planner.traffic import sent_bytes
 
@@ -138,8 +138,8 @@ def test_sharding_divides_states():
 def test_an_empty_pipeline_has_the_bubble_of_the_textbook():
     """(p - 1) / m more than the passes, with equal stages and no messages (Narayanan et al. 2021, §2.2.1)."""
     forward, backward = [[1.0]] * 4, [[2.0]] * 4
-    assert play(forward, backward, 8, Messages(0.0)).seconds == pytest.approx((8 + 3) * 3.0)
-    halves = play([[0.5, 0.5]] * 4, [[1.0, 1.0]] * 4, 8, Messages(0.0)).seconds
+    assert simulate(forward, backward, 8, Messages(0.0)).seconds == pytest.approx((8 + 3) * 3.0)
+    halves = simulate([[0.5, 0.5]] * 4, [[1.0, 1.0]] * 4, 8, Messages(0.0)).seconds
     assert halves == pytest.approx((8 + 3 / 2) * 3.0)
 
 
@@ -147,11 +147,11 @@ def test_gradients_of_weights_fill_the_bubble():
     """(p - 1)(F + B - W) remains (Qi et al. 2023, table 2), B the backward pass without W, for any times."""
     for forward, inputs, weights in ((1.0, 1.0, 1.0), (1.0, 1.3, 0.9)):
         times = [[forward]] * 4, [[inputs + weights]] * 4, 8, Messages(0.0)
-        played = play(*times, weights=[weights] * 4)
+        played = simulate(*times, weights=[weights] * 4)
         busy = 8 * (forward + inputs + weights)
         assert played.seconds == pytest.approx(busy + 3 * (forward + inputs - weights), rel=0.01)
         assert sum(span.is_weights for span in played.spans) == 4 * 8
-        long = play(times[0], times[1], 64, Messages(0.0), weights=[weights] * 4).seconds
+        long = simulate(times[0], times[1], 64, Messages(0.0), weights=[weights] * 4).seconds
         assert long == pytest.approx(busy * 8 + 3 * (forward + inputs - weights), rel=0.01)
 
 
@@ -184,7 +184,7 @@ def test_messages_that_travel_while_stages_compute():
 
     def four_more(seconds: float, *, waits: bool) -> float:
         messages = Messages(seconds, output_waits=waits, gradient_waits=waits)
-        return play(*times, 68, messages).seconds - play(*times, 64, messages).seconds
+        return simulate(*times, 68, messages).seconds - simulate(*times, 64, messages).seconds
 
     assert four_more(0.25, waits=False) == pytest.approx(4 * 3.0 + 2 * 3 * 0.25)
     assert four_more(0.25, waits=True) == pytest.approx(4 * (3.0 + 2 * 0.25))
@@ -195,8 +195,8 @@ def test_messages_that_travel_while_stages_compute():
 def test_a_long_step_is_not_played_to_its_end_and_takes_as_long(chunks):
     forward = [[(1.0 + 0.1 * stage) / chunks] * chunks for stage in range(4)]
     backward = [[2.0 / chunks] * chunks for _ in range(4)]
-    whole = play(forward, backward, 64, Messages(0.1), whole=True).seconds
-    assert play(forward, backward, 64, Messages(0.1)).seconds == pytest.approx(whole, rel=1e-9)
+    whole = simulate(forward, backward, 64, Messages(0.1), whole=True).seconds
+    assert simulate(forward, backward, 64, Messages(0.1)).seconds == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_ring_moves_its_bytes_twice():
@@ -281,7 +281,7 @@ def test_plans_are_ranked(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--plan", "dp=3"), "cannot be dealt out"),
+        (("--plan", "dp=3"), "cannot be split"),
         (("--plan", "mp=3,dp=1"), "must divide by mp_degree"),
         (("--plan", "dq=3"), "must be dp, mp"),
         (("--plan", "dp=1,dp=1"), "names dp twice"),

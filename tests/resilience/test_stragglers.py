@@ -14,7 +14,7 @@ def test_the_rank_that_does_not_wait_is_the_slow_one():
     assert abs(found.cost - 0.3) < 1e-9
     assert str(found) == (
         "slow ranks cost 30% of the last 100 steps: rank 2 on b (data 0.400 s, computing 0.600 s a step; "
-        "usual are 0.700 s together)"
+        "usually 0.700 s together)"
     )
 
 

@@ -56,9 +56,9 @@ def test_a_file_is_read_up_to_its_bound(tmp_path):
     [
         (b"", "is not valid JSON: Expecting value"),
         (b'{"a": "\xff"}', "is not valid JSON"),
-        (b"[]", "holds no JSON object"),
-        (b'{"a": 1, "b": {"c": 1, "c": 1}}', "the key 'c' is there twice"),
-        (b'{"a": NaN}', "NaN is not a value of JSON"),
+        (b"[]", "is not a JSON object"),
+        (b'{"a": 1, "b": {"c": 1, "c": 1}}', "the key 'c' occurs twice"),
+        (b'{"a": NaN}', "NaN is not a JSON value"),
         (b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "is nested too deeply"),
     ],
 )

@@ -33,6 +33,7 @@ from ppfleetx.config.sections.generation import (
     GenerationConfig,
     InferenceConfig,
     OfflineEvalConfig,
+    ServeConfig,
     TensorRTConfig,
 )
 from ppfleetx.config.sections.model import ModelConfig
@@ -42,7 +43,6 @@ from ppfleetx.config.sections.optimizer import (
     OptimizerConfig,
     WeightDecayScheduleConfig,
 )
-from ppfleetx.config.sections.serve import ServeConfig
 
 __all__ = [
     "CompressConfig",

@@ -1,4 +1,4 @@
-"""A run takes its output directory: what it deletes, refuses and writes there."""
+"""Claim the output directory for a run: what the run deletes, refuses and writes there."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from ppfleetx.utils.log import get_logger
 def begin(
     cfg: RunConfig, ctx: ParallelContext, start: Start, length: TrainingLength, tokenizer: Tokenizer | None
 ) -> Ownership:
-    """Make the output directory this run's, when nothing else can be wrong; every rank knows whose it is.
+    """Claim the output directory, after everything else has been checked; all ranks call this.
 
     Raises:
-        ConfigError: something in it is neither this run's nor the earlier one's; on all ranks.
+        ConfigError: it holds something that belongs neither to this run nor to the earlier one; on all ranks.
     """
     ownership = None
     with joint_errors(ctx, name_ranks=False):
@@ -62,7 +62,8 @@ def begin(
 
 
 def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Beside the checkpoints, where generation looks: they stay usable without the corpus' files."""
+    """Save the tokenizer beside the checkpoints, where generation looks: they are usable without the
+    corpus."""
     try:
         tokenizer.save(output_dir_of(cfg) / "tokenizer")
     except OSError as error:
@@ -70,7 +71,7 @@ def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Where no run has been, a tokenizer is the user's; only an equal one is written over."""
+    """Refuse to overwrite a tokenizer that no run wrote, unless it is equal to this run's."""
     place = output_dir_of(cfg) / "tokenizer"
     if tokenizer is None or not place.exists() or read_run(output_dir_of(cfg)) is not None:
         return
@@ -87,19 +88,19 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Make the output directory this run's, once nothing else can stop it; one rank does it for all.
+    """Claim the output directory, after everything else has been checked; one rank does it for all.
 
-    With ``Engine.save_load.overwrite`` the earlier run's files are deleted. The configuration is written, and
-    what a killed run left unfinished is removed.
+    Writes the configuration and removes what a killed run left unfinished. With
+    ``Engine.save_load.overwrite``, deletes the earlier run's files.
 
     Args:
-        cfg: names the very checkpoints the run was started from.
-        start: what it begins with.
-        comes_to: whether the run may save a checkpoint of this epoch and step.
+        cfg: names exactly the checkpoints that the run starts from.
+        start: what the run starts from.
+        comes_to: whether the run may save a checkpoint of a given epoch and step.
 
     Raises:
-        ConfigError: a checkpoint that is not this run's has a name that the run may come to, or the directory
-            cannot be written.
+        ConfigError: another run's checkpoint has a name that this run may use, or the directory cannot be
+            written.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)
@@ -116,31 +117,31 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
             write_run(output_dir, record)
         goes_on = earlier is not None and earlier.run == record.run
         if goes_on and start.state.step == 0 and not step_directories(output_dir):
-            for name in (METRICS_FILE, CSV_FILE):  # this run's, before its first checkpoint
+            for name in (METRICS_FILE, CSV_FILE):  # written before the run's first checkpoint
                 (output_dir / name).unlink(missing_ok=True)
         _write_configuration(output_dir, cfg)
         if start.found_by == RESUME and options.resume == "auto":
             mend_latest(start.checkpoint)
     except OSError as error:
         raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
-    get_logger().info(f"run {record.run} {'goes on' if goes_on else 'begins'} in {output_dir}")
+    get_logger().info(f"run {record.run} {'continues' if goes_on else 'begins'} in {output_dir}")
     return ownership
 
 
 def _spared(cfg: RunConfig) -> frozenset[Path]:
-    """Step directories that the configuration names, with all links followed."""
+    """Step directories that the configuration names, with links resolved."""
     return frozenset(path for _, place in sources(cfg) for path in _meant_by(place))
 
 
 def _meant_by(place: str) -> Iterator[Path]:
     try:
         yield resolve_checkpoint(place).resolve()
-    except CheckpointError:  # not needed any more, or who needs it says so
+    except CheckpointError:  # reported by whoever needs it
         return
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
-    """The run's identity: that of the run in the directory if it goes on with it, else a new one."""
+    """The run's identity: that of the run in the directory if this one continues it, else a new one."""
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:
@@ -153,7 +154,7 @@ def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRe
 
 
 def _leaving(output_dir: Path, earlier: RunRecord | None, ownership: Ownership) -> list[Path]:
-    """Checkpoints of the earlier run that are to be deleted, oldest first."""
+    """Checkpoints of the earlier run to delete, oldest first."""
     if earlier is None:
         return []
     of_earlier = Ownership(earlier.run, spared=ownership.spared)
@@ -175,14 +176,14 @@ def _refuse_names_in_use(
     if in_the_way:
         raise directory_error(
             cfg,
-            f"holds {', '.join(in_the_way)}, and this run would save under the same name. It replaces only "
-            "what it made itself and does not start from. Move what is there away, or give the run another "
-            "directory",
+            f"holds {', '.join(in_the_way)}, and this run would save under the same name. A run replaces "
+            "only its own checkpoints, and never the one it starts from. Move what is there, or give the run "
+            "another directory",
         )
 
 
 def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete what the earlier run wrote; without a record of it, nothing is known to be its."""
+    """Delete what the earlier run wrote; without a record of that run, delete nothing."""
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):
@@ -193,8 +194,8 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
             delete_checkpoint(path)
     if staying := sorted(path.name for path in step_directories(output_dir)):
         get_logger().warning(
-            f"not deleted in {output_dir}: {', '.join(staying)}. What is not deleted is what this run is "
-            "started from, what the earlier run did not save, and what holds other files too"
+            f"not deleted in {output_dir}: {', '.join(staying)}. Kept are checkpoints that this run starts "
+            "from, that the earlier run did not save, or that hold other files too"
         )
     if earlier is None:
         return
@@ -208,9 +209,9 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
 
 
 def _write_configuration(output_dir: Path, cfg: RunConfig) -> None:
-    """Write ``config.yaml``; one that no run wrote keeps its content under another name."""
+    """Write ``config.yaml``; rename an existing one that no run wrote."""
     path, text = output_dir / CONFIG_FILE, run_record(cfg)
     if path.exists() and not is_record(path):
-        get_logger().info(f"a configuration that no run wrote is now {put_aside(path)}")
+        get_logger().info(f"renamed a configuration that no run wrote to {put_aside(path)}")
     with atomic_write(path, "w") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Errors of a card as one message: no memory left, with what would need less; and all others."""
+"""Turn errors of a device into one message: out of memory, with settings that need less; and all others."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ppfleetx.config.counts import bytes_text
 from ppfleetx.config.errors import DeviceError, OutOfMemoryError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.device_usage import device_name
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.device import kind_of
 from ppfleetx.planner.alternatives import memory_savings
-from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.resilience.activity import PROGRESS
@@ -23,12 +23,12 @@ _OF_PADDLE = (
     "Out of memory error on",
     "CUDA error(2)",
     "cudaErrorMemoryAllocation",
-    "CUBLAS error(3)",  # a library that finds no memory for its own work
+    "CUBLAS error(3)",  # a library without memory for its workspace
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-# A plugin's allocator that fails instead of giving no memory has a number only, which may mean anything: the
-# place of the error says that it was the allocator's.
+# An error of a plugin's allocator is only a number, which may mean anything: the place where it was raised
+# shows that it came from the allocator.
 _OF_PLUGIN, _ALLOCATOR = "CustomDevice error", re.compile(r"memory::allocation::\w+::AllocateImpl\(")
 _SAID = re.compile(r"Cannot (?:malloc|allocate)[^\n]*|Fail to alloc[^\n]*|Unable to allocate[^\n]*")
 _OF_DEVICE = re.compile(r"CustomDevice error, the error code is : \d+|(?:CUDA|XPU) error\(\d+\)[^\n(]*")
@@ -51,14 +51,14 @@ OF_GENERATION = (
 def explained_device_errors(
     cfg: RunConfig, ctx: ParallelContext, advice: str | None = None
 ) -> Iterator[None]:
-    """Within, errors of the card are raised as one message.
+    """Context that turns errors of the device into one message.
 
     Args:
-        advice: what needs less; None: what the planner says of the training.
+        advice: settings that need less memory; None: ask the planner, for training.
 
     Raises:
-        OutOfMemoryError: this process, or the card, has none left.
-        DeviceError: the card has reported another error.
+        OutOfMemoryError: this process or the device has no memory left.
+        DeviceError: the device has reported another error.
     """
     try:
         yield
@@ -72,14 +72,14 @@ def explained_device_errors(
 
 
 def _device_message(said: str, error: BaseException, ctx: ParallelContext) -> str:
-    """What the card says, when it was noticed, and what to do: it is later than the operation that failed."""
+    """The device's error, where it was noticed (which may be after the operation that failed), and advice."""
     blocking = _BLOCKING.get(kind_of(ctx.device))
     found = f" With {blocking} in the environment it is that operation." if blocking else ""
     return (
         f"{ctx.device} has failed ({_where(ctx)}): {said}\n"
         f"It was noticed at {raised_at(error)}; the operation that failed may be an earlier one.{found}\n"
-        "Complete checkpoints are good: Engine.save_load.resume=auto goes on from the last one. If it fails "
-        "again at the same place, an operator is at fault; if not, the card or its driver (ppfleetx doctor)."
+        "Complete checkpoints are good: Engine.save_load.resume=auto continues from the last one. If it "
+        "fails again at the same place, an operator is broken; else the card or its driver (ppfleetx doctor)."
     )
 
 
@@ -90,8 +90,8 @@ def _where(ctx: ParallelContext) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory has run out: Python's own error, NumPy's, or Paddle's, also quoted
-    in another error of Paddle's."""
+    """Whether ``error`` means that memory ran out: Python's, NumPy's or Paddle's own error, or one of
+    Paddle's that quotes it."""
     if isinstance(error, MemoryError):
         return True
     if type(error) not in (RuntimeError, OSError, SystemError):
@@ -102,7 +102,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
-    """What ran out where, what holds the memory, and the cheapest settings that need less."""
+    """Where memory ran out, what holds it, and the cheapest settings that need less."""
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
     rest = _holders_and_savings(cfg, ctx) if advice is None else [advice]
@@ -120,11 +120,11 @@ def _holders_and_savings(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
     memory = prediction.memory[ctx.rank_on("pp")]
     parts = {part: getattr(memory, part) for part in CARD_PARTS}
     shown = [
-        f"{part} {_size(size)}"
+        f"{part} {bytes_text(size)}"
         for part, size in sorted(parts.items(), key=lambda item: -item[1])
         if size > _WORTH_SHOWING * memory.total
     ]
-    yield f"What should hold it at the worst moment: {', '.join(shown)}; together {_size(memory.total)}."
+    yield f"What should hold it at the worst moment: {', '.join(shown)}; together {bytes_text(memory.total)}."
     savings = memory_savings(prediction)[:_MOST_SAVINGS]
     if not savings:
         yield "No setting alone saves much: this run needs more devices (ppfleetx plan ranks what fits)."
@@ -132,8 +132,4 @@ def _holders_and_savings(cfg: RunConfig, ctx: ParallelContext) -> Iterator[str]:
     yield "What needs less, the cheapest first:"
     for saving in savings:
         price = "in the same time" if saving.costs < 0.005 else f"a step takes {saving.costs:.0%} longer"
-        yield f"  {saving.options}   saves {_size(saving.saves)}, {price}"
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.0f} MiB"
+        yield f"  {saving.options}   saves {bytes_text(saving.saves)}, {price}"

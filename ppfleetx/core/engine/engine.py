@@ -1,4 +1,4 @@
-"""The loop: take a batch, let the runner step, tell the callbacks, evaluate, save, stop."""
+"""The training loop: read a batch, let the runner step, call the callbacks, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 Loader = Iterable[Sequence[MicroBatch]]
 EvalSets = Mapping[str | None, Loader]
-"""What is evaluated, in this order, by name; None is the name of what is no named set."""
+"""Evaluation sets by name, in this order; the name is None where ``Data.Eval.sets`` names none."""
 
 NO_TRAINING = TrainingLength(max_steps=0)
 
 
 class TrainingStoppedError(UserError):
-    """Training cannot go on, and the user can tell why from the message."""
+    """Training cannot continue; the message tells the user why."""
 
 
 GoBack = Callable[["Engine", int], Iterator[Sequence[MicroBatch]] | None]
 
 
 class Engine:
-    """Trains and evaluates what a runner executes. It knows steps, samples and callbacks, but no degrees.
+    """Trains and evaluates with a runner. It knows steps, samples and callbacks, but no parallel degrees.
 
     Args:
         cfg: the run's configuration.
@@ -55,14 +55,14 @@ class Engine:
         runner: executes steps.
         schedule: learning rate and weight decay of each step; None when only evaluating.
         saver: writes checkpoints; None when only evaluating.
-        callbacks: told in this order; None: nobody is.
+        callbacks: called in this order.
         samples_per_epoch: samples in one pass over the training split.
         length: length of the run, and when it evaluates and saves.
-        new_evaluator: makes what an evaluation computes.
-        go_back: called with the engine and a number of samples; loads the last checkpoint of this run, sets
-            ``state`` to it but for the samples consumed, and gives the batches that follow these; None when
-            there is no checkpoint.
-        pruning: what is taken out of the model while it trains; None: nothing is.
+        new_evaluator: makes the evaluator of each evaluation set.
+        go_back: called with the engine and a number of consumed samples. Loads the last checkpoint of this
+            run and its ``state``, except for the consumed samples, and returns the batches that follow these;
+            returns None if there is no checkpoint.
+        pruning: prunes the model while it trains; None: does not.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Engine:
         return self.length.max_steps
 
     def callback_states(self) -> dict[str, Any]:
-        """What the callbacks of this rank keep, by name."""
+        """States of this rank's callbacks by name."""
         return self._callbacks.state()
 
     def fit(self, train_loader: Loader, eval_sets: EvalSets | None = None) -> None:
@@ -121,14 +121,14 @@ class Engine:
         was_done = self.state.step >= self.max_steps
         try:
             with StopRequest() as stop, self._saver.completing():
-                self._tell("on_fit_start")
+                self._notify("on_fit_start")
                 self._watch.at_rest(self.runner)
                 if self.state.best_step == self.state.step:
-                    self._saver.mark_best(self)  # a run killed between saving its best and naming it
+                    self._saver.mark_best(self)  # the run may have been killed just before this
                 self._evaluate_if_missing(eval_sets or {}, stop)
                 self._train(iter(train_loader), eval_sets or {}, stop)
                 self._save_once()
-                self.runner.finish_update()  # other ranks may still wait for what this one sends
+                self.runner.finish_update()  # other ranks may still wait for messages from this one
                 raise_on_all_ranks(self.ctx, self._callback_error)
             if self._pruning is not None and self.state.step >= self.max_steps:
                 self._pruning.finish()
@@ -140,15 +140,15 @@ class Engine:
                 )
         finally:
             self._is_fitting = False
-            self._tell("on_fit_end")
+            self._notify("on_fit_end")
         if was_done:  # the last line, where it is seen
             get_logger().warning(self._nothing_to_train())
 
     def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
-        """Mean loss over all batches of each set, and the task's metrics; the callbacks are told of all of
-        them at the end.
+        """Mean loss over all batches of each set, and the task's metrics; callbacks get all of them at the
+        end.
 
-        Returns None when a stop was requested before the end: a part would not be comparable.
+        Returns None if a stop was requested before the end: a partial result would not be comparable.
 
         Raises:
             UserError: no token of a set counts in the loss.
@@ -161,7 +161,7 @@ class Engine:
             records.append(record)
         self.state.evaluated_step = self.state.step
         for record in records:
-            self._tell("on_eval_end", record)
+            self._notify("on_eval_end", record)
         return records
 
     def _evaluate_one(self, name: str | None, loader: Loader, stop: StopRequest | None) -> EvalRecord | None:
@@ -188,14 +188,14 @@ class Engine:
         )
 
     def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate before the first step, so that a broken evaluation set is found at once; and on resume
-        when the evaluation due at this step was cut short."""
+        """Evaluate before the first step, to find a broken evaluation set at once; and on resume, if the
+        evaluation of this step was cut short."""
         due = self.length.eval_every and self.state.step % self.length.eval_every == 0
         if eval_sets and due and self.state.evaluated_step != self.state.step:
             self._evaluate_and_keep(eval_sets, stop)
 
     def _evaluate_and_keep(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate, and save what is the best so far by the first set, where that is asked for."""
+        """Evaluate, and with ``keep_best``, save if the first set gives the best result so far."""
         records = self.evaluate(eval_sets, stop)
         judged_by = self.cfg.Engine.save_load.keep_best
         if records is None or judged_by is None or self.state.step == 0:
@@ -217,7 +217,7 @@ class Engine:
             PROGRESS.beat(STEPPING)
             if self._watch.before_step(micro_batches, error, stop, self.state.step):
                 return
-            self._tell_stragglers()
+            self._report_stragglers()
             moved = self._step(micro_batches, started, reader_cost)
             if moved is not None:
                 batches = moved
@@ -229,17 +229,17 @@ class Engine:
             if _is_due(self.state.step, self.length.save_every):
                 self._save_once()
 
-    def _tell_stragglers(self) -> None:
+    def _report_stragglers(self) -> None:
         found = self._watch.pace_of_ranks.found
         if found is not None:
             if self.ctx.is_main:
                 get_logger().warning(str(found))
-            self._tell("on_stragglers", found)
+            self._notify("on_stragglers", found)
 
     def _read(
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-        """The next batch, or why there is none: the other ranks have to know before anything is raised."""
+        """The next batch, or the error: the other ranks have to learn of it before it is raised."""
         if self._callback_error is not None:
             return None, self._callback_error
         try:
@@ -255,11 +255,12 @@ class Engine:
     def _step(
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
     ) -> Iterator[Sequence[MicroBatch]] | None:
-        """One optimizer step; its batch was asked for at ``started``, and came ``reader_cost`` seconds on.
+        """One optimizer step. Its batch was requested at ``started`` and took ``reader_cost`` seconds to
+        read.
 
         Returns:
-            None; or, when the step was a spike and the run has gone back to its last checkpoint, the batches
-            to go on with.
+            None; or, if the step was a spike and the run went back to its last checkpoint, the batches to
+            continue with.
         """
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
@@ -276,8 +277,8 @@ class Engine:
                 counts=self._watch.counts,
             )
         except NonFiniteError as error:
-            told = self._watch.describe(error, self.runner, micro_batches, step)
-            raise TrainingStoppedError(told) from error
+            text = self._watch.describe(error, self.runner, micro_batches, step)
+            raise TrainingStoppedError(text) from error
         self._watch.after_step(self.runner)
         if self._guard is not None and self._guard.found is not None:
             moved = self._answer(self._guard.found)
@@ -310,14 +311,14 @@ class Engine:
         )
         PROGRESS.beat(RESTING)
         PROGRESS.is_under_way = True
-        self._tell("on_step_end", record)
+        self._notify("on_step_end", record)
         return None
 
     def _answer(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """Do what is to be done about a spike, and tell it; as of :meth:`_step`.
+        """React to a spike and report it; returns what :meth:`_step` returns.
 
         Raises:
-            TrainingStoppedError: the run is to end.
+            TrainingStoppedError: the run has to end.
         """
         begin = self.state.consumed_samples
         end, moved = begin + self.cfg.batch.global_batch_size, None
@@ -331,14 +332,14 @@ class Engine:
         gives_up = self._guard.gives_up_at(spike)
         if gives_up:
             spike = replace(spike, action="stop")
-        self._tell("on_spike", spike)
+        self._notify("on_spike", spike)
         if spike.action == "stop":
             raise TrainingStoppedError(f"{spike}{gives_up}")
         get_logger().warning(str(spike))
         return moved
 
     def _position(self) -> tuple[int, int]:
-        """(pass over the split, step within that pass) of the next step."""
+        """(epoch, step within the epoch) of the next step."""
         return self.length.position(self.state.consumed_samples / self.cfg.batch.global_batch_size)
 
     def _save_once(self) -> None:
@@ -353,7 +354,7 @@ class Engine:
     def _nothing_to_train(self) -> str:
         done = f"{self.state.step} of {counted(self.max_steps, 'step')} are done"
         return (
-            f"nothing to train: {done}. To go on, give more with --max-steps N; for a new run, another "
+            f"nothing to train: {done}. To continue, set more with --max-steps N; for a new run, set another "
             "Engine.save_load.output_dir"
         )
 
@@ -361,9 +362,9 @@ class Engine:
         if 0 < self.state.step < self.max_steps:
             get_logger().info(f"training continues at global step {self.state.step + 1} of {self.max_steps}")
 
-    def _tell(self, hook: str, *args: object) -> None:
-        """Call a hook of every callback. A mistake of the user that one finds ends training before the next
-        step, on all ranks; outside training it is raised when all callbacks have been told."""
+    def _notify(self, hook: str, *args: object) -> None:
+        """Call a hook of every callback. A UserError from one of them ends training before the next step, on
+        all ranks; outside training it is raised after all callbacks have been called."""
         found: UserError | None = None
         for callback in self._callbacks:
             try:

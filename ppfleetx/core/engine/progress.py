@@ -1,4 +1,4 @@
-"""Where a run stands, how long it is, and when it evaluates and saves: all in optimizer steps."""
+"""The progress of a run, its length, and when it evaluates and saves: all in optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class TrainState:
 
     Attributes:
         step: steps done, skipped ones included.
-        consumed_samples: samples of the training order already used.
+        consumed_samples: samples of the training order that have been used.
         epoch: completed passes over the training split.
-        evaluated_step: step of the last whole evaluation; an evaluation that a stop cut short is made up for
-            when the run goes on.
-        skipped_steps: steps whose gradients overflowed, or that were spikes: their samples are used, but
-            neither weights nor learning rate moved.
-        best: the highest value of what ``Engine.save_load.keep_best`` judges by; None before the first.
-        best_step: when that was.
-        spikes: what ``Engine.spike`` remembers of the last steps; empty where it is off.
+        evaluated_step: step of the last complete evaluation; one that a stop cut short is repeated when the
+            run continues.
+        skipped_steps: steps whose gradients overflowed or that were spikes: their samples are used up, but
+            neither weights nor learning rate have moved.
+        best: the best value so far of the metric ``Engine.save_load.keep_best``; None before the first.
+        best_step: the step of that value.
+        spikes: the window of the last steps that ``Engine.spike`` keeps; empty if it is off.
     """
 
     step: int = 0
@@ -39,20 +39,20 @@ class TrainState:
 
     @property
     def schedule_step(self) -> int:
-        """Steps that were taken: what learning rate and weight decay are functions of."""
+        """Steps that were not skipped: learning rate and weight decay depend on them."""
         return self.step - self.skipped_steps
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint's ``state.train`` holds."""
+        """The contents of a checkpoint's ``state.train``."""
         tree = asdict(self)
         return tree if self.spikes else {key: value for key, value in tree.items() if key != "spikes"}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainState:
-        """What :meth:`to_json` gave, of this version or an older one.
+        """Parse the output of :meth:`to_json` of this version or an older one.
 
         Raises:
-            CheckpointError: it is no such thing.
+            CheckpointError: it is damaged.
         """
         step = _count(data, "step")
         best = data.get("best")
@@ -85,8 +85,8 @@ class TrainingLength:
     """Optimizer steps of the whole run, and between evaluations and checkpoints (0: never).
 
     Attributes:
-        max_steps: the run ends after exactly so many steps, and saves.
-        eval_every, save_every: steps between them.
+        max_steps: the run ends after exactly this many steps, and saves.
+        eval_every, save_every: steps between evaluations and between checkpoints.
         steps_per_epoch: steps in one pass over the training split.
     """
 
@@ -97,7 +97,7 @@ class TrainingLength:
 
     @classmethod
     def of(cls, cfg: RunConfig, samples_per_epoch: float) -> TrainingLength:
-        """TrainingLength of a configuration; run mode ``epoch`` counts passes over the training split.
+        """The length that a configuration asks for; run mode ``epoch`` counts passes over the training split.
 
         Raises:
             DataError: in run mode ``epoch``, the split has less than one global batch.
@@ -129,6 +129,6 @@ class TrainingLength:
         return epoch, int(steps_done - epoch * self.steps_per_epoch)
 
     def comes_to(self, state: TrainState, global_batch_size: int, epoch: int, step: int) -> bool:
-        """Whether a run that stands at ``state`` will have done this many epochs and steps at some time."""
+        """Whether a run at ``state`` will at some point have done exactly this many epochs and steps."""
         samples = state.consumed_samples + (step - state.step) * global_batch_size
         return state.step < step <= self.max_steps and self.position(samples / global_batch_size)[0] == epoch

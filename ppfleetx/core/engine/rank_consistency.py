@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other once per step, and the checks of ``Engine.checks`` on it."""
+"""What the ranks of a job exchange once per step, and the checks of ``Engine.checks`` on it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Keeps the ranks of a job together: they stop after the same step, and fail with the same message.
+    """Keeps the ranks of a job in step: they stop after the same step, and fail with the same message.
 
     Args:
-        cfg: the run's configuration; ``Engine.checks`` says how much is looked at.
+        cfg: the run's configuration; ``Engine.checks`` says how much is checked.
         ctx: this process's place.
-        samples_per_epoch: samples in one pass over the training split; a batch larger than that holds
-            some of them twice.
+        samples_per_epoch: samples in one pass over the training split; a larger batch contains some of them
+            twice.
 
     Attributes:
         pace_of_ranks: how long each rank's steps take.
@@ -70,14 +70,14 @@ class Watch:
         stop: StopRequest,
         step: int,
     ) -> bool:
-        """Tell the other ranks what was read, or what went wrong, or that a signal came, how many tokens
-        count, and how long the last step took; ``step`` have been done.
+        """Exchange with the other ranks what was read or went wrong, whether a signal came, how many tokens
+        count, and how long the last step took. ``step`` is the number of steps done.
 
         Returns:
-            Whether to stop: on all ranks, or on none.
+            Whether to stop, the same on all ranks.
 
         Raises:
-            UserError: on all ranks, when one brings an error or the batches are not what they should be.
+            UserError: on all ranks, if one has an error or the batches are not as they should be.
         """
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
         counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # their bits
@@ -97,30 +97,30 @@ class Watch:
         return False
 
     def stops_evaluation(self, stop: StopRequest | None) -> bool:
-        """Whether to leave an evaluation; asked before each of its batches, on all ranks."""
+        """Whether to stop an evaluation; all ranks call this before each of its batches."""
         return stop is not None and stop.agree(any_rank(self._ctx, stop.signal_name))
 
     def after_step(self, runner: Runner) -> None:
-        """``full``: copies of weights and optimizer states are still equal."""
+        """With ``full``, check that copies of weights and optimizer states are still equal."""
         if self._level == "full":
             check_copies(self._ctx, _held(runner, states=True))
 
     def at_rest(self, runner: Runner) -> None:
-        """At the start and before each checkpoint: copies of weights are equal."""
+        """At the start and before each checkpoint, check that copies of weights are equal."""
         if self._level != "off":
             check_copies(self._ctx, _held(runner, states=False))
 
     def describe(
         self, error: NonFiniteError, runner: Runner, micro_batches: Sequence[MicroBatch], step: int
     ) -> str:
-        """Which rank, layer and samples a number that is not finite came from; all ranks call this."""
+        """Say which rank, layer and samples a non-finite number came from; all ranks call this."""
         found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
         text = f"global step {step}: {error.what} is {error.value}; nothing was updated."
         rank, samples = 0, error.sample_ids
         if found is None:
             text += (
-                " Repeating the passes shows only finite outputs and gradients: either the squares of the "
-                "gradients overflow, or the fault is not in the numbers (memory, a device)."
+                " Repeating the passes gives only finite outputs and gradients: either the squares of the "
+                "gradients overflow, or the hardware is at fault (memory, a device)."
             )
         else:
             rank, place = found
@@ -139,7 +139,7 @@ class Watch:
 
 
 def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """All ranks must run the same configuration (device and directories included).
+    """Check that all ranks run the same configuration, device and directories included.
 
     Raises:
         CheckFailedError: naming the keys that differ and two ranks.

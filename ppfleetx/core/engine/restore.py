@@ -1,4 +1,4 @@
-"""What a run starts from (nothing, the weights of a checkpoint, or all of it), and loading it."""
+"""Find what a run starts from (nothing, weights, or a whole checkpoint), and load it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.compress import is_of_quantizer
 from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.progress import TrainState
-from ppfleetx.core.engine.resume_checks import Fingerprints, check_resumed, check_same_function, tell_changes
+from ppfleetx.core.engine.resume_checks import Fingerprints, check_resumed, check_same_function, log_changes
 from ppfleetx.core.engine.run_directory import (
     CKPT_DIR,
     INIT_FROM,
@@ -40,16 +40,16 @@ from ppfleetx.utils.log import get_logger
 
 @dataclass
 class Start:
-    """Where a run begins: fresh, from weights alone, or from all of a checkpoint.
+    """What a run starts from: nothing, the weights of a checkpoint, or the whole checkpoint.
 
     Attributes:
         options: ``Engine.save_load``.
-        checkpoint: what is loaded; None for a fresh run.
-        resumes: whether optimizer, schedule, data position and generators are taken over too.
-        state: progress of the run to begin with.
+        checkpoint: the checkpoint to load; None for a fresh run.
+        resumes: whether optimizer, schedule, data position and random generators are restored too.
+        state: the progress to start with.
         ctx: this process's place in the job.
-        base_fingerprint: of the frozen weights once they were loaded from ``Model.lora.base``.
-        found_by: the key that led to the checkpoint.
+        base_fingerprint: of the frozen weights, once they have been loaded from ``Model.lora.base``.
+        found_by: the configuration key that led to the checkpoint.
     """
 
     options: SaveLoadConfig
@@ -63,7 +63,7 @@ class Start:
     def restore(
         self, runner: Runner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
     ) -> Schedule:
-        """Load into ``runner`` and the generators; return the schedule to go on with.
+        """Load everything into ``runner`` and the random generators; return the schedule to continue with.
 
         Raises:
             CheckpointError: it does not fit the model, data, tokenizer, optimizer or schedule.
@@ -76,7 +76,7 @@ class Start:
             get_logger().info(f"a new run with the weights of {self.checkpoint.path}")
             if self.found_by != INIT_FROM:
                 get_logger().warning(
-                    f"{self.checkpoint.path} holds weights alone: optimizer, step and data position start "
+                    f"{self.checkpoint.path} holds weights only: optimizer, step and data position start "
                     "afresh"
                 )
             return schedule
@@ -84,14 +84,14 @@ class Start:
         with joint_errors(self.ctx):
             changed = check_resumed(self.checkpoint, cfg, fingerprints)
         if any(change.key == "Engine.save_load.keep_best" for change in changed):
-            self.state.best, self.state.best_step = None, -1  # judged by another number
+            self.state.best, self.state.best_step = None, -1  # the old best is of another metric
         schedule = self._resume(runner, schedule)
         get_logger().info(f"resuming {self.checkpoint.path} (global step {self.state.step})")
-        tell_changes(self.checkpoint, changed, self.options)
+        log_changes(self.checkpoint, changed, self.options)
         return schedule
 
     def _resume(self, runner: Runner, schedule: Schedule) -> Schedule:
-        """Load what a run has beside its weights; return the schedule to go on with."""
+        """Load everything but the weights; return the schedule to continue with."""
         model_names = runner.model_names()
         with joint_errors(self.ctx):
             if self.options.load_optim:
@@ -107,15 +107,15 @@ class Start:
         own = restore_rng_state(self.checkpoint.state, self.ctx)
         if not own and self.ctx.world_size > 1:
             get_logger().info(
-                "generators: the checkpoint has none for each rank of this plan; all continue rank 0's "
+                "generators: the checkpoint has no states for the ranks of this plan; all continue rank 0's "
                 "(dropout does not depend on them)"
             )
 
     def restore_weights(self, runner: Runner, model: ModelConfig) -> None:
-        """Load the weights alone, all of them.
+        """Load all weights, and nothing else.
 
         Raises:
-            CheckpointError: they are not those of ``model``, or mean another function.
+            CheckpointError: they do not fit ``model``, or would compute another function.
         """
         assert self.checkpoint is not None
         self._load_base(runner, model)
@@ -124,8 +124,8 @@ class Start:
         get_logger().info(f"with the weights of {self.checkpoint.path}{step}")
 
     def _load_base(self, runner: Runner, model: ModelConfig) -> None:
-        """Load the frozen weights from ``Model.lora.base``, if there is one, and see that it is the one the
-        adapters of the checkpoint belong to."""
+        """Load the frozen weights from ``Model.lora.base``, if set, and check that the checkpoint's adapters
+        belong to them."""
         place = None if model.lora is None else model.lora.base
         frozen = [name for name in runner.model_names() if not is_beside_base(name)]
         with joint_errors(self.ctx):
@@ -152,7 +152,7 @@ class Start:
     def _check_quantizers(
         self, checkpoint: Checkpoint, held: Sequence[str], *, may_be_new: bool = False
     ) -> None:
-        """Say how weights that were trained with rounding, or without, are used otherwise."""
+        """Refuse weights trained with fake quantisation in a model without it, and the other way round."""
         stored = [name for name in checkpoint.names() if is_of_quantizer(name)]
         if held and not stored and not (may_be_new or self.options.allow_missing):
             raise CheckpointError(
@@ -169,8 +169,8 @@ class Start:
             )
 
     def _load_weights(self, runner: Runner, model: ModelConfig, *, is_new_run: bool = False) -> None:
-        """Load the checkpoint's weights. A new run may have parameters that it lacks: adapters, and a
-        classification head in the place of the model's."""
+        """Load the checkpoint's weights. A new run may add parameters: adapters, or a classification head in
+        place of the model's."""
         model_names, parameters = runner.model_names(), list(runner.named_parameters())
         if self.base_fingerprint is not None:
             model_names = [name for name in model_names if is_beside_base(name)]
@@ -183,7 +183,7 @@ class Start:
             check_same_function(self.checkpoint, model, may_stretch=is_new_run)
             if self.resumes and beside and not set(beside) & set(self.checkpoint.names()):
                 raise CheckpointError(
-                    f"checkpoint {self.checkpoint.path} is of a model before finetuning (it has no "
+                    f"checkpoint {self.checkpoint.path} is from before finetuning (it has no "
                     f"{beside[0]}); to start from its weights, name it in Engine.save_load.init_from"
                 )
             weights = with_vocabulary(self.checkpoint, model.vocab_size)
@@ -201,25 +201,24 @@ class Start:
 
 
 def _left_out(model: ModelConfig) -> tuple[str, ...]:
-    """What a pretrained model may have and its finetuning has not: the language model's own head."""
+    """Parameters of a pretrained model that finetuning drops: the language model's head."""
     return ("head.weight", "head.bias") if model.task.classifies else ()
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
-    """Decide what a run starts from. The main rank decides (and reads the whole checkpoint where it is to
-    be verified); the others open what it found.
+    """Decide what a run starts from. The main rank decides (and reads the whole checkpoint if it is to be
+    verified); the others open the checkpoint it found.
 
-    In this order: the newest checkpoint of ``output_dir`` when ``resume`` is set, so that the same
-    command continues after every interruption; the checkpoint ``ckpt_dir``; the weights ``init_from``;
-    nothing.
+    In order of precedence: with ``resume``, the newest checkpoint of ``output_dir``, so that the same command
+    continues after every interruption; the checkpoint ``ckpt_dir``; the weights ``init_from``; nothing.
 
     Args:
         options: ``Engine.save_load``.
-        output_dir: where this run saves; None for a program that saves nothing.
+        output_dir: where this run saves; None for a program that does not save.
         ctx: this process's place in the job.
 
     Raises:
-        CheckpointError: the checkpoint asked for is missing, incomplete or damaged; on all ranks.
+        CheckpointError: the requested checkpoint is missing, incomplete or damaged; on all ranks.
     """
     start = Start(options)
     with joint_errors(ctx, name_ranks=False):
@@ -253,7 +252,7 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """The checkpoint to continue, of the run in ``output_dir``; ``auto`` passes over damaged ones."""
+    """The checkpoint of the run in ``output_dir`` to continue; ``auto`` skips damaged ones."""
     record = read_run(output_dir)
     counts = (lambda _: True) if record is None else record.includes
     if options.resume == "auto":
@@ -264,7 +263,7 @@ def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
     if not counts(checkpoint):
         raise CheckpointError(
             f"the run in {output_dir} has no checkpoint yet, and {checkpoint.path} is another run's; "
-            "Engine.save_load.resume=auto begins where it began"
+            "Engine.save_load.resume=auto starts it again from its beginning"
         )
     return checkpoint
 
@@ -283,7 +282,7 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
-    """What the run starts from, and a configuration that names these very checkpoints.
+    """Find what the run starts from; returns also a configuration that names exactly these checkpoints.
 
     Raises:
         CheckpointError: there is no such checkpoint; on all ranks.

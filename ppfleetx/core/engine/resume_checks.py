@@ -18,24 +18,24 @@ from ppfleetx.utils.log import get_logger
 Fingerprints = Mapping[str, str | None]
 
 
-# What a new run may change in a trained network: it learns longer sequences then.
+# Keys that a new run may change in a trained network, to learn longer sequences.
 _STRETCHING = ("rotary_base", "rope_scaling")
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
-    """Refuse weights that have the right shapes but were trained as another function.
+    """Refuse weights that have the right shapes but would compute another function.
 
     Args:
         checkpoint: the weights.
-        model: the network they are for.
-        may_stretch: whether rotary positions may be stretched otherwise; the log then says so.
+        model: the network to load them into.
+        may_stretch: allow other keys for rotary positions, and log the difference.
 
     Raises:
         CheckpointError: naming the first key that differs, with both values.
     """
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
-        return  # a checkpoint of another program, which records no configuration
+        return  # another program's checkpoint, without a configuration
     section = {k: v for k, v in saved["Model"].items() if k in ModelConfig.model_fields}
     trained = network_of(section, f"checkpoint {checkpoint.path}")
     now = network(model, (Effect.FUNCTION,))
@@ -66,20 +66,20 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
         raise CheckpointError(
             f"checkpoint {checkpoint.path} was trained with Model.lora.alpha / rank = "
             f"{trained.lora.scale:g}, this configuration has {model.lora.scale:g}: "
-            "the adapters would have another weight"
+            "the adapters would count differently"
         )
 
 
 def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
-    """Refuse what a resumed run may not change, and return what it changes all the same.
+    """Refuse changes that a resumed run may not make, and return those that it may.
 
     Args:
-        checkpoint: what is resumed.
-        cfg: the configuration it is resumed with.
+        checkpoint: to resume from.
+        cfg: of the resumed run.
         now: fingerprints of this run's ``tokenizer`` and ``data``.
 
     Raises:
-        CheckpointError: another tokenizer, other data, or an optimizer that keeps something else.
+        CheckpointError: another tokenizer, other data, or an optimizer with another state.
     """
     options = cfg.Engine.save_load
     _check_data(checkpoint, now, reset_data=options.reset_data)
@@ -90,7 +90,7 @@ def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> 
         if options.load_optim:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} was trained with {change.key} = {change.then!r}, this "
-                f"configuration has {change.now!r}, which keeps another state; "
+                f"configuration has {change.now!r}, whose state differs; "
                 "Engine.save_load.load_optim=False drops the checkpoint's and starts with a fresh optimizer"
             )
     return changes(saved, cfg, (Effect.OPTIMIZER, Effect.TRAINING, Effect.EVALUATION))
@@ -112,15 +112,15 @@ def _check_data(checkpoint: Checkpoint, now: Fingerprints, *, reset_data: bool) 
         )
 
 
-def tell_changes(checkpoint: Checkpoint, changed: Sequence[Change], options: SaveLoadConfig) -> None:
-    """Name in one line of the log what the run computes otherwise than the one that saved ``checkpoint``."""
-    told = [*map(str, changed)]
+def log_changes(checkpoint: Checkpoint, changed: Sequence[Change], options: SaveLoadConfig) -> None:
+    """Log in one line how this run differs from the one that saved ``checkpoint``."""
+    differences = [*map(str, changed)]
     if not options.load_optim:
-        told.append("a fresh optimizer (Engine.save_load.load_optim = False)")
+        differences.append("a fresh optimizer (Engine.save_load.load_optim = False)")
     if options.reset_data:
-        told.append("data from their beginning (Engine.save_load.reset_data = True)")
-    if told:
+        differences.append("data from the beginning (Engine.save_load.reset_data = True)")
+    if differences:
         get_logger().warning(
             f"from here on this run computes something else than the one that saved {checkpoint.path}: "
-            f"{', '.join(told)}"
+            f"{', '.join(differences)}"
         )

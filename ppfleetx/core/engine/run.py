@@ -1,4 +1,4 @@
-"""A run as callbacks and savers see it: what it is made of, where it stands, and what it reports."""
+"""A run as callbacks and savers see it: its parts, its progress, and the records it reports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import Runner
 
 SOURCE = "source/"
-"""Begins the names of metrics that are the loss of one corpus of a blend."""
+"""Prefix of metrics that are the loss of one corpus of a blend."""
 
 
 class Run(Protocol):
-    """What the engine shows of itself to those it tells; they read it, and change nothing.
+    """The engine as callbacks see it, read-only.
 
     Attributes:
         cfg: the configuration.
@@ -41,7 +41,7 @@ class Run(Protocol):
         """Optimizer steps of the whole run."""
 
     def callback_states(self) -> dict[str, Any]:
-        """What the callbacks of this rank keep, by name: JSON values.
+        """States of this rank's callbacks by name, as JSON values.
 
         Raises:
             CheckpointError: one of them cannot be saved.
@@ -50,7 +50,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is known after an optimizer step.
+    """The results of one optimizer step.
 
     Attributes:
         step: 1 for the first step.
@@ -62,14 +62,14 @@ class StepRecord:
         grad_norm: before clipping.
         num_valid_tokens: tokens that counted in the loss.
         num_tokens: tokens of the whole job in this step, valid or not.
-        data_size: replicas that read different samples.
+        data_size: number of data ranks, which read different samples.
         reader_cost: seconds spent waiting for data.
         batch_cost: seconds of the whole step, waiting included.
-        loss_scale: what the loss was multiplied by (float16); None without loss scaling.
-        skipped: the gradients overflowed, and nothing was updated.
-        metrics: the task's and those of the model's layers, by name; ``source/NAME`` is the loss of a corpus
-            of a blend (``Engine.log_source_loss``).
-        pruned: share of the layers' matrices that has been taken out; None without ``Compress.Prune``.
+        loss_scale: factor of the loss (float16); None without loss scaling.
+        skipped: whether the gradients overflowed, so that nothing was updated.
+        metrics: the task's metrics and those of the model's layers, by name; ``source/NAME`` is the loss of
+            one corpus of a blend (``Engine.log_source_loss``).
+        pruned: pruned share of the layers' matrices; None without ``Compress.Prune``.
     """
 
     step: int
@@ -100,7 +100,7 @@ class StepRecord:
 
     @property
     def own_metrics(self) -> dict[str, float]:
-        """All metrics but the losses of corpora."""
+        """All metrics except the losses of single corpora."""
         return {name: found.mean for name, found in self.metrics.items() if not name.startswith(SOURCE)}
 
 
@@ -109,11 +109,11 @@ class EvalRecord:
     """Result of one evaluation after ``step`` steps.
 
     Attributes:
-        loss: mean over ``num_valid_tokens`` (of a classifier: examples).
-        ppl: perplexity; None of a classifier.
-        metrics: the task's own numbers, by name.
-        outputs: of a classifier, ``[examples, outputs]`` in the order of the file.
-        name: of the set, where ``Data.Eval.sets`` names several.
+        loss: mean over ``num_valid_tokens`` (for a classifier: over examples).
+        ppl: perplexity; None for a classifier.
+        metrics: the task's metrics by name.
+        outputs: a classifier's outputs, ``[examples, outputs]`` in the order of the file.
+        name: of the evaluation set, if ``Data.Eval.sets`` names several.
     """
 
     step: int
@@ -127,10 +127,7 @@ class EvalRecord:
 
 
 class Window:
-    """Sums step records and answers with means.
-
-    ``ips_total`` is the tokens per second of the whole job, ``ips`` those of one data rank.
-    """
+    """Means over the steps since the last report."""
 
     def __init__(self) -> None:
         self._steps = self._tokens = 0

@@ -1,6 +1,6 @@
-"""The output directory of a run: who may start there, and what the run is started from.
+"""The output directory of a run: which run may start there, and which checkpoints it starts from.
 
-Imports no Paddle: what can be refused is refused before it is loaded.
+Imports no Paddle: mistakes are refused before Paddle is loaded.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 
 
 def check_beginning(cfg: RunConfig) -> None:
-    """Refuse a run that says two ways to begin, would write into a checkpoint, or would start anew where
-    another has been. Reads only.
+    """Refuse a run that names two ways to start, would write into a checkpoint, or would start anew where
+    another run has been. Writes nothing.
 
     Raises:
         ConfigError: naming the keys, and what to do instead.
@@ -54,27 +54,27 @@ def check_beginning(cfg: RunConfig) -> None:
     if around is not None:
         raise directory_error(
             cfg,
-            f"lies in the checkpoint {around}. Checkpoints are deleted as a whole: give the run a directory "
-            "beside it",
+            f"is inside the checkpoint {around}. Checkpoints are deleted as a whole: give the run a "
+            "directory beside it",
         )
     if not found or options.resume or options.overwrite or _resumes_within(cfg):
         return
     if found == [CONFIG_FILE] and not is_record(output_dir / CONFIG_FILE):
         raise directory_error(
             cfg,
-            f"holds a file {CONFIG_FILE} that no run wrote; a run writes its own configuration under that "
-            "name. Give yours another name, or the run another directory",
+            f"holds a {CONFIG_FILE} that no run wrote, and a run writes its own configuration under that "
+            "name. Rename yours, or give the run another directory",
         )
     raise directory_error(
         cfg,
-        f"already holds a run ({', '.join(found)}). To go on with it: -o Engine.save_load.resume=auto. To "
+        f"already holds a run ({', '.join(found)}). To continue it: -o Engine.save_load.resume=auto. To "
         f"start anew: another directory with -o {_KEY}=DIR, or -o Engine.save_load.overwrite=True, which "
         "deletes what that run wrote (except the checkpoint that this run starts from)",
     )
 
 
 def _checkpoint_around(output_dir: Path) -> Path | None:
-    """The checkpoint that a directory is or would be in, or is itself."""
+    """The checkpoint that contains a directory, or that it is."""
     place = Path(os.path.realpath(output_dir))  # unlike resolve(), it takes links in a circle
     around = (place, *place.parents)
     return next((p for p in around if (p / MARKER_FILE).is_file() and (p / MANIFEST_FILE).is_file()), None)
@@ -86,12 +86,12 @@ def output_dir_of(cfg: RunConfig) -> Path:
 
 
 def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
-    """What is wrong with ``Engine.save_load.output_dir``."""
+    """An error about ``Engine.save_load.output_dir``."""
     return ConfigError(rule, key=_KEY, value=cfg.Engine.save_load.output_dir, place=cfg.origins.get(_KEY))
 
 
 def run_traces(output_dir: Path) -> list[str]:
-    """What of a run is in a directory, in words."""
+    """The traces of a run in a directory, in words."""
     found = sorted(step_directories(output_dir), key=lambda path: parse_step_directory(path.name)[::-1])
     files = [name for name in (RUN_FILE, METRICS_FILE, CONFIG_FILE) if (output_dir / name).is_file()]
     if not found:
@@ -111,7 +111,7 @@ def is_record(path: Path) -> bool:
 
 
 def _resumes_within(cfg: RunConfig) -> bool:
-    """Whether ``ckpt_dir`` names a checkpoint of the run that is in the output directory."""
+    """Whether ``ckpt_dir`` names a checkpoint of the run in the output directory."""
     place = cfg.Engine.save_load.ckpt_dir
     path = None if place is None else resolve_checkpoint(place)
     if path is None or not lies_in(path, output_dir_of(cfg)):
@@ -121,15 +121,15 @@ def _resumes_within(cfg: RunConfig) -> bool:
 
 
 def lies_in(checkpoint: Path, output_dir: Path) -> bool:
-    """Whether a step directory is one of ``output_dir``, with all links followed."""
+    """Whether a step directory is in ``output_dir``, with links resolved."""
     return checkpoint.resolve().parent == output_dir.resolve()
 
 
 def hold(cfg: RunConfig, stack: ExitStack) -> None:
-    """Make the output directory and keep other runs out of it until ``stack`` ends; one rank does it for all.
+    """Create the output directory and lock it until ``stack`` closes; one rank does it for all.
 
     Raises:
-        ConfigError: another run is at work in it or has been, or it cannot be made.
+        ConfigError: another run is or has been in it, or it cannot be created.
     """
     check_beginning(cfg)
     output_dir = output_dir_of(cfg)
@@ -139,16 +139,16 @@ def hold(cfg: RunConfig, stack: ExitStack) -> None:
         stack.enter_context(exclusive_lock(output_dir / ".run.lock", busy))
     except OSError as error:
         raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
-    check_beginning(cfg)  # a run may have ended here since
+    check_beginning(cfg)  # another run may have ended here in the meantime
 
 
 # ---- what a run is started from
 
 
 def base_of(cfg: RunConfig) -> Path | None:
-    """The step directory that ``Model.lora.base`` means now; None without one.
+    """The step directory that ``Model.lora.base`` resolves to now; None if it is not set.
 
-    Where it is the output directory itself, it means none of the checkpoints that this run has saved there.
+    If it names the output directory itself, this run's own checkpoints there are skipped.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -173,7 +173,7 @@ def _is_anothers(path: Path, run: str) -> bool:
 
 
 def with_value(cfg: RunConfig, key: str, value: str) -> RunConfig:
-    """A copy of ``cfg`` that names the very checkpoint which a place means now."""
+    """A copy of ``cfg`` with ``value`` at the dotted ``key``."""
     *sections, name = key.split(".")
     parents = [cfg]
     for section in sections:

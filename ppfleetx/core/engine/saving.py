@@ -1,4 +1,4 @@
-"""How a run is saved, and what happens when that fails (``Engine.save_load.on_save_error``)."""
+"""Saving a run, and what to do when that fails (``Engine.save_load.on_save_error``)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.adapters import BASE
-from ppfleetx.checkpoint.background import BackgroundManager
 from ppfleetx.checkpoint.housekeeping import write_best
-from ppfleetx.checkpoint.manager import CheckpointManager
 from ppfleetx.checkpoint.manifest import step_directory
 from ppfleetx.checkpoint.ownership import Ownership
 from ppfleetx.checkpoint.rng import gather_rng_state
+from ppfleetx.checkpoint.save import BackgroundManager, CheckpointManager
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.tensors import model_slices, optimizer_slices
 from ppfleetx.config.errors import CheckpointError, UserError
@@ -28,20 +27,20 @@ from ppfleetx.utils.log import get_logger
 
 
 class Saver:
-    """Saves a run's model, optimizer, progress, schedule and generators as one checkpoint; in the
-    background with ``Engine.save_load.async_save``.
+    """Saves a run's model, optimizer, progress, schedule and random generators as one checkpoint; with
+    ``Engine.save_load.async_save``, in the background.
 
-    All ranks of a job call its methods together, and the same of them raise the same CheckpointError: with
-    ``on_save_error: stop`` at once; with ``continue`` errors are reported, and only that of the last save is
-    raised, at the end of the run, because then nothing holds the run's result.
+    All ranks of a job call its methods together, and a CheckpointError is the same on all of them. With
+    ``on_save_error: stop`` it is raised at once. With ``continue`` errors are logged, and only a failure of
+    the last save is raised, at the end of the run, because then the run's result is not saved.
 
     Args:
         cfg: the run's configuration.
         ctx: this process's place.
         output_dir: where the checkpoints go.
         fingerprints: of data, tokenizer and frozen weights.
-        ownership: the run that saves, and what it keeps.
-        documents: what each checkpoint says of the model (`checkpoint/documents.py`).
+        ownership: the run that saves, and which checkpoints it keeps.
+        documents: files that describe the model in each checkpoint (`checkpoint/documents.py`).
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Saver:
         )
 
     def save(self, run: Run) -> None:
-        """Complete what is under way, then write the checkpoint of the run as it stands, or begin to.
+        """Complete the save in progress, then save the run as it is now, or start to in the background.
 
         Raises:
             CheckpointError: as configured.
@@ -87,8 +86,8 @@ class Saver:
             )
 
     def mark_best(self, run: Run) -> None:
-        """Complete what is under way and let ``best`` name the checkpoint of the run as it stands, unless
-        that failed.
+        """Complete the save in progress and point ``best`` to the checkpoint of the current step, unless that
+        save failed.
 
         Raises:
             CheckpointError: as configured.
@@ -99,11 +98,11 @@ class Saver:
             return
         path = self._manager.output_dir / step_directory(run.state.epoch, run.state.step)
         with self._guarded(), joint_errors(self._ctx, name_ranks=False):
-            if self._ctx.is_main and path.is_dir():  # a run that resumed may have its first elsewhere
+            if self._ctx.is_main and path.is_dir():  # a resumed run's first checkpoint may be elsewhere
                 write_best(path, self._manager.ownership)
 
     def complete(self) -> None:
-        """Complete what is under way.
+        """Complete the save in progress.
 
         Raises:
             CheckpointError: as configured.
@@ -112,7 +111,7 @@ class Saver:
             self._manager.wait()
 
     def poll(self) -> None:
-        """Carry on with a save in the background, and learn without waiting what became of it.
+        """Advance a save in the background without waiting, and report its failure.
 
         Raises:
             CheckpointError: as configured.
@@ -122,7 +121,7 @@ class Saver:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """For the whole run: at its end, what is under way is completed if that is possible.
+        """Context for the whole run; on leaving it, the save in progress is completed if possible.
 
         Raises:
             CheckpointError: the last save failed.
@@ -142,7 +141,7 @@ class Saver:
         with self._guarded():
             self._manager.wait()
         if self._failure is not None:
-            raise CheckpointError(f"{self._failure} The end of the run is thus not saved.")
+            raise CheckpointError(f"{self._failure} The end of the run is not saved.")
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -155,7 +154,7 @@ class Saver:
             get_logger().error(f"{error} Training goes on (Engine.save_load.on_save_error=continue).")
 
     def _tensors(self, runner: Runner) -> list[TensorSlice]:
-        """What this rank writes: of a run with frozen weights, only what it trains."""
+        """What this rank writes; of a run with frozen weights, only the trained parameters."""
         parameters = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
         if self._trained_alone:
             parameters = [(name, p) for name, p in parameters if not p.stop_gradient]

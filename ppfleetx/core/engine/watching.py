@@ -1,4 +1,4 @@
-"""The watchdog of a program: from the configuration to a thread that watches this process."""
+"""Start and stop the watchdog of this process as the configuration says."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from ppfleetx.utils.cli import EXIT_HUNG
 from ppfleetx.utils.peers import ended_peer_in, ends_this_process
 
 HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
-"""Directories of reports. Evaluation and generation, which may run beside a training, have their own."""
+"""Directories of reports. Evaluation and generation have their own because they may run beside training."""
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
-    """Watch this process from now on, before Paddle is imported; only in a program of ours, whose training
-    ends the watch."""
+    """Watch this process from before Paddle is imported; only in our own programs, which end the watch after
+    training."""
     if ends_this_process():
         _begin(cfg, rank, device, HANG_DIR)
 
 
 def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
-    """Tell the other ranks which process this is, so that theirs can ask the kernel what became of it."""
+    """Exchange process ids with the other ranks, so that each can ask the kernel what became of the
+    others."""
     if cfg.Engine.hang_timeout and ctx.world_size > 1:
         watchdog.remember_peers(dict(enumerate(gather(ctx, watchdog.Peers.own()))))
 
 
 @contextmanager
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
-    """Within, this process is watched; a watch that has begun already goes on.
+    """Context in which this process is watched; a watch that has already started continues.
 
     Args:
-        directory: under the output directory, for the reports.
+        directory: for the reports, under the output directory.
     """
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)

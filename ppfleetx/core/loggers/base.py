@@ -1,4 +1,4 @@
-"""What writes the numbers of a run somewhere: one class for each place."""
+"""The interface of log writers: one class for each file format or service."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class LogStart:
     """What a writer is started with.
 
     Attributes:
-        step: steps done; 0 for a run that begins anew. What was written of later steps is of a run that was
-            stopped after its last checkpoint, and is written again.
-        config: the whole configuration, JSON values.
+        step: steps done; 0 for a new run. Records of later steps, written after the checkpoint that the run
+            resumes from, are void and will be written again.
+        config: the whole configuration as JSON values.
     """
 
     step: int
@@ -23,10 +23,10 @@ class LogStart:
 
 
 class LogWriter:
-    """Writes numbers by name. Made as ``Class(output_dir, **options)`` on rank 0 of a run that trains.
+    """Writes numbers by name. Created as ``Class(output_dir, **options)`` on rank 0, for training only.
 
-    Nothing heavy is imported and nothing is opened before :meth:`start`. A ``UserError`` ends the run in
-    words; an ``OSError`` of :meth:`write` is told once, and training goes on.
+    Do not import heavy libraries or open anything before :meth:`start`. A ``UserError`` ends the run with its
+    message; an ``OSError`` from :meth:`write` is logged once, and training continues.
 
     Args:
         output_dir: the directory of the run.
@@ -36,7 +36,7 @@ class LogWriter:
         self.output_dir = output_dir
 
     def start(self, start: LogStart) -> None:
-        """Open what is written to, before the first step and after :meth:`load_state`."""
+        """Open the file or service; called before the first step and after :meth:`load_state`."""
         raise NotImplementedError
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -44,11 +44,12 @@ class LogWriter:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Close what :meth:`start` has opened; called once, however the run ends."""
+        """Close what :meth:`start` opened; called once, however the run ends."""
 
     def state(self) -> Mapping[str, Any]:
-        """What the same curves are found by when the run goes on: JSON values, saved in each checkpoint."""
+        """What is needed to continue the same curves when the run resumes: JSON values, saved in
+        checkpoints."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what :meth:`state` gave; called before :meth:`start`."""
+        """Restore what :meth:`state` returned; called before :meth:`start`."""

@@ -16,10 +16,10 @@ CSV_FILE = "metrics.csv"
 
 
 class CsvFile(LogWriter):
-    """Writes ``metrics.csv`` in the directory of the run: a row for each record, ``step`` and a column for
-    each number. A number of a new name makes the file anew with one column more.
+    """Writes ``metrics.csv`` in the run's directory: a row for each record, with ``step`` and a column for
+    each number. A number with a new name adds a column, for which the file is rewritten.
 
-    A run that goes on drops rows of later steps; one that begins anew puts a file that is there aside.
+    A resumed run drops rows of later steps; a new run renames an existing file.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -30,7 +30,7 @@ class CsvFile(LogWriter):
         if not self._path.exists():
             return
         if start.step == 0:
-            get_logger().info(f"the table of an earlier run is now {put_aside(self._path)}")
+            get_logger().info(f"renamed the table of an earlier run to {put_aside(self._path)}")
             return
         rows = [row for row in self._rows() if _step_of(row) <= start.step]
         self._rewrite(rows)
@@ -61,19 +61,19 @@ class CsvFile(LogWriter):
 
 
 def _step_of(row: Mapping[str, str | None]) -> float:
-    """The row's step; infinity for a row torn by a kill, which is thus dropped."""
+    """The row's step; infinity for a row cut off by a kill, so that it is dropped."""
     text = row.get("step") or ""
     return int(text) if text.isascii() and text.isdigit() and None not in row.values() else float("inf")
 
 
 class TensorBoard(LogWriter):
-    """Writes ``tensorboard/`` in the directory of the run: ``tensorboard --logdir output/tensorboard``.
+    """Writes ``tensorboard/`` in the run's directory: ``tensorboard --logdir output/tensorboard``.
 
-    A run that goes on adds a file, which tells TensorBoard to leave out what is written of later steps.
+    A resumed run adds a file, which tells TensorBoard to ignore earlier records of later steps.
 
     Args:
-        output_dir: the directory of the run.
-        dir: another directory.
+        output_dir: the run's directory.
+        dir: write here instead.
     """
 
     def __init__(self, output_dir: Path, dir: str | None = None) -> None:
@@ -96,16 +96,16 @@ class TensorBoard(LogWriter):
 
 
 def visual_dl_is_installed() -> bool:
-    """Whether ``pip install ppfleetx[vdl]`` was done."""
+    """Whether VisualDL is installed (``pip install ppfleetx[vdl]``)."""
     return importlib.util.find_spec("visualdl") is not None
 
 
 class VisualDL(LogWriter):
-    """Writes ``vdl/`` in the directory of the run; a run that goes on adds a file there.
+    """Writes ``vdl/`` in the run's directory; a resumed run adds a file there.
 
     Args:
-        output_dir: the directory of the run.
-        dir: another directory.
+        output_dir: the run's directory.
+        dir: write here instead.
     """
 
     def __init__(self, output_dir: Path, dir: str | None = None) -> None:

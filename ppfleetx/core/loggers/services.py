@@ -15,19 +15,17 @@ from ppfleetx.utils.log import get_logger
 
 
 class Wandb(LogWriter):
-    """Writes a run of Weights & Biases, offline unless the user asks for more: ``mode: online``, or the
-    variable ``WANDB_MODE``. ``wandb sync`` uploads what was written offline.
+    """Logs to Weights & Biases, offline by default; ``mode: online`` or the variable ``WANDB_MODE`` changes
+    that. ``wandb sync`` uploads an offline run.
 
-    A run that goes on keeps its id, so that its steps are added to the same curves.
+    A resumed run keeps its id, so that its steps continue the same curves.
 
     Args:
-        output_dir: the directory of the run; the files are in ``wandb/`` there.
-        project: as of ``wandb.init``.
+        output_dir: the run's directory; the files are in ``wandb/`` there.
+        project, entity, group: see ``wandb.init``.
         name: of the run; None: the name of ``output_dir``.
-        entity: as of ``wandb.init``.
-        group: as of ``wandb.init``.
         mode: ``offline``, ``online`` or ``disabled``; None: ``WANDB_MODE``, else ``offline``.
-        dir: in the place of ``output_dir``.
+        dir: write here instead of ``output_dir``.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class Wandb(LogWriter):
         self._run: Any = None
 
     def start(self, start: LogStart) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # no word to its makers either
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # send no error reports
         import wandb
 
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -92,14 +90,14 @@ _LONGEST_VALUE, _PER_CALL = 500, 100
 
 
 class MLflow(LogWriter):
-    """Writes a run of MLflow, into files unless a tracking server is named.
+    """Logs to MLflow, into local files unless a tracking server is named.
 
-    A run that goes on is found by its id.
+    A resumed run continues under its id.
 
     Args:
-        output_dir: the directory of the run.
+        output_dir: the run's directory.
         uri: of the tracking store; None: ``MLFLOW_TRACKING_URI``, else ``mlruns/`` in ``output_dir``.
-        experiment: its name, made where there is none.
+        experiment: name of the experiment, which is created if necessary.
         name: of the run; None: the name of ``output_dir``.
     """
 
@@ -118,7 +116,7 @@ class MLflow(LogWriter):
 
     def start(self, start: LogStart) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        if self._uri.startswith("file:"):  # a database needs the whole of MLflow, not `mlflow-skinny` alone
+        if self._uri.startswith("file:"):  # a database would need full MLflow instead of `mlflow-skinny`
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Param

@@ -18,12 +18,12 @@ from ppfleetx.nn.stage import LayerFactory
 
 
 class SourceLosses(WrappedTask):
-    """A task with a metric ``source/NAME`` for each corpus of its training data.
+    """A task with a metric ``source/NAME``, the loss of one corpus, for each corpus of its training data.
 
     Args:
         task: the task.
-        names: of the corpora; ``source_ids [b]`` of a batch are places in it. Batches without them, those of
-            evaluations, have no such metrics.
+        names: of the corpora; ``source_ids [b]`` of a batch index them. Batches without ``source_ids``, those
+            of evaluations, have no such metrics.
     """
 
     def __init__(self, task: BasicModule, names: Sequence[str]) -> None:
@@ -32,17 +32,17 @@ class SourceLosses(WrappedTask):
         self.metrics = (*task.metrics, *self._names)
 
     def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
-        """The task's.
+        """The task's loss, with the losses of the corpora as metrics.
 
         Raises:
-            ConfigError: the task does not give the losses of rows.
+            ConfigError: the task does not return the losses of rows.
         """
         found = super().loss(outputs, batch, factory)
         if "source_ids" not in batch:
             return found
         if found.rows is None:
             raise ConfigError(
-                "the task does not give the losses of rows (`LossOutput.rows`), as `factory.token_loss` does",
+                "the task returns no losses of rows (`LossOutput.rows`), as `factory.token_loss` does",
                 key="Engine.log_source_loss",
                 value=True,
             )
@@ -64,7 +64,7 @@ def build_module(cfg: RunConfig, sources: Sequence[str] = ()) -> BasicModule:
 
     Args:
         cfg: the run's configuration.
-        sources: names of what a blend is made of, where the loss of each is wanted.
+        sources: names of a blend's corpora, if the loss of each is wanted.
 
     Raises:
         ConfigError: there is no such module, or it is not a BasicModule.

@@ -13,13 +13,12 @@ import paddle.nn.functional as F
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.finetuning import glue_task, num_outputs
+from ppfleetx.config.rules import glue_task, num_outputs
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import EvalRecord, Run
 from ppfleetx.data.loader import MicroBatch
-from ppfleetx.data.tasks.glue import TASKS, GlueTask
-from ppfleetx.data.tasks.glue_metrics import glue_metrics
+from ppfleetx.data.tasks.glue import TASKS, GlueTask, glue_metrics
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather
 from ppfleetx.models.evaluator import Measured
@@ -33,9 +32,9 @@ from ppfleetx.utils.log import get_logger
 
 
 class GPTFinetuneModule(BasicModule):
-    """Classify a sequence, or predict a number, from the hidden state of its last real token.
+    """Classify a sequence, or predict a number, from the hidden state of its last token before the padding.
 
-    The loss counts examples with ``loss_mask`` 1: cross entropy, or the squared error of a number.
+    The loss is the cross entropy, or the squared error of a number, over examples with ``loss_mask`` 1.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
@@ -66,12 +65,12 @@ class GPTFinetuneModule(BasicModule):
 
 
 class Classification:
-    """Outputs for every example, gathered from the data ranks; loss and the task's metrics of all of them.
+    """Gathers the outputs for every example from the data ranks, and computes loss and metrics from them.
 
     Args:
         module: the task.
         ctx: this process's place.
-        has_labels: without them there are outputs alone.
+        has_labels: if False, there are only outputs.
     """
 
     def __init__(self, module: GPTFinetuneModule, ctx: ParallelContext, *, has_labels: bool = True) -> None:
@@ -82,13 +81,13 @@ class Classification:
         """Compute a global batch and keep the outputs of its examples."""
         found = runner.compute(self._module.forward, micro_batches)
         if self._ctx.rank_on("mp"):
-            return  # the first tensor-parallel rank has the same
+            return  # the first tensor-parallel rank has the same outputs
         for batch, outputs in zip(micro_batches, found, strict=True):
             rows = np.column_stack([batch["sample_ids"], batch["labels"], outputs.astype(np.float64)])
             self._rows += rows[batch["loss_mask"] > 0].tolist()
 
     def result(self) -> Measured | None:
-        """Loss and metrics over all data ranks; None if there were no examples."""
+        """Loss and metrics over all data ranks; None without examples."""
         rows = np.array([row for rank in gather(self._ctx, self._rows) for row in rank])
         if rows.size == 0:
             return None
@@ -111,12 +110,12 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 
 class Predictions(Callback):
-    """After each evaluation, writes what was answered, in place of the last evaluation's file.
+    """Writes a classifier's predictions after each evaluation, replacing those of the last one.
 
     Args:
-        directory: of the files.
-        task: says what they are called.
-        parts: the evaluated part of the task by the name of its set; sets of one part have one file.
+        directory: for the files.
+        task: names the files.
+        parts: the split of the task by the name of the evaluation set; sets of one split share a file.
     """
 
     def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:
@@ -124,7 +123,7 @@ class Predictions(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Predictions | None:
-        """For a classifier of a GLUE task."""
+        """For classifiers of a GLUE task."""
         evaluated = setup.cfg.Data.Eval
         if evaluated is None or evaluated.dataset.name not in TASKS:
             return None
@@ -138,16 +137,16 @@ class Predictions(Callback):
 
 
 def predictions_directory(cfg: RunConfig) -> Path:
-    """Where a classifier's answers are."""
+    """The directory of a classifier's predictions."""
     return Path(cfg.Engine.save_load.output_dir) / "predictions"
 
 
 def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:
-    """Write ``index <tab> prediction`` of every example.
+    """Write ``index <tab> prediction`` for every example.
 
     Args:
-        path: the file; its directory is made.
-        task: says what the outputs mean.
+        path: the file; its directory is created.
+        task: turns outputs into predictions.
         outputs: ``[examples, outputs]``.
 
     Raises:

@@ -15,7 +15,7 @@ class GPTModule(BasicModule):
 
     @property
     def loss_in_pieces(self) -> bool:
-        """True; of a task made from this one with a loss of its own, False unless it says so."""
+        """True; False for subclasses with their own loss, unless they override this."""
         return type(self).loss is GPTModule.loss
 
     def stages(self, factory: LayerFactory) -> list[Stage]:
@@ -27,11 +27,11 @@ class GPTModule(BasicModule):
 
 
 class GPTEvalModule(GPTModule):
-    """GPT's network; its "loss" has no gradient and is what an evaluation counts.
+    """GPT for ``Offline_Eval``. Its "loss" is what the evaluation sums up, and has no gradient.
 
     Perplexity: minus the sum of the log probabilities of tokens with ``loss_mask`` 1. Cloze: the number of
-    rows in which every such token was the likeliest. Metric ``non_finite``: the share of tokens whose logits
-    are not finite, which means nothing.
+    rows in which every such token is the likeliest. Metric ``non_finite``: the share of tokens with
+    non-finite logits.
     """
 
     metrics = ("non_finite",)
@@ -47,6 +47,6 @@ class GPTEvalModule(GPTModule):
         metrics = {"non_finite": Sum(num_broken, log_probs.size)}
         if not self.cfg.Offline_Eval.cloze_eval:
             return LossOutput(-log_probs.sum(), metrics)
-        is_row = (mask != 0).any(axis=1)  # and not filled up at the end of the set
+        is_row = (mask != 0).any(axis=1)  # not padding at the end of the set
         num_right = paddle.logical_and(is_greedy.all(axis=1), is_row).astype("float64").sum()
         return LossOutput(num_right, metrics)

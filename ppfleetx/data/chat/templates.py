@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError, DataError, UserError, shown
-from ppfleetx.data.chat.bounds import TemplateLimitError
+from ppfleetx.data.chat.sandbox import TemplateLimitError
 from ppfleetx.data.tokenizer.files import MAX_TEMPLATE_BYTES
 from ppfleetx.utils.foreign_files import read_bounded
 
 if TYPE_CHECKING:
+    from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.data.chat.sandbox import CompiledTemplate, Span
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 """``role``, ``content`` (a text, or None) and any other keys that a template reads."""
 DEFAULT = "default"
+CHAT_DATASET, TEMPLATE_OPTION = "ChatDataset", "chat_template"
 MAX_TEMPLATE = 1 << 18
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -217,3 +219,12 @@ def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = N
         template = ChatTemplate(content.decode("utf-8", "replace"), tokenizer.special_token_texts, given)
     template.check()
     return template
+
+
+def template_of(cfg: DatasetConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template that a section's conversations are written with. Raises ConfigError."""
+    given = cfg.options.get(TEMPLATE_OPTION)
+    try:
+        return chosen_template(tokenizer, None if given is None else str(given))
+    except UserError as error:
+        raise ConfigError(str(error), key=f"Data.*.dataset.options.{TEMPLATE_OPTION}", value=given) from error

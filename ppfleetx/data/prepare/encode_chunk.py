@@ -10,7 +10,7 @@ import numpy as np
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.data.prepare.corpus import MOST_IN_VAIN, Chunk, documents_of
-from ppfleetx.data.text.json_lines import load_line
+from ppfleetx.data.text_files import load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 _PLACES_KEPT = 5  # of each kind of problem; their number is counted in full

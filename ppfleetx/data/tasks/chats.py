@@ -10,23 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import ConfigError, DataError, UserError
+from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.data.chat.answers import ASSISTANT, render_with_answers
-from ppfleetx.data.chat.templates import chosen_template
+from ppfleetx.data.chat.templates import template_of
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.data.tasks.conversations import MESSAGES, read_conversation
 from ppfleetx.data.tasks.records import RecordDataset, record_file
-from ppfleetx.data.text.json_lines import read_records
+from ppfleetx.data.text_files import read_records
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
-    from ppfleetx.data.chat.templates import ChatTemplate, Message
+    from ppfleetx.data.chat.templates import Message
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-
-NAME = "ChatDataset"
-TEMPLATE_OPTION = "chat_template"
 
 
 class ChatDataset(RecordDataset):
@@ -114,15 +111,6 @@ class ChatDataset(RecordDataset):
         get_logger().warning(
             f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {what} (this is said once)"
         )
-
-
-def template_of(cfg: DatasetConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template that a section's conversations are written with. Raises ConfigError."""
-    given = cfg.options.get(TEMPLATE_OPTION)
-    try:
-        return chosen_template(tokenizer, None if given is None else str(given))
-    except UserError as error:
-        raise ConfigError(str(error), key=f"Data.*.dataset.options.{TEMPLATE_OPTION}", value=given) from error
 
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ppfleetx.config.errors import DataError, shown
 from ppfleetx.data.chat.answers import ASSISTANT
-from ppfleetx.data.text.json_lines import load_line
+from ppfleetx.data.text_files import load_line
 
 MESSAGES = "messages"
 _SHAREGPT, _ALPACA = "conversations", ("instruction", "output")

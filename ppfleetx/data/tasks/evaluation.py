@@ -18,8 +18,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.generation import OfflineEvalConfig
 from ppfleetx.data.loader import MicroBatch
 from ppfleetx.data.tasks.detokenize import detokenizer, detokenizer_of_file
-from ppfleetx.data.text.files import TextFile
-from ppfleetx.data.text.json_lines import load_line
+from ppfleetx.data.text_files import TextFile, load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 _KEY = "Offline_Eval.eval_path"

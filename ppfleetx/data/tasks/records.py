@@ -20,7 +20,7 @@ from ppfleetx.config.errors import DataError, shown
 from ppfleetx.data.gpt_dataset import PADDING, Sample
 from ppfleetx.data.tasks.conversations import is_conversation
 from ppfleetx.data.tasks.glue import GlueTask, read_glue
-from ppfleetx.data.text.json_lines import load_line, read_records
+from ppfleetx.data.text_files import load_line, read_records
 from ppfleetx.utils.foreign_files import os_errors
 
 if TYPE_CHECKING:

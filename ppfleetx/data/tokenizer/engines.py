@@ -1,4 +1,17 @@
-"""The two ways a tokenizer encodes: ``tiktoken`` where it gives the same ids, else ``tokenizers``."""
+"""The two ways a tokenizer encodes: ``tiktoken`` where it gives the same ids, else ``tokenizers``.
+
+tiktoken is faster, but joins *bytes* by one rank per token, where GPT-2's merges join *pairs of tokens*.
+With merges, neighbours x and y are joined only if the pair (x, y) is listed;
+tiktoken joins them whenever the bytes of x + y are a token. They agree if each token's own bytes, encoded
+alone with the merges, come out as that one token. For suppose tiktoken joins x and y to T though (x, y) is
+not listed. No merge has crossed the ends of x + y so far, hence the bytes of T alone went through the same
+steps and reached (x, y) as well, where the merges stop: T alone would not come out as T.
+
+So `live_ranks` plays the encoding of every token backwards, asking at each moment whether a merge across the
+middle would have come first. A token that does not come out as itself can, by the same argument, be produced
+by the merges in no text, and is left out. Two listed pairs that build one token: the token's own bytes take
+one of the two ways, always the same; the other can never happen.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +20,141 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.tokenizer.bpe_ranks import live_ranks, split_by_ranks
 from ppfleetx.data.tokenizer.files import END_OF_DOCUMENT, merge_pairs, token_to_bytes
-from ppfleetx.data.tokenizer.special_tokens import SpecialTokens
 from ppfleetx.utils.log import get_logger
+
+
+def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
+    """Rank of every token that the merges can produce, in merge order; single bytes are not listed.
+
+    Args:
+        merges: pairs of token bytes, the first being joined first.
+
+    Returns:
+        ``{token: index in merges}``, or None when a pair is listed before the merge that makes one of its
+        halves (such a merge acts at once and out of order, which ranks cannot express).
+    """
+    rank: dict[bytes, int] = {}
+    halves: dict[bytes, tuple[bytes, bytes]] = {}
+    pair_rank: dict[tuple[bytes, bytes], int] = {}
+    waiting: set[bytes] = set()
+    for index, (left, right) in enumerate(merges):
+        unmade = [half for half in (left, right) if len(half) > 1 and half not in rank]
+        if unmade:
+            waiting.update(unmade)
+            continue
+        token = left + right
+        if token in rank or _is_crossed(left, right, index, rank, halves, pair_rank):
+            continue
+        if token in waiting:
+            return None
+        rank[token] = index
+        halves[token] = (left, right)
+        pair_rank[left, right] = index
+    return rank
+
+
+def _is_crossed(
+    left: bytes,
+    right: bytes,
+    own_rank: int,
+    rank: dict[bytes, int],
+    halves: dict[bytes, tuple[bytes, bytes]],
+    pair_rank: dict[tuple[bytes, bytes], int],
+) -> bool:
+    """Whether, while ``left + right`` is encoded alone, something is joined across the border of the two.
+
+    Goes back in time. At each moment ``left`` and ``right`` are the tokens touching the border, and
+    ``left_end`` and ``right_end`` the ranks of the merges that ended them. Equal ranks act from left to
+    right: a crossing merge loses against one that ends the left token, and wins against one that ends the
+    right.
+    """
+    left_end = right_end = own_rank
+    while True:
+        crossing = pair_rank.get((left, right))
+        if crossing is not None and crossing < left_end and crossing <= right_end:
+            return True
+        left_made, right_made = rank.get(left, -1), rank.get(right, -1)
+        if left_made < 0 and right_made < 0:
+            return False
+        if right_made >= left_made:
+            right_end = right_made
+            right = halves[right][0]
+        else:
+            left_end = left_made
+            left = halves[left][1]
+
+
+def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
+    """Tokens of ``text`` as one piece: the neighbours of lowest rank are joined, the leftmost first."""
+    parts = [text[i : i + 1] for i in range(len(text))]
+    never = len(rank) + max(rank.values(), default=0) + 1
+    while len(parts) > 1:
+        ranks = [rank.get(left + right, never) for left, right in pairwise(parts)]
+        first = min(range(len(ranks)), key=ranks.__getitem__)
+        if ranks[first] == never:
+            break
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    return parts
+
+
+class SpecialTokens:
+    """Special tokens of a tokenizer that does not normalise text.
+
+    As in the ``tokenizers`` library, the leftmost token is found first, and of those that begin there the
+    longest; tokens marked ``normalized`` are looked for in what the others leave.
+
+    Args:
+        added: ``added_tokens`` of a ``tokenizer.json``.
+    """
+
+    def __init__(self, added: Sequence[dict[str, Any]]) -> None:
+        self._ids = {entry["content"]: entry["id"] for entry in added}
+        self._groups = [
+            [entry["content"] for entry in added if bool(entry.get("normalized")) is normalized]
+            for normalized in (False, True)
+        ]
+
+    @staticmethod
+    def can_be_found(added: Sequence[dict[str, Any]]) -> bool:
+        """Whether no token takes the spaces or looks at the words beside it."""
+        return not any(entry.get(flag) for entry in added for flag in ("single_word", "lstrip", "rstrip"))
+
+    @cached_property
+    def _patterns(self) -> list[re.Pattern[str]]:
+        return [
+            re.compile("|".join(map(re.escape, sorted(group, key=len, reverse=True))))
+            for group in self._groups
+            if group
+        ]
+
+    def split(self, text: str) -> list[str | int]:
+        """The text in pieces: ids of special tokens, and the text between them; never empty."""
+        pieces: list[str | int] = [text]
+        for pattern in self._patterns:
+            pieces = [
+                part
+                for piece in pieces
+                for part in ([piece] if isinstance(piece, int) else self._cut(piece, pattern))
+            ]
+        return pieces or [text]
+
+    def _cut(self, text: str, pattern: re.Pattern[str]) -> Iterator[str | int]:
+        begin = 0
+        for found in pattern.finditer(text):
+            if begin < found.start():
+                yield text[begin : found.start()]
+            yield self._ids[found.group()]
+            begin = found.end()
+        if begin < len(text):
+            yield text[begin:]
+
 
 # How ByteLevel(use_regex=True) splits text, that is
 #   's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+

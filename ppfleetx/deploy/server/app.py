@@ -1,33 +1,174 @@
-"""The web application: routes, and what they have in common."""
+"""The web application: routes, and the checks, accounting and page that they share."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
+import hmac
+import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ppfleetx.config.sections.root import ServeConfig
-from ppfleetx.deploy.server.answering import Answer, Answering, EventStream
+from ppfleetx.deploy.server.answering import Answer, Answering, EventStream, TokenTexts
 from ppfleetx.deploy.server.chat import ChatAnswer, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
-from ppfleetx.deploy.server.errors import ApiError, JsonResponse
-from ppfleetx.deploy.server.limits import Accounting, check_key, read_json_body
-from ppfleetx.deploy.server.logprobs import TokenTexts
 from ppfleetx.deploy.server.metrics import Metrics
-from ppfleetx.deploy.server.page import page_response
 from ppfleetx.deploy.server.prompts import PromptReader
-from ppfleetx.deploy.server.protocol import GenerationRequest, model_body, quoted, read_request
+from ppfleetx.deploy.server.protocol import (
+    ApiError,
+    GenerationRequest,
+    JsonResponse,
+    model_body,
+    quoted,
+    read_request,
+)
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.utils.log import get_logger
+
+_BODY_SECONDS = 30.0
+_CLOSE = {"Connection": "close"}  # the rest of the body is not read
+
+
+def check_key(request: Request, api_key: str | None) -> None:
+    """Compare the bearer key in a time that does not depend on where it differs.
+
+    Raises:
+        ApiError: 401.
+    """
+    if api_key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    is_right = hmac.compare_digest(given.strip().encode(), api_key.encode())
+    if scheme.lower() != "bearer" or not is_right:
+        raise ApiError(
+            401,
+            "a key is needed: send it as 'Authorization: Bearer KEY'" if not given else "the key is wrong",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer", **_CLOSE},
+        )
+
+
+async def read_json_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a JSON request.
+
+    Asking for the content type keeps web pages of other origins out: a browser lets them send other types
+    without asking us.
+
+    Raises:
+        ApiError: 415 not JSON; 413 larger than ``max_bytes``; 408 it does not come; 499 the client left.
+    """
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415, "send the body as JSON, with 'Content-Type: application/json'", headers=_CLOSE)
+    too_large = ApiError(
+        413,
+        f"the body may have {max_bytes} bytes (Serve.max_body_bytes)",
+        code="body_too_large",
+        headers=_CLOSE,
+    )
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {_BODY_SECONDS:g} s", headers=_CLOSE) from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client has left", code="client_left") from None
+    return bytes(body)
+
+
+class Accounting:
+    """Middleware that counts, times and logs the requests to some paths. Texts are never logged."""
+
+    def __init__(self, app: ASGIApp, paths: Collection[str], metrics: Metrics) -> None:
+        self._app, self._paths, self._metrics = app, paths, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        started, status = time.monotonic(), 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        finally:
+            # A stream begins with 200, whatever becomes of it.
+            self._note(
+                scope["path"], scope.get("state", {}).get("ended_as", status), time.monotonic() - started
+            )
+
+    def _note(self, path: str, status: int, seconds: float) -> None:
+        self._metrics.requests.labels(status=str(status)).inc()
+        self._metrics.request_seconds.observe(seconds)
+        get_logger().info("%s: %d after %.3f s", path, status, seconds)
+
+
+_FILE = Path(__file__).with_name("page.html")
+
+
+def page_response() -> Response:
+    """The page, allowed to run its own script and to talk to this server, and nothing else."""
+    html, policy = _page()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return HTMLResponse(html, headers=headers)
+
+
+@cache
+def _page() -> tuple[str, str]:
+    """The page and its Content-Security-Policy."""
+    html = _FILE.read_text(encoding="utf-8")
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_hash_of('script', html)}",
+            f"style-src {_hash_of('style', html)}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+    return html, policy
+
+
+def _hash_of(element: str, html: str) -> str:
+    found = re.search(f"<{element}>(.*?)</{element}>", html, re.DOTALL)
+    assert found, f"the page has one <{element}>"
+    digest = hashlib.sha256(found.group(1).encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _THREAD_END_SECONDS = 5.0

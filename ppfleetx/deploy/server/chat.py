@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ppfleetx.deploy.server.answering import Answer, RowAnswer
-from ppfleetx.deploy.server.logprobs import TokenTexts, chat_logprobs
+from ppfleetx.deploy.server.answering import Answer, RowAnswer, TokenTexts, chat_logprobs
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
 from ppfleetx.deploy.server.work import Job, Progress
 from ppfleetx.generation.sampling import TokenScore

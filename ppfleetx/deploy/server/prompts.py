@@ -11,8 +11,7 @@ from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate
 from ppfleetx.deploy.server.chat import ChatRequest
 from ppfleetx.deploy.server.completions import CompletionRequest, Prompt
-from ppfleetx.deploy.server.errors import ApiError, bad_request
-from ppfleetx.deploy.server.protocol import GenerationRequest
+from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, bad_request
 from ppfleetx.deploy.server.work import Job
 from ppfleetx.generation.generator import TextGenerator
 from ppfleetx.generation.sampling import RowOptions

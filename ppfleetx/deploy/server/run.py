@@ -13,8 +13,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError, UserError
+from ppfleetx.config.sections.generation import API_KEY_VARIABLE
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
-from ppfleetx.config.sections.serve import API_KEY_VARIABLE
 from ppfleetx.utils.cli import EXIT_INTERRUPTED
 from ppfleetx.utils.log import get_logger
 
@@ -117,8 +117,8 @@ def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> 
     Raises:
         ConfigError: ``Serve.chat_template`` cannot be used.
     """
+    from ppfleetx.deploy.server.answering import TokenTexts
     from ppfleetx.deploy.server.app import Service
-    from ppfleetx.deploy.server.logprobs import TokenTexts
     from ppfleetx.deploy.server.metrics import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler

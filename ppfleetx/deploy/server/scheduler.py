@@ -13,10 +13,9 @@ import paddle
 
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.deploy.server.errors import ApiError
 from ppfleetx.deploy.server.metrics import Metrics
-from ppfleetx.deploy.server.running import Running, Waiting
-from ppfleetx.deploy.server.work import Event, Failed, Progress, Scored, Work
+from ppfleetx.deploy.server.protocol import ApiError
+from ppfleetx.deploy.server.work import Event, Failed, Progress, Running, Scored, Waiting, Work
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, worthwhile

@@ -1,4 +1,4 @@
-"""Matrix products of an exported program.
+"""Matrix products of an exported program, one by one or all blocks of a quantised model in one operation.
 
 On a CPU, MKL packs a matrix again in every product, which for a few rows costs as much as reading it once
 more. Cut into panels as narrow as one tile of its kernels, it is used where it lies: the same result, about
@@ -16,6 +16,9 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
+from ppfleetx.deploy.static.cache import LoopCache, RoomCache
+from ppfleetx.generation.fused import FusedBlocks, can_fuse, linears_of
+from ppfleetx.nn.cpu_ops import fused_blocks
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.linear import Linear, add_smaller
 from ppfleetx.nn.packed_weights import WIDTH, panels_of, times_panels
@@ -145,3 +148,44 @@ def matrices_of(model: nn.Layer) -> list[Matrix]:
                 setattr(parent, name, replacement)
                 matrices.append(replacement.matrix)
     return matrices
+
+
+class ProgramBlocks:
+    """The blocks and the final norm, whose weights are made once, when the program is loaded."""
+
+    def __init__(self, layers: Sequence[nn.Layer]) -> None:
+        self.fused = FusedBlocks(layers)
+        self.weights: fused_blocks.BlockWeights | None = None
+
+
+def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
+    """Of the blocks and the final norm of a program; None: they are run layer by layer."""
+    if not fused_blocks.all_are_available() or not can_fuse(layers):
+        return None
+    linears = [linear for block in layers[:-1] for linear in linears_of(block)]
+    matrices = [getattr(linear, "matrix", None) for linear in linears]
+    return ProgramBlocks(layers) if all(isinstance(one, SmallMatrix) for one in matrices) else None
+
+
+@paddle.jit.not_to_static
+def make_weights(blocks: ProgramBlocks | None) -> None:
+    """To be called in the program after the matrices' ``begin``, and outside of branches."""
+    if blocks is not None:
+        blocks.weights = blocks.fused.make_weights(_add_linear)
+
+
+def run_blocks(
+    blocks: ProgramBlocks, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: LoopCache | RoomCache
+) -> paddle.Tensor:
+    """``hidden [s, b, h]`` through all blocks; the positions ``[b, s]`` follow others in ``cache``."""
+    fused = blocks.fused
+    column, penalty, memory = cache.place(fused.window, hidden.shape[0])
+    out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)
+    return out
+
+
+def _add_linear(weights: fused_blocks.BlockWeights, linear: nn.Layer) -> bool:
+    matrix: SmallMatrix = linear.matrix
+    values, scales = matrix.as_stored
+    weights.add_linear(matrix.stored.panel_format, values, scales, linear.weight.shape[1], linear.bias)
+    return True

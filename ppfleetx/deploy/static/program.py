@@ -8,29 +8,85 @@ Shape letters: b rows, n positions of the longest prompt, t most new tokens, V v
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
+import inspect
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
+from paddle.jit.dy2static import convert_call_func, program_translator
 from paddle.static import InputSpec
 
 from ppfleetx.deploy.export_dir import blocks_file, cpu_ops_file, quantized_ops_file
-from ppfleetx.deploy.static.blocks import ProgramBlocks, make_weights, program_blocks, run_blocks
 from ppfleetx.deploy.static.cache import LoopCache, RoomCache, with_room
-from ppfleetx.deploy.static.linear import Matrix, SmallMatrix, begin, matrices_of, use_panels
-from ppfleetx.deploy.static.prompt_lookup import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
-from ppfleetx.deploy.static.top_p import nucleus_by_buckets
-from ppfleetx.deploy.tracing import quick_conversion
+from ppfleetx.deploy.static.linear import (
+    Matrix,
+    ProgramBlocks,
+    SmallMatrix,
+    begin,
+    make_weights,
+    matrices_of,
+    program_blocks,
+    run_blocks,
+    use_panels,
+)
+from ppfleetx.deploy.static.token_choice import (
+    FEWEST_ALIKE,
+    accept,
+    follow,
+    last_occurrence,
+    next_width,
+    nucleus_by_buckets,
+)
 from ppfleetx.generation.gumbel_sampling import draw
 from ppfleetx.generation.processors import by_id, forbid, is_any_of, keep_top_p, penalize_repetition
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops import quantized
+
+
+@contextlib.contextmanager
+def quick_conversion() -> Iterator[None]:
+    """A context in which methods are converted once per class and the list is searched once per function."""
+    with contextlib.ExitStack() as stack:
+        cache = getattr(program_translator, "_FUNCTION_CACHE", None)
+        if hasattr(cache, "convert_with_cache"):
+            convert = _once_per_class(cache.convert_with_cache)
+            stack.enter_context(mock.patch.object(cache, "convert_with_cache", convert))
+        if hasattr(convert_call_func, "is_unsupported"):
+            search = _remembered(convert_call_func.is_unsupported)
+            stack.enter_context(mock.patch.object(convert_call_func, "is_unsupported", search))
+        yield
+
+
+def _once_per_class(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda function: convert(_plain(function))
+
+
+def _remembered(search: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    known: dict[Any, bool] = {}
+
+    def look_up(function: Any) -> bool:
+        plain = type(function) if isinstance(function, nn.Layer) else _plain(function)
+        if not (inspect.isfunction(plain) or inspect.isclass(plain)):
+            return search(function)
+        if plain not in known:
+            known[plain] = search(function)
+        return known[plain]
+
+    return look_up
+
+
+def _plain(function: Any) -> Any:
+    return function.__func__ if inspect.ismethod(function) else function
+
 
 INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
     ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with a token of their own

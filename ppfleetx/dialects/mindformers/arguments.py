@@ -1,4 +1,4 @@
-"""The command line of ``run_mindformer.py``: each flag is a key of the configuration, set after the file."""
+"""The command line of ``run_mindformer.py``: a file with its bases, then flags, then ``--options``."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS
-from ppfleetx.config.reading.files import read_text
+from ppfleetx.config.reading.parse import read_text
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.dialects.mindformers.arguments import RUN_MODES
 from ppfleetx.utils.devices import expected_device

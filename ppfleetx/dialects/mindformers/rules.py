@@ -1,4 +1,4 @@
-"""Joint rules: which processes there are, what each of them computes, and how many sequences a step has."""
+"""Rules of MindFormers' keys that are read together."""
 
 from __future__ import annotations
 

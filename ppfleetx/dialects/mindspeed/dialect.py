@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.reading.files import shown_path
-from ppfleetx.config.reading.parse import read_yaml
+from ppfleetx.config.reading.parse import read_yaml, shown_path
 from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name, without_launcher, world_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
 from ppfleetx.dialects.megatron.dialect import FLAGS, MANY

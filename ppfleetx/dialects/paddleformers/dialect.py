@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.reading.files import read_text, shown_path
-from ppfleetx.config.reading.parse import parse_yaml
+from ppfleetx.config.reading.parse import parse_yaml, read_text, shown_path
 from ppfleetx.dialects.given import Given, given_arguments, given_in, without_launcher, world_of
 from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
 from ppfleetx.dialects.paddleformers import rules

@@ -1,4 +1,4 @@
-"""Paddle's CPU tensors as memory, and reductions over arrays that give all ranks the same bits."""
+"""Access to the memory of Paddle's CPU tensors, and reductions that give all ranks the same bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import paddle
 
 from ppfleetx.distributed.cpu.wire import CommError
 
-# Paddle's type -> NumPy's of the same layout; bfloat16 has none and travels as its bits.
+# Paddle's types and NumPy's of the same layout; bfloat16 has no counterpart and is sent as uint16.
 _DTYPES = {
     paddle.float32: np.float32,
     paddle.float64: np.float64,
@@ -33,10 +33,10 @@ _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
 def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
-    """The tensor's own memory, flat; no copy.
+    """The tensor's own memory as a flat array, without a copy.
 
     Raises:
-        CommError: an element type that is not communicated, or memory that is not contiguous.
+        CommError: the element type is not supported, or the memory is not contiguous.
     """
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -53,11 +53,11 @@ def tensor_array(tensor: paddle.Tensor) -> np.ndarray:
 class TensorMemory:
     """The memory of one operation's tensors, kept alive until :meth:`finish`.
 
-    Strided tensors (transposed gradients, say) take part through a contiguous copy.
+    Strided tensors (such as transposed gradients) are communicated through a contiguous copy.
 
     Attributes:
-        takes_strided: False refuses them, as NCCL does: so run the tests, because nothing else would notice
-            on a CPU what cannot run on a GPU.
+        takes_strided: False refuses strided tensors, as NCCL does. The tests set it, to notice on a CPU what
+            would not run on a GPU.
     """
 
     takes_strided = True
@@ -67,7 +67,7 @@ class TensorMemory:
         self._strided: list[tuple[np.ndarray, np.ndarray]] = []
 
     def read(self, tensor: paddle.Tensor) -> np.ndarray:
-        """The flat contents of ``tensor``."""
+        """The contents of ``tensor`` as a flat array."""
         self._owners.append(tensor)
         if tensor.is_contiguous():
             return tensor_array(tensor)
@@ -75,18 +75,18 @@ class TensorMemory:
             raise CommError(
                 f"a strided tensor of shape {list(tensor.shape)} is to be communicated, which NCCL refuses"
             )
-        # Not Tensor.contiguous(): it moves the tensor itself, away from what it is a view of.
+        # Not Tensor.contiguous(), which moves the tensor itself to new memory, away from its base.
         return np.ascontiguousarray(_strided_array(tensor)).reshape(-1)
 
     def write(self, tensor: paddle.Tensor) -> np.ndarray:
-        """Memory that is ``tensor``'s contents after :meth:`finish`, and before."""
+        """A flat array of ``tensor``'s contents; :meth:`finish` makes changes to it visible in the tensor."""
         array = self.read(tensor)
         if not tensor.is_contiguous():
             self._strided.append((_strided_array(tensor), array))
         return array
 
     def finish(self) -> None:
-        """Copy back what is strided, and let go."""
+        """Copy the results back into strided tensors, and release all tensors."""
         for strided, array in self._strided:
             strided[...] = array.reshape(strided.shape)
         self._owners, self._strided = [], []
@@ -110,14 +110,14 @@ def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round to nearest, ties to even; a NaN stays one."""
+    """Round to nearest, ties to even; a NaN stays a NaN."""
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
 def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bfloat16: bool) -> None:
-    """Reduce ``parts`` (one a rank, in rank order) into ``out``, which may be one of them.
+    """Reduce ``parts`` (one per rank, in rank order) into ``out``, which may be one of them.
 
     16-bit floats are accumulated in float32 and rounded once.
     """
@@ -128,7 +128,7 @@ def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bf
         for part in parts[1:]:
             ufunc(total, widen(part), out=total)
     else:
-        # `out` holds a part that is still to be read unless it is one of the first two.
+        # If `out` is one of the later parts, it still has to be read after the first sum.
         late = any(np.shares_memory(out, part, max_work=1) for part in parts[2:])
         total = np.empty_like(out) if late else out
         ufunc(parts[0], parts[1], out=total)
@@ -141,5 +141,5 @@ def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bf
 
 
 def bounds(count: int, parts: int) -> list[int]:
-    """Boundaries of ``count`` elements cut into ``parts`` nearly equal ranges."""
+    """The boundaries that split ``count`` elements into ``parts`` nearly equal ranges."""
     return [count * i // parts for i in range(parts + 1)]

@@ -1,9 +1,9 @@
 """Process groups for the CPU build of Paddle, on which fleet's own tensor and pipeline code runs unmodified.
 
-A backend for development and continuous integration: Paddle's Gloo groups lack half of the operations that
-fleet uses and collide with each other. On a build with CUDA ``install()`` does nothing and NCCL does the
-work. ``docs/cpu_backend.md`` explains how it works, what it promises and which file does what;
-``patches.py`` lists every attribute of Paddle that is replaced.
+This is a backend for development and continuous integration: Paddle's Gloo groups lack half of the operations
+that fleet uses, and they collide with each other. With a CUDA build ``install()`` does nothing, and NCCL is
+used. ``docs/cpu_backend.md`` explains how the backend works and what it promises; ``patches.py`` lists every
+attribute of Paddle that is replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def install() -> bool:
     """Make Paddle's "gloo" process groups those of this module. Call before ``fleet.init``; idempotent.
 
     Returns:
-        Whether it is in force: False on a build with CUDA, where nothing is replaced.
+        Whether they are in use: False with a CUDA build, where nothing is replaced.
     """
     if is_built_for_gpus():
         return False
@@ -39,7 +39,7 @@ def install() -> bool:
 
 
 def traffic() -> dict[int, dict[str, Any]]:
-    """What this rank has communicated since the start or :func:`reset_traffic`, by group id.
+    """What this rank has communicated since the start or the last :func:`reset_traffic`, by group id.
 
     Returns:
         ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``.
@@ -77,7 +77,7 @@ def reset_traffic() -> None:
 
 
 def close() -> None:
-    """Say goodbye to the other ranks. Python's exit does it too; call it before ``os._exit``."""
+    """Say goodbye to the other ranks. Python does so at exit; call this before ``os._exit``."""
     if _mesh is not None:
         _mesh.close()
 
@@ -85,8 +85,8 @@ def close() -> None:
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
     """Create a process group in place of ``ProcessGroupGloo.create``.
 
-    The first one is the default group, which all ranks create together: it opens the connections. Later ones
-    need no communication.
+    The first one is the default group. All ranks create it together, and it opens the connections. Later
+    groups need no communication.
     """
     global _mesh
     if _mesh is None:

@@ -1,7 +1,7 @@
-"""A CPU process group: collectives and messages between two ranks, as Paddle calls them.
+"""A CPU process group with Paddle's interface: collectives, and messages between two ranks.
 
-Reductions add in rank order, 16-bit floats in float32, and each element is reduced by one rank, or by all in
-the same way: all ranks get the same bits in every run.
+Reductions add in rank order, and add 16-bit floats in float32. Each element is reduced by one rank, or by all
+in the same way, so all ranks get the same bits in every run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ppfleetx.distributed.cpu.wire import POINT_TO_POINT, Signature
 from ppfleetx.resilience.flight_recorder import OPERATIONS
 
 TensorOrList = paddle.Tensor | list[paddle.Tensor]
-# Up to this size every rank sends everything to all others: one message time instead of two.
+# Up to this size every rank sends everything to all others, which takes one message time instead of two.
 _SMALL_BYTES = 1 << 14
 
 
 class CpuProcessGroup(Member):
     """The methods of Paddle's ``core.ProcessGroup`` on CPU tensors.
 
-    Ranks in arguments are ranks in the group. Methods return a task, which with ``sync_op=False`` is complete
-    only after its ``wait()``, also that of a send.
+    Ranks in arguments are ranks within the group. Methods return a task; with ``sync_op=False`` it is
+    complete only after its ``wait()``, even for a send.
     """
 
     def all_reduce(self, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True) -> Operation:
@@ -75,8 +75,8 @@ class CpuProcessGroup(Member):
         return self._run("all_gather", steps, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
-        """Gather ``tensor`` of all members into ``out``. Without ``sync_op`` the two are swapped, as
-        in Paddle's older signature."""
+        """Gather ``tensor`` of all members into ``out``. Without ``sync_op`` the two arguments are swapped,
+        as in Paddle's older signature."""
         if sync_op is None:
             out, tensor, sync_op = tensor, out, True
         memory = TensorMemory()
@@ -93,7 +93,8 @@ class CpuProcessGroup(Member):
         return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
-        """Member i holds the i-th of ``num`` parts of ``tensor``; afterwards each has all of ``out``."""
+        """Member i holds the i-th of ``num`` parts of ``tensor``; afterwards each member has the whole
+        ``out``."""
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
@@ -144,7 +145,7 @@ class CpuProcessGroup(Member):
         return self._run("broadcast", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=src)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
-        """Sum into member ``dst``. The others are done when their part has left."""
+        """Sum into member ``dst``. The others are done when their part has been sent."""
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         array = memory.write(tensor)
         self._count("reduce", array.nbytes, (self._size - 1) / self._size * array.nbytes)
@@ -248,7 +249,7 @@ class CpuProcessGroup(Member):
             outs[self._rank][:] = parts[self._rank]
             memory.finish()
 
-        # Parts may differ in size between ranks, so the signature has no size; each message has its own.
+        # Parts may differ in size between ranks, so the signature has no size; each message carries its own.
         return self._run("all_to_all", steps, sync=sync, dtype=code)
 
     def all_to_all(
@@ -288,16 +289,16 @@ class CpuProcessGroup(Member):
     def _transfer(
         self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: TensorMemory
     ) -> Operation:
-        """One message between two members; the n-th send meets the n-th receive."""
+        """One message between two members: the n-th send is matched with the n-th receive."""
         counter = self._from if incoming else self._to
         with self._lock:
             number = counter.get(peer, 0)
             counter[peer] = number + 1
         signature = Signature(CODES["send"], code, array.nbytes, -1)
         other = self.ranks[peer]
-        # A send with sync_op=False travels in the background; a receive only has to be posted.
+        # A send with sync_op=False runs in the background; a receive only needs to be posted.
         background = not sync and not incoming and self._coalesced is None
-        if background:  # Paddle's pipelines free it at once: on GPUs, the stream keeps the memory
+        if background:  # Paddle's pipelines free the tensor at once; on GPUs the stream keeps its memory
             array = array.copy()
 
         def steps() -> Steps:
@@ -349,20 +350,21 @@ class CpuProcessGroup(Member):
         self._coalesced = []
 
     def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
-        """Complete the batch. Until here receives are only posted, so no order of calls deadlocks."""
+        """Complete the batch. So far its receives have only been posted, so no order of calls can
+        deadlock."""
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()
 
     def eager_connect(self) -> None:
-        """The connections exist already."""
+        """Nothing to do: the connections exist already."""
 
     def eager_connect_ring_exchange(self) -> None:
-        """The connections exist already."""
+        """Nothing to do: the connections exist already."""
 
 
 def _add_paddles_spellings() -> None:
-    """``*_on_calc_stream`` is the same: there is one stream on a CPU."""
+    """Add Paddle's other names: ``*_on_calc_stream`` is the same thing, because a CPU has one stream."""
     ending = "_on_calc_stream"
     for name in (one for one in OPERATIONS if one.endswith(ending)):
         method = getattr(CpuProcessGroup, name.removesuffix(ending), None)

@@ -1,7 +1,7 @@
-"""The ranks of a CPU job meet and connect; both ends of each connection prove that they belong to the job.
+"""Connect the ranks of a CPU job; both ends of each connection prove that they belong to the job.
 
-One connection for each pair of ranks carries their communication. Two ranks on different hosts have a second
-one, which shows when the other host is gone (``watch.py``). Strangers are turned away and delay nobody.
+Each pair of ranks has one connection for its messages. Ranks on different hosts have a second one that shows
+when the other host is gone (``watch.py``). Strangers are turned away and delay nobody.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MESSAGES, WATCH = range(2)  # the roles of connections
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
-    """Meet all other ranks of the job and connect with each.
+    """Meet all other ranks of the job and connect to each.
 
     Args:
         address: local address to listen on, reachable from the other ranks.
 
     Raises:
-        ConfigError: the address cannot be listened on.
-        StartError: a rank does not come, does not answer or does not know the token.
+        ConfigError: this process cannot listen on the address.
+        StartError: a rank does not arrive, does not answer or does not know the token.
     """
     try:
         listener = socket.create_server((address, 0), backlog=2 * world_size + 16)
@@ -69,11 +69,11 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
-    """Learn the token of the job and the addresses at which all ranks listen; ``own`` is this one's.
+    """Learn the job's token and the addresses on which all ranks listen; ``own`` is this rank's.
 
     Raises:
         ConfigError: the environment does not say where the ranks meet.
-        StartError: not all ranks came in time, one of them ended, or they cannot meet there.
+        StartError: a rank did not arrive in time or has ended, or the ranks cannot meet there.
     """
     point, seconds = meeting_point(), start_timeout()
     member = Member("rank {} at {}:{}".format(rank, *own), rank, own)
@@ -81,13 +81,13 @@ def meet(rank: int, world_size: int, own: Address) -> Members:
         members = (visit if rank else receive)(point, world_size, member, seconds)
     except RendezvousError as error:
         limit = f"{START_VARIABLE} sets the limit of the wait"
-        raise StartError(f"rank {rank}: {error}; {error.cure}. {limit}") from error
+        raise StartError(f"rank {rank}: {error}; {error.fix}. {limit}") from error
     members.close()
     return members
 
 
 class _Connections:
-    """The connections that have been made so far."""
+    """The connections made so far."""
 
     def __init__(self, rank: int, members: Members) -> None:
         self._rank, self._members = rank, members
@@ -95,7 +95,7 @@ class _Connections:
         self._connected: dict[tuple[int, int], Peer] = {}  # (rank, role) -> connection
 
     def roles(self, other: int) -> tuple[int, ...]:
-        """The connections with ``other``: ranks on one host need no watch."""
+        """The roles of the connections to ``other``: ranks on one host need no watch."""
         addresses = self._members.addresses
         return (MESSAGES,) if addresses[other][0] == addresses[self._rank][0] else (MESSAGES, WATCH)
 
@@ -107,7 +107,7 @@ class _Connections:
         while not expected <= set(self._connected) and time.monotonic() < deadline:
             try:
                 connection, _ = listener.accept()
-                # In a thread of its own, so a stranger that says nothing delays nobody.
+                # In a separate thread, so that a silent stranger delays nobody.
                 threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
             except TimeoutError:
                 pass
@@ -127,7 +127,7 @@ class _Connections:
             connection.close()
 
     def add(self, peer: Peer, role: int) -> bool:
-        """Note a connection; False if there is one already."""
+        """Add a connection. Returns False if there is one already."""
         with self._state:
             if (peer.rank, role) in self._connected:
                 return False
@@ -136,10 +136,10 @@ class _Connections:
             return True
 
     def peers(self) -> dict[int, Peer]:
-        """The other ranks, each with its connections.
+        """The other ranks with their connections.
 
         Raises:
-            StartError: some did not connect.
+            StartError: a rank did not connect.
         """
         peers: dict[int, Peer] = {}
         for other in range(len(self._members.addresses)):
@@ -158,10 +158,10 @@ class _Connections:
 
 
 def local_address() -> str:
-    """The address at which the other ranks reach this one.
+    """The address at which the other ranks can reach this one.
 
-    It is that of the interface ``GLOO_SOCKET_IFNAME``, as for Paddle's Gloo, else the host in
-    ``PADDLE_CURRENT_ENDPOINT``, which the launcher announces.
+    It is the address of the interface ``GLOO_SOCKET_IFNAME``, as in Paddle's Gloo, or else the host in
+    ``PADDLE_CURRENT_ENDPOINT``, which the launcher sets.
 
     Raises:
         ConfigError: the interface has no address.
@@ -190,8 +190,8 @@ def _proof(token: bytes, side: str, *parts: bytes) -> bytes:
 def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
     """Connect to ``other``; both ends prove that they know the job's token.
 
-    The proof is HMAC-SHA256 over both random challenges, both ranks and the role of the connection; the token
-    itself is not sent.
+    The proof is an HMAC-SHA256 of both random challenges, both ranks and the role of the connection. The
+    token itself is not sent.
     """
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
@@ -211,7 +211,7 @@ def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
 
 
 def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, int]:
-    """The other end of :func:`_dial`; returns who has connected, and in which role."""
+    """The other end of :func:`_dial`. Returns the peer and the role of the connection."""
     connection.settimeout(HANDSHAKE_SECONDS)
     peer = Peer(-1, connection)
     ours = secrets.token_bytes(32)
@@ -227,7 +227,8 @@ def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, 
 
 
 def _probe_memory(peer: Peer) -> None:
-    """Find out whether each side can read the other's memory: same host and user, allowed by the kernel."""
+    """Find out whether each side can read the other's memory: same host, same user, and the kernel allows
+    it."""
     secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
     wanted = os.environ.get(DIRECT_VARIABLE, "1") != "0"
     pid = os.getpid() if wanted else 0

@@ -1,7 +1,7 @@
-"""Matches the messages that arrive at a rank of a CPU job with its receives, and bounds what is kept of them.
+"""Match incoming messages with receives, and limit the memory held by messages without one.
 
-A reader thread reads a message straight into the receiver's memory if the receive is posted already, and into
-a spare buffer if it is not. :class:`Window` limits how far ahead of its receiver a sender may be.
+If the receive has been posted, a reader thread reads the message straight into the receiver's memory;
+otherwise it reads into a spare buffer. :class:`Window` limits how far a sender may get ahead of its receiver.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Batch:
 
 
 class Receive:
-    """One posted receive; ``spare`` holds the payload if it could not go to ``view`` at once."""
+    """One posted receive. ``spare`` holds the payload if it could not be read straight into ``view``."""
 
     __slots__ = ("batch", "done", "key", "signature", "spare", "spare_signature", "view")
 
@@ -41,15 +41,15 @@ class Receive:
 
 
 class Inbox:
-    """Posted receives that wait for their message, and messages that wait for their receive.
+    """Receives that wait for their message, and messages that wait for their receive.
 
     Args:
-        rank: of this process, for error messages.
+        rank: rank of this process, for error messages.
         state: the lock of everything the threads share; its waiters are notified when receives complete.
-        pool: where spare buffers come from.
+        pool: source of spare buffers.
 
     Attributes:
-        most_early: most bytes of messages kept at a time before their receive was posted.
+        most_early: the most bytes held at any time for messages whose receive had not been posted.
     """
 
     def __init__(self, rank: int, state: threading.Condition, pool: BufferPool) -> None:
@@ -81,7 +81,7 @@ class Inbox:
                     del self._posted[receive.key]
 
     def settle(self, receive: Receive, text: str) -> None:
-        """Move a payload that arrived before its receive into place, and check that it is the right one.
+        """Move a payload that arrived before its receive into place, after checking that it is the right one.
 
         Raises:
             OutOfStepError: the payload belongs to another operation.
@@ -96,7 +96,7 @@ class Inbox:
         self._pool.give(buffer)
 
     def take(self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]) -> None:
-        """In a reader thread: ``read`` the message of ``length`` bytes that has arrived."""
+        """Called by a reader thread: ``read`` the message of ``length`` bytes that is arriving."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
@@ -116,18 +116,18 @@ class Inbox:
 
 
 def mismatch(own_rank: int, rank: int, text: str, other: Signature | None) -> str:
-    """The error message when ``rank`` sent something other than the operation ``text`` waits for."""
+    """The error message for a ``rank`` that sent something else than the operation ``text`` waits for."""
     return (
         f"rank {own_rank}: waiting for rank {rank} in {text}: it sent {other} in its place; "
         "the ranks do not run the same operations in the same order"
     )
 
 
-_SMALL = 1 << 16  # below this a new array is cheaper than a search for an old one
+_SMALL = 1 << 16  # below this size a new array is cheaper than searching for an old one
 
 
 class BufferPool:
-    """Reused byte buffers: a fresh 64 MB array costs more in page faults than in copying."""
+    """Recycled byte buffers: the page faults of a fresh 64 MB array cost more than copying it."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._held = limit, 0
@@ -163,24 +163,24 @@ MOST_MESSAGES = 256
 
 
 class Window:
-    """What one rank has sent to the owners of sums in one group and may still occupy their memory.
+    """Limits how much of what a rank has sent to the owner of a sum can pile up in the owner's memory.
 
-    Per owner that is at most :data:`AHEAD_BYTES`, or :data:`AHEAD_MESSAGES` messages if these are larger, and
-    never more than :data:`MOST_MESSAGES`. The owner of a sum notifies the senders when the sum has ended; a
-    sender that would exceed the limit waits for that.
+    Per owner and group that is :data:`AHEAD_BYTES`, or :data:`AHEAD_MESSAGES` messages if those are larger,
+    and never more than :data:`MOST_MESSAGES`. The owner notifies the senders when a sum has ended; a sender
+    that would exceed the limit waits for that.
 
     This cannot deadlock, because a rank waits only for sums that its group began earlier (see "Why groups
-    cannot wait for each other" in docs/parallelism.md): every member starts the oldest sum that has not
-    ended, nobody who sends for it waits, and reader threads accept messages at any time.
+    cannot wait for each other" in docs/parallelism.md): every member starts the oldest unfinished sum, nobody
+    who sends for it waits, and reader threads accept messages at any time.
     """
 
     def __init__(self) -> None:
         self._sent: dict[int, deque[tuple[int, Signature]]] = defaultdict(deque)
 
     def admit(self, owner: int, number: int, signature: Signature) -> list[tuple[int, Signature]]:
-        """Note the next sum of ``owner``, in the order of the program; returns the sums it must wait for.
+        """Record the next sum of ``owner``, in program order, and return the earlier sums it must wait for.
 
-        Each is returned once: later sums need not wait for it again.
+        Each sum is returned only once: later sums need not wait for it again.
         """
         sent, first = self._sent[owner], []
         while len(sent) >= MOST_MESSAGES or (

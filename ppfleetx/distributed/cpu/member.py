@@ -1,4 +1,4 @@
-"""A rank as a member of a CPU process group: what its collectives are made of."""
+"""The building blocks of collectives: a rank as a member of a CPU process group."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Member:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks in the job. Only Paddle's Group object knows them, which is made later."""
+        """The members' ranks in the job. Only Paddle's Group object knows them, and it is created later."""
         group = paddle.distributed.collective._group_map.get(self.group_id)
         ranks = range(self._size) if group is None else group.ranks
         assert len(ranks) == self._size, "Paddle's group and its process group disagree"
@@ -44,7 +44,7 @@ class Member:
 
     @cached_property
     def _key(self) -> int:
-        """64 bits that identify the group in the job, the same on all members."""
+        """A 64-bit number that identifies the group in the job, the same on all members."""
         identity = f"{self.group_id}:{self._generation}:{self.ranks}"
         return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest())
 
@@ -78,7 +78,7 @@ class Member:
         root: int = -1,
         takes_memory: bool = False,
     ) -> Operation:
-        """Start a collective. All members must agree on ``dtype``, ``nbytes`` and ``root``."""
+        """Start a collective. All members must pass the same ``dtype``, ``nbytes`` and ``root``."""
         with self._lock:
             number = self._number
             self._number += 1
@@ -125,14 +125,14 @@ class Member:
         outgoing: dict[int, np.ndarray],
         incoming: dict[int, np.ndarray],
     ) -> Steps:
-        """Send ``outgoing[member]`` and receive ``incoming[member]``, for all members at once."""
+        """Send ``outgoing[member]`` and receive ``incoming[member]`` for all members at once."""
         me, size = self._rank, self._size
         wanted: list[tuple[Key, Signature, memoryview]] = [
             ((self.ranks[member], self._key, phase, number), signature, byte_view(array))
             for member, array in incoming.items()
         ]
         receives = self._mesh.inbox.post(wanted)
-        order = sorted(outgoing, key=lambda member: (member - me) % size)  # or all would start with member 0
+        order = sorted(outgoing, key=lambda member: (member - me) % size)  # not all start with member 0
         unread = [
             self._mesh.send(self.ranks[m], self._key, phase, number, signature, byte_view(outgoing[m]))
             for m in order
@@ -143,12 +143,12 @@ class Member:
         yield receives
 
     def _announce_end(self, number: int, signature: Signature) -> None:
-        """Notify those who sent to a sum that it has ended."""
+        """Tell the members that sent to a sum that it has ended."""
         for member in self._others():
             self._mesh.notify(self.ranks[member], self._key, ENDED, number, signature)
 
     def _ends(self, owner: int, sums: Sequence[tuple[int, Signature]]) -> list[Receive]:
-        """The notifications by ``owner`` that these sums have ended."""
+        """Receives for the notifications by ``owner`` that these sums have ended."""
         return self._mesh.inbox.post(
             ((self.ranks[owner], self._key, ENDED, number), signature, memoryview(bytearray()))
             for number, signature in sums

@@ -1,4 +1,4 @@
-"""Operations under way, and the thread that advances those the program does not wait for yet."""
+"""Operations in progress, and the thread that advances those the program is not yet waiting for."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ppfleetx.distributed.cpu.wire import Signature
 Steps = Generator[list[Receive], None, None]
 
 STARTED_SUMS = 2
-"""Most sums of a group that are under way: while one waits for its messages, the next one sends."""
+"""How many sums of a group may be in progress: while one waits for its messages, the next one sends."""
 
 
 class Operation:
     """One operation, written as a generator that yields the receives it needs next.
 
-    Whoever waits for one operation can so advance all others: two ranks may wait for two asynchronous
-    operations in different orders.
+    A thread that waits for one operation can therefore advance all others, so two ranks may wait for two
+    asynchronous operations in different orders.
 
     Args:
         inbox: where its receives are posted.
-        complete: waits for an operation.
+        complete: the function that waits for an operation.
         steps: the generator.
         text: its name in messages.
         group, number: which operation of which group it is; ``number`` is -1 between two ranks.
         signature: what all participants must agree on.
-        background: it advances in a thread of its own while the program computes.
-        takes_memory: it needs memory for what it receives.
+        background: whether the background thread advances it while the program computes.
+        takes_memory: whether it needs memory for what it receives.
 
     Attributes:
-        busy: a thread is advancing it. Set and reset under the mesh's ``state``.
-        started: a thread has begun to advance it.
+        busy: whether a thread is advancing it; set and reset under the mesh's ``state``.
+        started: whether a thread has begun to advance it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Operation:
         """Drop the posted receives after a failure."""
         self.failure = failure
         self._inbox.unpost(self._receives)
-        if not self.busy:  # otherwise the thread that advances it ends by itself
+        if not self.busy:  # otherwise the thread that is advancing it will stop by itself
             self._steps.close()
 
     # -- what Paddle calls on a task
@@ -104,18 +104,18 @@ class Operation:
 
 
 class Progress:
-    """A thread that advances operations in the background, the oldest first.
+    """A thread that advances operations in the background, oldest first.
 
-    Sending and summing release Python's lock, so the program computes meanwhile. The thread advances whatever
-    is ready in any group, so groups cannot wait for each other in a circle.
+    Sending and summing release the GIL, so the program computes meanwhile. The thread advances whatever is
+    ready in any group, so groups cannot wait for each other in a circle.
 
-    The program may begin any number of operations. Of those that take memory for what they receive, at most
-    :data:`STARTED_SUMS` of a group are started, in order; the others are not held back. The oldest operation
-    that has not ended is started on every member, so it ends, and then the next one does.
+    The program may begin any number of operations. Of those that need memory for what they receive, at most
+    :data:`STARTED_SUMS` per group are started, in order; the others are not held back. The oldest unfinished
+    operation is started on every member, so it finishes, and then the next one does.
 
     Args:
         state: the lock of everything the threads share; its waiters are notified when receives complete.
-        pending: all operations under way; those in the background belong to this thread.
+        pending: all operations in progress; this thread owns those in the background.
         advance: advances an operation that has been marked ``busy``.
     """
 
@@ -126,7 +126,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def begin(self, operation: Operation) -> None:
-        """Take an operation over; returns at once."""
+        """Take over an operation and return at once."""
         with self._state:
             self._pending.append(operation)
             self._state.notify_all()
@@ -149,5 +149,5 @@ class Progress:
                 self._state.wait_for(lambda: self._next() is not None)
                 operation = self._next()
                 operation.busy = True
-            with contextlib.suppress(BaseException):  # whoever waits for the operation gets the error
+            with contextlib.suppress(BaseException):  # the thread that waits for the operation gets the error
                 self._advance(operation)

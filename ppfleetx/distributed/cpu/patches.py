@@ -1,8 +1,8 @@
 """Every attribute of Paddle that the CPU process groups replace, why, and for which versions.
 
 ``TABLE`` is the whole list. Nothing else in Paddle is touched, and nothing at all before
-``cpu_backend.install()``. For each line ``tests/distributed/cpu/test_canaries.py`` asks the untouched Paddle
-whether the reason still holds; a failing canary means that the line can go.
+``backend.install()``. For each line ``tests/distributed/cpu/test_canaries.py`` tests with the untouched
+Paddle whether the reason still holds; a failing canary means that the line can be removed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,95 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ppfleetx.distributed.cpu.operators import (
-    make_c_embedding,
-    make_c_identity,
-    make_c_softmax_with_cross_entropy,
-)
+import paddle
+from paddle.autograd import PyLayer
+
+
+def _process_group(ring_id: int) -> Any:
+    return paddle.distributed.get_group(ring_id).process_group
+
+
+class _Identity(PyLayer):
+    """Copies its input; in the backward pass it sums the gradients over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: paddle.Tensor, ring_id: int) -> paddle.Tensor:
+        ctx.ring_id = ring_id
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: paddle.Tensor) -> paddle.Tensor:
+        total = grad.clone()
+        _process_group(ctx.ring_id).all_reduce(total)
+        return total
+
+
+class _SoftmaxCrossEntropy(PyLayer):
+    """Cross-entropy of logits whose classes are split over the group in rank order.
+
+    It is computed in float32 or float64. ``loss`` is ``[..., 1]``, and zero at ``ignore_index``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: paddle.Tensor, label: paddle.Tensor, ignore_index: int, ring_id: int, rank: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        group = _process_group(ring_id)
+        wide = logits if logits.dtype == paddle.float64 else logits.astype("float32")
+        local = label.astype("int64") - rank * logits.shape[-1]
+        peak = wide.max(axis=-1, keepdim=True)
+        group.all_reduce(peak, 1)
+        shifted = wide - peak
+        exponent = shifted.exp()
+        here = ((local >= 0) & (local < logits.shape[-1])).astype(wide.dtype)
+        index = local.clip(0, logits.shape[-1] - 1)
+        target = paddle.take_along_axis(shifted, index, axis=-1) * here
+        sums = paddle.stack([exponent.sum(axis=-1, keepdim=True), target])
+        group.all_reduce(sums)
+        counted = (label != ignore_index).astype(wide.dtype)
+        loss = (sums[0].log() - sums[1]) * counted
+        softmax = exponent / sums[0]
+        ctx.save_for_backward(softmax, index, here * counted, counted)
+        ctx.dtype = logits.dtype
+        softmax_out = softmax.astype(logits.dtype)
+        ctx.mark_non_differentiable(softmax_out)
+        return softmax_out, loss.astype(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, _: paddle.Tensor, grad: paddle.Tensor) -> paddle.Tensor:
+        softmax, index, chosen, counted = ctx.saved_tensor()
+        grad = grad.astype(softmax.dtype)
+        out = softmax * (grad * counted)
+        out = paddle.put_along_axis(out, index, -grad * chosen, axis=-1, reduce="add")
+        return out.astype(ctx.dtype)
+
+
+def make_c_identity(_: Any) -> Callable[..., paddle.Tensor]:
+    def c_identity(tensor: paddle.Tensor, ring_id: int = 0, *_: Any) -> paddle.Tensor:
+        return _Identity.apply(tensor, ring_id)
+
+    return c_identity
+
+
+def make_c_softmax_with_cross_entropy(_: Any) -> Callable[..., tuple[paddle.Tensor, paddle.Tensor]]:
+    def c_softmax_with_cross_entropy(
+        logits: paddle.Tensor, label: paddle.Tensor, ignore_index: int, ring_id: int, rank: int, nranks: int
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        return _SoftmaxCrossEntropy.apply(logits, label, ignore_index, ring_id, rank)
+
+    return c_softmax_with_cross_entropy
+
+
+def make_c_embedding(original: Callable[..., paddle.Tensor]) -> Callable[..., paddle.Tensor]:
+    def c_embedding(
+        table: paddle.Tensor, index: paddle.Tensor, start: int = 0, vocab_size: int = -1
+    ) -> paddle.Tensor:
+        if table.dtype in (paddle.float16, paddle.bfloat16):
+            return original(table.astype("float32"), index, start, vocab_size).astype(table.dtype)
+        return original(table, index, start, vocab_size)
+
+    return c_embedding
+
 
 _OperatorMaker = Callable[[Any], Any]
 
@@ -25,7 +109,7 @@ _OperatorMaker = Callable[[Any], Any]
 class Replacement:
     """One replaced attribute.
 
-    ``make`` gets the original (None where Paddle has none) and returns what takes its place.
+    ``make`` takes the original (None if Paddle has none) and returns the replacement.
     """
 
     owner: str  # import path of the module, with ":Class" where it is a class attribute
@@ -47,7 +131,7 @@ def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
     """Replace everything in ``TABLE``; a second call does nothing.
 
     Args:
-        create_process_group: makes a group from this process's rank in it, its size and its id.
+        create_process_group: creates a group, given this process's rank in it, its size and its id.
     """
     global _create_process_group
     _create_process_group = create_process_group
@@ -60,7 +144,7 @@ def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
 
 
 def resolve_owner(entry: Replacement) -> Any:
-    """The module or class an entry's attribute belongs to."""
+    """The module or class that has the entry's attribute."""
     path, _, class_name = entry.owner.partition(":")
     module = importlib.import_module(path)
     return getattr(module, class_name) if class_name else module

@@ -1,13 +1,14 @@
-"""The connections of one rank of a CPU job, and the operations under way on them. Every wait ends.
+"""The connections of one rank of a CPU job, and the operations in progress on them. Every wait has a time
+limit.
 
-Each pair of ranks has one connection, which all process groups share. A reader thread per connection drains
-it for as long as the process lives, so a send never waits for the receiver's program, and no order of sends
-and receives can deadlock. A collective with ``sync_op=False`` advances in one more thread (``operation.py``),
-so its messages travel while the program computes.
+Each pair of ranks has one connection, shared by all process groups. One reader thread per connection drains
+it for the life of the process. A send therefore never waits for the receiver's program, and no order of sends
+and receives can deadlock. Collectives with ``sync_op=False`` run in one more thread (``operation.py``), so
+their messages travel while the program computes.
 
-``handshake.py`` makes the connections, ``wire.py`` knows their frames, ``inbox.py`` matches messages with
-receives, ``desync.py`` asks ranks that do not come what they are doing, ``watch.py`` and ``peer_status.py``
-know who is gone. None of them depends on Paddle: memory is ``memoryview`` and NumPy.
+``handshake.py`` makes the connections, ``wire.py`` defines their frames, and ``inbox.py`` matches messages
+with receives. ``peer_status.py`` asks silent ranks what they are doing; it and ``watch.py`` keep track of
+lost ranks. None of them depends on Paddle: memory is ``memoryview`` and NumPy.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from ppfleetx.distributed.cpu.desync import Inquiry
 from ppfleetx.distributed.cpu.handshake import connect_ranks
 from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
 from ppfleetx.distributed.cpu.operation import Operation, Progress
-from ppfleetx.distributed.cpu.peer_status import EndedRanks
+from ppfleetx.distributed.cpu.peer_status import EndedRanks, Inquiry
 from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
     ACK,
@@ -44,19 +44,19 @@ from ppfleetx.distributed.cpu.wire import (
     read_memory,
 )
 from ppfleetx.resilience.flight_recorder import RECORD
-from ppfleetx.resilience.os_processes import killed_for_memory
+from ppfleetx.utils.machine import killed_for_memory
 from ppfleetx.utils.peers import note_raised, report_lost, seconds_in
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
-DIRECT_BYTES = 1 << 16  # below this a copy through the socket is faster than the acknowledgement
+DIRECT_BYTES = 1 << 16  # below this size a copy through the socket is faster than the acknowledgement
 STALL_SECONDS = 2.0  # how long a rank waits before it asks the others what they are doing
-_GOODBYE_SECONDS = 2.0  # for all peers together; one of them may not read
+_GOODBYE_SECONDS = 2.0  # for all peers together, in case one of them does not read
 _SOCKET_BUFFER = 4 << 20
 _POOL_BYTES = 256 << 20
 
 
 class Mesh:
-    """This rank's connections to all others, and its operations under way."""
+    """This rank's connections to all others, and its operations in progress."""
 
     def __init__(self, rank: int, timeout: float, peers: dict[int, Peer]) -> None:
         self.rank, self.timeout, self.peers = rank, timeout, peers
@@ -72,18 +72,18 @@ class Mesh:
 
     @property
     def blocked_on(self) -> Operation | None:
-        """The operation that the program waits for."""
+        """The operation the program is waiting for."""
         return self._inquiry.blocked
 
     # -- connections --------------------------------------------------------------------------
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
-        """Connect this rank with all others of the job.
+        """Connect this rank to all others in the job.
 
         Args:
             address: see :func:`connect_ranks`.
-            timeout: limit of every later wait in seconds, 0 for none.
+            timeout: time limit in seconds of every later wait, 0 for none.
 
         Raises:
             ConfigError, StartError: see :func:`connect_ranks`.
@@ -104,7 +104,8 @@ class Mesh:
         atexit.register(self.close)
 
     def _abandon(self) -> None:
-        """In a forked child (a data loader's worker): drop the sockets, or a dead parent would look alive."""
+        """In a forked child (a data loader's worker): close the sockets, or a dead parent would seem
+        alive."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
@@ -112,7 +113,7 @@ class Mesh:
         self.peers, self._closed = {}, True
 
     def close(self) -> None:
-        """Say goodbye: the others learn that this rank has ended, and whether it failed."""
+        """Say goodbye: tell the others that this rank has ended, and whether it failed."""
         if self._closed:
             return
         self._closed = True
@@ -131,10 +132,10 @@ class Mesh:
             time.sleep(0.005)
 
     def _has_undelivered(self) -> bool:
-        """Whether the peers' kernels have yet to confirm something.
+        """Whether a peer's kernel has not yet confirmed everything sent to it.
 
-        If the process ended now, its kernel would answer messages that still come with a reset, and what is
-        on its way would be lost, the goodbye too.
+        If the process ended now, its kernel would answer messages that still arrive with a reset, and data in
+        flight would be lost, including the goodbye.
         """
         with self.state:
             peers = [peer for rank, peer in self.peers.items() if rank not in self._ended]
@@ -147,7 +148,7 @@ class Mesh:
     def send(
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
     ) -> Callable[[], None] | None:
-        """Send ``view``. Call what is returned before its memory changes; None: it may change at once.
+        """Send ``view``. Call the returned function before changing its memory; None: it may change at once.
 
         Raises:
             PeerLostError: the connection is gone.
@@ -162,7 +163,7 @@ class Mesh:
                     peer.frames_sent += 1
                 peer.send(make_header(DATA, signature, phase, group, number, view.nbytes), view)
                 return None
-            with peer.counting:  # the peer acknowledges the frames in order, so tickets must be in order too
+            with peer.counting:  # the peer acknowledges frames in order, so tickets must be in order too
                 peer.frames_sent += 1
                 peer.direct_sent += 1
                 ticket = peer.direct_sent
@@ -177,14 +178,14 @@ class Mesh:
         return lambda: self._await_read(peer, ticket, signature, view)
 
     def notify(self, dst: int, group: int, phase: int, number: int, signature: Signature) -> None:
-        """Send a message without payload, and do not mind if ``dst`` has ended."""
+        """Send a message without payload, ignoring that ``dst`` may have ended."""
         peer = self.peers.get(dst)
         with self.state:
             if peer is None or dst in self._ended:
                 return
         with peer.counting:
             peer.frames_sent += 1
-        with contextlib.suppress(OSError):  # the reader thread finds out
+        with contextlib.suppress(OSError):  # the reader thread handles a lost connection
             peer.send(make_header(DATA, signature, phase, group, number))
 
     def _await_read(self, peer: Peer, ticket: int, signature: Signature, view: memoryview) -> None:
@@ -231,7 +232,7 @@ class Mesh:
         self.inbox.take(key, signature, length, read)
 
     def _take_control(self, peer: Peer, fields: tuple[int, ...]) -> bool:
-        """Handle a frame that is not data; returns whether it was the last one."""
+        """Handle a frame that is not data. Returns whether it was the last one."""
         kind, operation, dtype, phase, root, group, number, nbytes, length, extra = fields
         signature = Signature(operation, dtype, nbytes, root)
         text = bytearray(length)
@@ -250,12 +251,12 @@ class Mesh:
         return kind == BYE
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """Note that ``peer`` is gone without a goodbye."""
+        """Record that ``peer`` is gone without a goodbye."""
         if killed_for_memory() > self._killed_before:
             reason += "; meanwhile the kernel has killed a process because memory ran out"
         self._end(lambda: self._ended.add(peer.rank, reason, failed=True))
         with contextlib.suppress(OSError):
-            peer.connection.shutdown(socket.SHUT_RDWR)  # ends the wait of a thread that is sending
+            peer.connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that is sending
 
     def _end(self, record: Callable[[], bool]) -> None:
         with self.state:
@@ -271,7 +272,7 @@ class Mesh:
     # -- running operations -------------------------------------------------------------------
 
     def launch(self, operation: Operation, *, sync: bool) -> Operation:
-        """Start an operation, and complete it if ``sync``."""
+        """Start an operation; with ``sync``, also complete it."""
         if operation.number >= 0:
             self._inquiry.remember(operation)
         if operation.background:
@@ -287,10 +288,10 @@ class Mesh:
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait for ``operation``; meanwhile advance the program's other operations.
+        """Wait for ``operation``, meanwhile advancing the program's other operations.
 
         Raises:
-            PeerLostError, OutOfStepError, CommTimeoutError: it cannot complete; the message names the missing
+            PeerLostError, OutOfStepError, CommTimeoutError: it cannot complete. The message names the missing
                 rank and the operations.
         """
         with self.engine:
@@ -308,10 +309,10 @@ class Mesh:
                         raise
 
     def advance(self, operation: Operation) -> None:
-        """Advance an operation that this thread has marked ``busy``, and drop it when it is done.
+        """Advance an operation that this thread has marked ``busy``, and remove it when it is done.
 
         Raises:
-            CommError: it failed; it keeps the error for whoever waits for it.
+            CommError: it failed. The operation keeps the error for the thread that waits for it.
         """
         try:
             operation.advance()
@@ -366,7 +367,7 @@ class Mesh:
             RECORD.waited += time.monotonic() - began
 
     def _can_go_on(self, operation: Operation) -> bool:
-        """Whether ``operation`` is over or something can advance; the caller holds the state."""
+        """Whether ``operation`` is over or any operation can advance; the caller holds ``state``."""
         if operation.done or operation.failure is not None:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
@@ -375,7 +376,7 @@ class Mesh:
         blocked = self._inquiry.blocked
         if self._can_go_on(blocked):
             return True
-        if blocked.busy:  # another thread advances it and will find the error
+        if blocked.busy:  # another thread is advancing it and will find the error
             return False
         return self._ended.is_broken or any(rank in self._ended for rank in self._inquiry.blocked.missing())
 
@@ -392,10 +393,10 @@ class Mesh:
 
 
 def time_limit() -> float:
-    """Limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none).
+    """The time limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none).
 
     Raises:
-        ConfigError: the variable is no such number.
+        ConfigError: the variable is not such a number.
     """
     return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 

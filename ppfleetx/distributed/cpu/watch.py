@@ -1,9 +1,9 @@
-"""Finds hosts that have vanished: a machine that loses power, or its link, says no goodbye.
+"""Detect hosts that have vanished: a machine that loses power or its link says no goodbye.
 
-On a connection that carries data the loss goes unnoticed for a quarter of an hour, and a slow reader looks
-like a lost host. So each pair of ranks on different hosts keeps a second, idle connection. On it the kernels
-probe each other (TCP keepalive), and the kernel answers for a process that computes, saves, is stopped or
-waits for a lock: a slow rank is never taken for a lost one, however loaded its machine is.
+On a connection that carries data the loss can go unnoticed for a quarter of an hour, and a slow reader looks
+like a lost host. So each pair of ranks on different hosts keeps a second, idle connection on which the
+kernels probe each other (TCP keepalive). The kernel answers even while the process computes, saves, is
+stopped or waits for a lock, so a slow rank is never mistaken for a lost one, however loaded its machine is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppfleetx.utils.peers import seconds_in
 SILENCE_VARIABLE = "PADDLE_CPU_COMM_SILENCE"
 _SILENCE_SECONDS = 30.0
 _PROBES = 4
-# A process that ends closes both connections; its last messages may still be on their way.
+# A process that ends closes both connections; its last messages may still be in flight.
 _AFTER_THE_END_SECONDS = 5.0
 
 
@@ -36,8 +36,7 @@ def silence_limit() -> float:
 def end_when_silent(connection: socket.socket) -> None:
     """Make an idle connection fail when its host has been silent for :func:`silence_limit`.
 
-    Not for a connection that carries data: the kernel counts the time in which a slow reader takes nothing as
-    silence.
+    This is not for a connection that carries data, where the kernel takes a slow reader for a silent host.
     """
     limit = silence_limit()
     interval = max(1, int(limit / (_PROBES + 2)))
@@ -52,9 +51,9 @@ class Watch:
     """Watches the idle connections to ranks on other hosts, in a thread that sleeps until one fails.
 
     Args:
-        connections: by rank.
-        lost: called with a rank and the reason when its host is gone, or its process has ended without a word
-            on the other connection.
+        connections: the connections by rank.
+        lost: called with a rank and the reason when its host is gone, or when its process has ended without a
+            goodbye on the other connection.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
@@ -69,7 +68,7 @@ class Watch:
             threading.Thread(target=self._run, name="cpu-comm-watch", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """In a forked child: drop the connections, or a dead parent would look alive."""
+        """In a forked child: close the connections, or a dead parent would seem alive."""
         for connection in self._connections.values():
             os.close(connection.detach())
         self._connections = {}

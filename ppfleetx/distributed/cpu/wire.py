@@ -1,8 +1,8 @@
-"""What passes between two ranks of a CPU job: frames on a TCP connection, and memory read directly.
+"""The protocol between two ranks of a CPU job: frames on a TCP connection, and direct reads of memory.
 
-A frame is a header of fixed size and a payload. Between ranks on one host large payloads are read straight
-from the sender's memory (``process_vm_readv(2)``) where the kernel allows it. Everything here is about one
-connection, and independent of Paddle.
+A frame is a header of fixed size and a payload. Between ranks on one host, large payloads are read straight
+from the sender's memory (``process_vm_readv(2)``) if the kernel allows it. Everything here concerns one
+connection and is independent of Paddle.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPERATIONS = (
     "barrier",
 )
 POINT_TO_POINT = 255  # the "phase" of messages that are not part of a collective
-ENDED = 254  # and of those, without payload, that announce the end of a sum
+ENDED = 254  # the "phase" of messages without payload that announce the end of a sum
 
 DATA, DIRECT, ACK, QUERY, STATE, BYE = range(6)
 # kind, operation, dtype, phase, root, group, number, operation's bytes, payload bytes, address
@@ -45,27 +45,27 @@ HEADER = struct.Struct("!BBBBiQQQQQ")
 
 
 class CommError(RuntimeError):
-    """A communication that cannot complete."""
+    """Communication cannot complete."""
 
 
 class StartError(CommError, PeerEndedError):
-    """The ranks of the job have not all met."""
+    """Not all ranks of the job have met."""
 
 
 class PeerLostError(CommError, PeerEndedError):
-    """A rank this one depends on has ended."""
+    """A rank that this one depends on has ended."""
 
 
 class OutOfStepError(CommError):
-    """Two ranks run different operations where they must run the same."""
+    """Two ranks run different operations where they must run the same one."""
 
 
 class CommTimeoutError(CommError, PeerEndedError):
-    """Nothing came for as long as the limit allows: the rank waited for lives, but does not answer."""
+    """Nothing arrived within the time limit, although the other rank is alive."""
 
 
 class Signature(NamedTuple):
-    """What every participant of one operation must agree on."""
+    """What all participants of an operation must agree on."""
 
     operation: int
     dtype: int
@@ -78,7 +78,7 @@ class Signature(NamedTuple):
 
 
 Key = tuple[int, int, int, int]
-"""Whose message it is: source rank, group, phase, number."""
+"""Identifies a message: source rank, group, phase, number."""
 
 
 def make_header(
@@ -90,7 +90,7 @@ def make_header(
     length: int = 0,
     address: int = 0,
 ) -> bytes:
-    """A frame's header; ``length`` is that of the payload, ``address`` where the sender holds it."""
+    """The header of a frame; ``length`` is the payload's, ``address`` is its place in the sender's memory."""
     operation, dtype, nbytes, root = signature or (0, 0, 0, -1)
     return HEADER.pack(kind, operation, dtype, phase, root, group, number, nbytes, length, address)
 
@@ -99,7 +99,7 @@ class Peer:
     """The connection to one rank.
 
     Attributes:
-        name: which rank it is and where, for people.
+        name: rank and address, for messages.
         watch: a second, idle connection to a rank on another host.
     """
 
@@ -107,16 +107,16 @@ class Peer:
         self.rank, self.connection = rank, connection
         self.name = f"rank {rank}"
         self.watch: socket.socket | None = None
-        self.counting = threading.Lock()  # of the counters below that senders change
+        self.counting = threading.Lock()  # guards the counters below that senders change
         self._sending = threading.Lock()
-        self._replies: deque[bytes] = deque()  # of the reader thread
-        self.pid = 0  # of the peer, where its memory can be read
-        self.direct = False  # whether the peer reads ours
+        self._replies: deque[bytes] = deque()  # frames of the reader thread
+        self.pid = 0  # process id of the peer if its memory can be read
+        self.direct = False  # whether the peer can read our memory
         self.direct_sent = self.direct_acknowledged = 0
         self.frames_sent = self.frames_received = 0
 
     def receive(self, view: memoryview) -> None:
-        """Fill ``view``.
+        """Fill ``view`` with the next bytes.
 
         Raises:
             EOFError: the connection is closed.
@@ -138,7 +138,7 @@ class Peer:
         return HEADER.unpack(header)
 
     def send(self, header: bytes, payload: memoryview | None = None, *, patience: float = -1) -> None:
-        """Send one frame; blocks only while the peer's reader thread is busy.
+        """Send one frame. This blocks only while the peer's reader thread is busy.
 
         Args:
             patience: seconds to wait for another thread that is sending; -1: no limit.
@@ -155,9 +155,10 @@ class Peer:
         self._send_replies()
 
     def reply(self, frame: bytes) -> None:
-        """Send a short frame from a reader thread, which must never wait: two could wait for each other.
+        """Send a short frame from a reader thread, which must never wait: two of them could wait for each
+        other.
 
-        A thread that is sending sends it next; where the socket is full, a thread of its own does.
+        If another thread is sending, that thread sends it next; if the socket is full, a new thread does.
         """
         self._replies.append(frame)
         self._send_replies(may_wait=False)
@@ -174,14 +175,14 @@ class Peer:
                 return
 
     def _reply_later(self) -> None:
-        with contextlib.suppress(OSError):  # the reader thread finds out
+        with contextlib.suppress(OSError):  # the reader thread handles a lost connection
             self._send_replies()
 
     def _has_room(self) -> bool:
         return bool(select.select([], [self.connection], [], 0)[1])
 
     def undelivered(self) -> int:
-        """Bytes that have been sent and not been confirmed by the peer's kernel; a shutdown counts as one."""
+        """Bytes sent but not yet confirmed by the peer's kernel; a shutdown counts as one."""
         count = fcntl.ioctl(self.connection, termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(count, sys.byteorder)
 
@@ -206,7 +207,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def read_memory(pid: int, address: int, view: memoryview) -> None:
-    """Copy ``view.nbytes`` bytes at ``address`` of process ``pid`` to ``view`` (process_vm_readv(2)).
+    """Fill ``view`` from ``address`` in the memory of process ``pid`` (process_vm_readv(2)).
 
     Raises:
         OSError: the kernel does not allow it, or the process has ended.

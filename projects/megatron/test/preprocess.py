@@ -10,9 +10,9 @@ from ppfleetx.utils.cli import run_tool
 
 
 def main() -> None:
-    from ppfleetx.commands.dialects.gpt2_corpus import run
+    from ppfleetx.commands.dialects.megatron import prepare_gpt2_corpus
 
-    run(sys.argv[1:])
+    prepare_gpt2_corpus(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -96,7 +96,10 @@ def test_a_run_inside_a_checkpoint_is_refused(used, tmp_path):
     before = content(used)
     for place in (used / "epoch_0_step_30", used / "epoch_0_step_30/sub/run", tmp_path / "link/run"):
         for way in ("resume=False", "resume=auto", "overwrite=True"):
-            with ExitStack() as stack, pytest.raises(ConfigError, match=r"in the checkpoint .*_step_30\. "):
+            with (
+                ExitStack() as stack,
+                pytest.raises(ConfigError, match=r"is inside the checkpoint .*_step_30\. "),
+            ):
                 hold(config(place, way), stack)
     assert content(used) == before
     check_beginning(config(used / "beside"))
@@ -104,7 +107,7 @@ def test_a_run_inside_a_checkpoint_is_refused(used, tmp_path):
 
 def test_a_configuration_of_the_users_own_is_not_a_run(tmp_path):
     (tmp_path / "config.yaml").write_text("Model: {}\n")
-    with pytest.raises(ConfigError, match=r"a file config\.yaml that no run wrote"):
+    with pytest.raises(ConfigError, match=r"a config\.yaml that no run wrote"):
         begin(config(tmp_path))
     begin(config(tmp_path, "overwrite=True"))
     assert (tmp_path / "config.1.yaml").read_text() == "Model: {}\n"

@@ -21,8 +21,7 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.data.indexed import IndexedDataset
 from ppfleetx.data.prepare import corpus
 from ppfleetx.data.prepare.corpus import find_sources
-from ppfleetx.data.prepare.ordered_pool import map_in_order
-from ppfleetx.data.prepare.preprocess import preprocess
+from ppfleetx.data.prepare.preprocess import map_in_order, preprocess
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.helpers.leftovers import children, leftovers
 from tests.helpers.texts import random_text, small_tokenizer

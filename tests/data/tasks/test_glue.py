@@ -5,7 +5,7 @@ import pytest
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections.data import GLUE_OUTPUTS
-from ppfleetx.data.tasks import glue_metrics as metrics
+from ppfleetx.data.tasks import glue as metrics
 from ppfleetx.data.tasks.glue import TASKS, read_glue
 
 MNLI = "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\t"

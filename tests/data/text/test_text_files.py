@@ -13,15 +13,13 @@ import zstandard
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.config.sections.generation import OfflineEvalConfig
+from ppfleetx.data import text_files
 from ppfleetx.data.indexed import IndexedDataset
-from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
-from ppfleetx.data.prepare.cut_documents import cut_documents
+from ppfleetx.data.prepare.corpus import cut_documents, find_sources, iterate_texts
 from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.tasks.evaluation import read_text
 from ppfleetx.data.tasks.records import PromptResponseDataset
-from ppfleetx.data.text import files as text_files
-from ppfleetx.data.text.files import TextFile, read_lines
-from ppfleetx.data.text.json_lines import load_line, read_records
+from ppfleetx.data.text_files import TextFile, load_line, read_lines, read_records
 from tests.helpers.texts import random_text, small_tokenizer
 
 

@@ -6,8 +6,13 @@ import random
 
 import pytest
 
-from ppfleetx.data.tokenizer.bpe_ranks import live_ranks, split_by_ranks
-from ppfleetx.data.tokenizer.engines import TiktokenEngine, TokenizersEngine, Unsupported
+from ppfleetx.data.tokenizer.engines import (
+    TiktokenEngine,
+    TokenizersEngine,
+    Unsupported,
+    live_ranks,
+    split_by_ranks,
+)
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 
 

@@ -55,7 +55,7 @@ ODD = {
     "the pattern is none": (cut_by("("), UNKNOWN),
     "the pattern tries for ever": (cut_by("(x+x+)+y|(a|a)+$|(?:.*.*)*z"), "cannot encode a text"),
     "an empty unigram": (definition(model={"type": "Unigram", "vocab": [], "unk_id": 0}), UNKNOWN),
-    "a key twice": ('{"model": {}, "model": {}}', "the key 'model' is there twice"),
+    "a key twice": ('{"model": {}, "model": {}}', "the key 'model' occurs twice"),
     "a deep one": ('{"model": ' + "[" * 100_000, "nested too deeply"),
 }  # fmt: skip
 

@@ -250,7 +250,7 @@ def test_saved_files_load_in_the_library(trained, tmp_path):
     ("name", "content", "message"),
     [
         ("tokenizer.json", "{", "not valid JSON"),
-        ("tokenizer.json", "[]", "holds no JSON object"),
+        ("tokenizer.json", "[]", "is not a JSON object"),
         ("tokenizer.json", "{}", "no model"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0}, "merges": ["a b"]}}', "'b', not in the vocabulary"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0, "b": 0}, "merges": []}}', "share an id"),

@@ -188,7 +188,7 @@ def test_a_sentencepiece_model_alone_says_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("tokenizer_config.json", "[]", r"tokenizer_config\.json holds no JSON object"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json is not a JSON object"),
         ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "must name tokens by their ids"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"7": 3}}', r"decoder\.7 is no token: 3"),

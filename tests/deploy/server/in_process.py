@@ -9,8 +9,8 @@ import httpx
 
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.chat.templates import find_template
+from ppfleetx.deploy.server.answering import TokenTexts
 from ppfleetx.deploy.server.app import Service, create_app
-from ppfleetx.deploy.server.logprobs import TokenTexts
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.prompts import PromptReader
 from ppfleetx.deploy.server.scheduler import Scheduler

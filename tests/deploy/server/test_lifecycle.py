@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.commands import start_process
-from ppfleetx.commands.serve import Serve
+from ppfleetx.commands.serving import Serve
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.deploy.server import run

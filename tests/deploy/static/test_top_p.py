@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import pytest
 
-from ppfleetx.deploy.static.top_p import nucleus_by_buckets
+from ppfleetx.deploy.static.token_choice import nucleus_by_buckets
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.001, 0.1, 0.6, 3.0, 30.0, 300.0])

@@ -13,7 +13,7 @@ import paddle
 import paddle.distributed as dist
 
 from ppfleetx.distributed import together
-from ppfleetx.distributed.cpu.desync import Inquiry
+from ppfleetx.distributed.cpu.peer_status import Inquiry
 from ppfleetx.resilience import watchdog
 from ppfleetx.resilience.activity import PROGRESS
 from ppfleetx.resilience.flight_recorder import RECORD

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ppfleetx.distributed.cpu.desync import Inquiry
+from ppfleetx.distributed.cpu.peer_status import Inquiry
 from ppfleetx.distributed.cpu.wire import OutOfStepError, Signature
 
 

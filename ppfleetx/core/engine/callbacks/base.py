@@ -1,4 +1,4 @@
-"""Hooks around the training loop; each concern in a class of its own."""
+"""Hooks around the training loop."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ppfleetx.resilience.stragglers import Stragglers
 
 @dataclass(frozen=True)
 class CallbackSetup:
-    """What a callback is made for.
+    """What a callback is given when it is created.
 
     Attributes:
         cfg: the run's configuration.
         ctx: this process's place in the job.
-        output_dir: the run's directory; it exists, and in training it is the run's own.
-        trains: False in ppfleetx eval, which evaluates once.
+        output_dir: the run's directory; it exists, and while training it belongs to the run.
+        trains: False in ppfleetx eval, which only evaluates.
     """
 
     cfg: RunConfig
@@ -34,43 +34,44 @@ class CallbackSetup:
 
 
 class Callback:
-    """Told of a run as it goes on. Does nothing at every hook; subclasses override what they need.
+    """Hooks that are called during a run. They do nothing here; subclasses override those they need.
 
-    A callback is made once, as ``Class(setup, **options)`` with a :class:`CallbackSetup` and the options of
-    ``Engine.callbacks``, on the ranks that it was registered for (``CallbackTraits.ranks``: rank 0 unless
-    said otherwise). Hooks are called in the order of ``Engine.callbacks``, between two steps, and the job
-    waits for them. Hooks of a callback that runs on some of the ranks must not communicate.
+    A callback is created once, as ``Class(setup, **options)`` with a :class:`CallbackSetup` and the options
+    of ``Engine.callbacks``, on the ranks it is registered for (``CallbackTraits.ranks``; by default rank 0).
+    Hooks are called between two steps in the order of ``Engine.callbacks``, and the job waits for them. A
+    callback that does not run on all ranks must not communicate.
 
-    A hook that raises a ``UserError`` ends the run with that message and exit code 2, on all ranks and before
-    the next step: nothing that was saved is lost. Any other exception is a defect, and ends the process with
-    a traceback, and with it the job.
+    A hook that raises a ``UserError`` ends the run before the next step, on all ranks, with that message and
+    exit code 2; nothing that was saved is lost. Any other exception is a bug: the process ends with a
+    traceback, and the job with it.
     """
 
     def on_fit_start(self, run: Run) -> None:
-        """Before the first step and the first evaluation, once; ``run.state`` is what was resumed."""
+        """Called once, before the first step and the first evaluation; ``run.state`` is already restored."""
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
-        """After each optimizer step, also one that was skipped; before its evaluation and its checkpoint."""
+        """Called after each optimizer step, skipped ones included, before its evaluation and checkpoint."""
 
     def on_eval_end(self, run: Run, record: EvalRecord) -> None:
-        """After each whole evaluation; one that a signal cut short is not reported."""
+        """Called after each complete evaluation."""
 
     def on_spike(self, run: Run, spike: Spike) -> None:
-        """After a step that ``Engine.spike`` found to be one. When the run has gone back to a checkpoint
-        (``spike.to_step``), ``run.state`` is that of the checkpoint, and :meth:`load_state` was called."""
+        """Called after a step that ``Engine.spike`` judged a spike. If the run went back to a checkpoint
+        (``spike.to_step``), ``run.state`` is the checkpoint's, and :meth:`load_state` has been called."""
 
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
-        """After every ``Engine.straggler_freq`` steps over which slow ranks have cost more than 5 %."""
+        """Called every ``Engine.straggler_freq`` steps if slow ranks cost more than 5 % of their time."""
 
     def on_fit_end(self, run: Run) -> None:
-        """Called once however the run ends: finished, stopped or failed. Nothing is saved after it."""
+        """Called once at the end, whether the run finished, stopped or failed. Nothing is saved
+        afterwards."""
 
     def state(self) -> Mapping[str, Any]:
-        """What a resumed run needs of this callback: JSON values, asked for at every checkpoint on every rank
-        where the callback runs. Rank 0's is saved."""
+        """The state to save in each checkpoint, as JSON values. Called on every rank where the callback runs;
+        rank 0's state is saved."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state` gave; called before ``on_fit_start``, on every rank where the
-        callback runs, whatever the plan of the run that saved it. Not called where the checkpoint has
-        none."""
+        """Restore what :meth:`state` returned. Called before ``on_fit_start`` on every rank where the
+        callback runs, whatever the plan of the run that saved it; not called if the checkpoint has no state
+        for it."""

@@ -1,4 +1,4 @@
-"""From ``Engine.callbacks`` to callbacks, and to what a checkpoint keeps of them."""
+"""Create the callbacks of ``Engine.callbacks``, and save and restore their states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = "Engine.callbacks"
 
 
 class CallbackList:
-    """The callbacks of this rank, in order, each with the name that its state is saved under.
+    """The callbacks of this rank in order, each with the name under which its state is saved.
 
     Args:
         named: (name, callback) pairs.
@@ -32,7 +32,7 @@ class CallbackList:
         return (callback for _, callback in self.named)
 
     def state(self) -> dict[str, Any]:
-        """States by name, without those that keep nothing.
+        """Non-empty states by name.
 
         Raises:
             CheckpointError: a state is not made of JSON values.
@@ -49,7 +49,7 @@ class CallbackList:
         return {name: state for name, state in states.items() if state}
 
     def load_state(self, states: Any) -> None:
-        """Hand each callback its state; those that have none there begin again.
+        """Give each callback its saved state; those without one start afresh.
 
         Raises:
             CheckpointError: the states are damaged.
@@ -62,11 +62,11 @@ class CallbackList:
 
 
 def check_callbacks(items: Sequence[CallbackConfig]) -> None:
-    """Refuse callbacks that could not be made; none is made. Paddle is imported only for options of those
-    that ship.
+    """Refuse callbacks that could not be created, without creating any. Imports Paddle only to check options
+    of callbacks that ship.
 
     Raises:
-        ConfigError: options that a callback does not take, or a callback that is named twice.
+        ConfigError: a callback does not take an option, or is named twice.
     """
     for _, item in _numbered(items):
         target = CALLBACKS.target(item.name)
@@ -78,7 +78,7 @@ def build_callbacks(setup: CallbackSetup) -> CallbackList:
     """The callbacks of ``Engine.callbacks`` that run on this rank; all ranks call this.
 
     Raises:
-        ConfigError: options that a callback does not take, or one that cannot be made; on all ranks.
+        ConfigError: a callback does not take an option, or cannot be created; on all ranks.
     """
     named: list[tuple[str, Callback]] = []
     with joint_errors(setup.ctx):
@@ -95,7 +95,7 @@ def build_callbacks(setup: CallbackSetup) -> CallbackList:
 
 
 def _loggers(setup: CallbackSetup, there: Set[str]) -> Iterator[tuple[str, Callback]]:
-    """What ``Engine.loggers`` adds to the callbacks that are ``there``."""
+    """The callbacks that ``Engine.loggers`` adds to those named in ``there``."""
     for item in setup.cfg.Engine.loggers:
         name = LOGGERS.traits(item.name).callback
         if name is not None and name not in there:
@@ -111,16 +111,16 @@ def _checked(callback: Any, name: str) -> Callback:
     if isinstance(callback, Callback):
         return callback
     raise ConfigError(
-        f"must be made as a Callback or as None; it is {shown(callback)}, of type {type(callback).__name__}",
+        f"must be a Callback or None; it is {shown(callback)}, of type {type(callback).__name__}",
         key=_KEY,
         value=name,
     )
 
 
 def _numbered(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig]]:
-    """The name of its state and the item of each callback; groups are replaced by what they stand for.
+    """The state's name and the item of each callback, with groups expanded.
 
-    A name that comes again, with other options, has its number: ``csv``, ``csv#2``.
+    A name that occurs again with other options gets a number: ``csv``, ``csv#2``.
     """
     seen: dict[str, list[CallbackConfig]] = {}
     for item in _without_groups(items):
@@ -146,7 +146,7 @@ def _without_groups(items: Sequence[CallbackConfig]) -> Iterator[CallbackConfig]
 
 
 def _check_options(make: Callable[..., Any], item: CallbackConfig) -> None:
-    """Refuse options that the callback is not made with, and miss none that it needs."""
+    """Refuse unknown options, and require those without a default."""
     if not callable(make):
         raise ConfigError(
             f"was registered as {shown(make)}, which cannot be called", key=_KEY, value=item.name

@@ -1,4 +1,4 @@
-"""What a run takes of its devices: memory and time, measured and predicted."""
+"""A run's use of its devices: memory and time, measured and predicted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ppfleetx.config.counts import ranks_text
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import Run, StepRecord
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 
 
 def device_utilization(cfg: RunConfig, device: str) -> Utilization | None:
-    """What TFLOP/s and MFU of the run are counted with; None where a step's operations are not known."""
+    """FLOPs and peak to compute the run's TFLOP/s and MFU; None if a step's FLOPs are not known."""
     return _of(_ById(cfg), device)
 
 
 class _ById:
-    """Hashes a configuration by its identity, so that a cache can be keyed by it at every log line."""
+    """Hashes a configuration by identity, to use it as a cache key at every log line."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
@@ -51,20 +52,20 @@ def _of(by_id: _ById, device: str) -> Utilization | None:
 
 
 def device_name(device: str) -> str:
-    """What the driver calls the card of this process; "" where Paddle does not say."""
+    """The driver's name for this process's card; empty if Paddle does not know it."""
     found = total_memory() if is_card(device) else None
     return "" if found is None else found[1]
 
 
 class MemoryLog(Callback):
-    """Bytes of parameters and optimizer state, and the peak measured on host and device."""
+    """Logs bytes of parameters and optimizer state after the first step, and the peak memory at the end."""
 
     def __init__(self) -> None:
         self._said = False
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MemoryLog | None:
-        """For a run that trains."""
+        """For training only."""
         return cls() if setup.trains else None
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
@@ -100,13 +101,13 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-_WARM_UP = 2  # first steps, in which kernels are chosen and states are made
+_WARM_UP = 2  # first steps, in which kernels are chosen and states are created
 _KEPT = 4096
 
 
 class Forecast(Callback):
-    """Warns before the first step when a card has less memory than the run is predicted to need, and says in
-    one line at the end how the prediction compares with what was measured here."""
+    """Warns before the first step if the run is predicted to need more memory than the card has, and compares
+    prediction and measurement in one line at the end."""
 
     def __init__(self, prediction: Prediction, *, named: bool) -> None:
         self._prediction, self._named = prediction, named
@@ -115,7 +116,7 @@ class Forecast(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Forecast | None:
-        """For a training that the planner knows."""
+        """For training that the planner can predict."""
         if not setup.trains:
             return None
         device = setup.ctx.device
@@ -154,9 +155,9 @@ _MAX_RANKS_SHOWN = 16
 
 
 def rank_table(ctx: ParallelContext, runner: Runner) -> list[str]:
-    """A line for each rank: its coordinates in the plan and the parameters it holds; every rank calls this.
+    """Lines with each rank's place in the plan and its number of parameters; every rank calls this.
 
-    Ranks that hold equally much and differ along dp, sharding and sep only are not repeated.
+    Ranks that differ only along dp, sharding and sep and hold the same number share a line.
     """
     held = sum(parameter.size for _, parameter in runner.named_parameters())
     counts = gather(ctx, held)
@@ -167,17 +168,12 @@ def rank_table(ctx: ParallelContext, runner: Runner) -> list[str]:
         at = ctx.plan.coordinates(rank)
         place = ", ".join(f"{axis} {at[axis]}" for axis in ("pp", "mp") if ctx.size_of(axis) > 1)
         lines.setdefault(f"{count:,} parameters" + (f" ({place})" if place else ""), []).append(rank)
-    shown = [f"{_ranks(ranks):<14} {text}" for text, ranks in list(lines.items())[:_MAX_RANKS_SHOWN]]
+    shown = [f"{ranks_text(ranks):<14} {text}" for text, ranks in list(lines.items())[:_MAX_RANKS_SHOWN]]
     return shown + (["..."] if len(lines) > len(shown) else [])
 
 
 def offload_notes(ctx: ParallelContext) -> list[str]:
-    """A line for a run that keeps its states in host memory where all memory is the host's."""
+    """A note for a run that offloads its states although its device is a CPU."""
     if not ctx.plan.sharding_offload or ctx.device != "cpu":
         return []
-    return ["offload saves nothing on a CPU: host memory is all there is, and the states are there anyway"]
-
-
-def _ranks(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+    return ["offload saves nothing on a CPU: the states are in host memory anyway"]

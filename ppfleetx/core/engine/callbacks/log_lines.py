@@ -14,7 +14,7 @@ from ppfleetx.utils.progress import ProgressBar
 
 
 class TrainLog(Callback):
-    """One line every ``logging_freq`` steps; costs and speed are means since the last line."""
+    """Logs one line every ``logging_freq`` steps; costs and speeds are means since the last line."""
 
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq
@@ -22,7 +22,7 @@ class TrainLog(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> TrainLog:
-        """For any run."""
+        """For every run."""
         return cls(setup.cfg.Engine.logging_freq)
 
     def on_fit_start(self, run: Run) -> None:
@@ -47,7 +47,7 @@ class TrainLog(Callback):
 
 
 def eval_line(record: EvalRecord) -> str:
-    """An evaluation's result: perplexity of a language model, the metrics of a classifier."""
+    """The line for an evaluation: a language model's perplexity, or a classifier's metrics."""
     what = "examples" if record.ppl is None else "tokens"
     numbers = {**({} if record.ppl is None else {"ppl": record.ppl}), **record.metrics}
     listed = "".join(f"{name}: {value:.4f}, " for name, value in numbers.items())
@@ -59,21 +59,21 @@ def eval_line(record: EvalRecord) -> str:
 
 
 def sources_line(record: StepRecord) -> str:
-    """The losses of a blend's sources."""
+    """The line with the loss of each corpus of a blend."""
     listed = ", ".join(f"{name}: {source.mean:.9f}" for name, source in record.sources.items())
     return f"loss per source at global step {record.step}, {listed}"
 
 
 def metrics_line(record: StepRecord) -> str:
-    """The task's metrics, and those of the model's layers. Those of one layer (``expert_load/3``) are in the
-    file alone."""
+    """The line with the metrics of the task and of the model's layers. Those of one layer (``expert_load/3``)
+    are in the file alone."""
     metrics = {name: value for name, value in record.own_metrics.items() if "/" not in name}
     listed = ", ".join(f"{name}: {value:.9g}" for name, value in metrics.items())
     return f"metrics at global step {record.step}, {listed}"
 
 
 def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | None = None) -> str:
-    """The line's text; its shape is a contract. ``rates`` are those of ``Utilization.rates``."""
+    """The line for a step, whose form users rely on. ``rates`` come from ``Utilization.rates``."""
     text = (
         f"global step {record.step}, epoch: {record.epoch}, batch: {record.batch}, "
         f"loss: {record.loss:.9f}, avg_reader_cost: {window.reader_cost:.5f} sec, "
@@ -89,12 +89,12 @@ def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | 
     return f"{text}, loss_scale: {record.loss_scale:g}, found_inf: {int(record.skipped)}"
 
 
-_LARGEST_LOSS = 20.0  # Megatron prints no larger perplexity than that of this loss
+_LARGEST_LOSS = 20.0  # Megatron caps the perplexity at that of this loss
 
 
 class MegatronLog(Callback):
-    """`` iteration N/ TOTAL | consumed samples: ... |`` every ``logging_freq`` steps, and a line for each
-    evaluation; times and speeds are means since the last line."""
+    """Logs `` iteration N/ TOTAL | consumed samples: ... |`` every ``logging_freq`` steps, and a line for
+    each evaluation, as Megatron-LM does; times and speeds are means since the last line."""
 
     def __init__(self, logging_freq: int, batch_size: int) -> None:
         self._logging_freq, self._batch_size = logging_freq, batch_size
@@ -103,7 +103,7 @@ class MegatronLog(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MegatronLog:
-        """For any run."""
+        """For every run."""
         return cls(setup.cfg.Engine.logging_freq, setup.cfg.batch.global_batch_size)
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
@@ -133,8 +133,8 @@ class MegatronLog(Callback):
 
 
 class MindSpeedLog(Callback):
-    """``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms`` every ``logging_freq`` steps; the time is of
-    one step. The line is printed as it is, with nothing before it."""
+    """Prints ``INFO - Epoch: 0, Step: 13, Loss: ..., Time: ... ms`` every ``logging_freq`` steps, as
+    MindSpeed does, without a log prefix. The time is the mean of one step."""
 
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq
@@ -142,7 +142,7 @@ class MindSpeedLog(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MindSpeedLog:
-        """For any run."""
+        """For every run."""
         return cls(setup.cfg.Engine.logging_freq)
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
@@ -160,7 +160,7 @@ class MindSpeedLog(Callback):
 
 
 class TrainProgress(Callback):
-    """Steps done of ``max_steps``, time left, and the last loss."""
+    """A progress bar: steps done of ``max_steps``, time left, and the last loss."""
 
     def __init__(self, show: bool | Literal["auto"]) -> None:
         self._show = show

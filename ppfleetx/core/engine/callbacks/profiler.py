@@ -26,9 +26,10 @@ _VIEWS = {
 
 
 class ProfilerCallback(Callback):
-    """Records steps ``scheduler[0]`` (included) to ``scheduler[1]`` (excluded), counted from the run's first.
+    """Profiles steps ``scheduler[0]`` (inclusive) to ``scheduler[1]`` (exclusive), counted from the run's
+    first.
 
-    The trace goes to ``profiler_log`` under the output directory; the tables to stdout, once recorded.
+    Writes the trace to ``profiler_log`` under the output directory and prints the tables.
     """
 
     def __init__(self, cfg: ProfilerConfig, output_dir: Path) -> None:
@@ -39,7 +40,7 @@ class ProfilerCallback(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> ProfilerCallback | None:
-        """For a run that trains, where ``Profiler.enable`` asks for it."""
+        """For training with ``Profiler.enable``."""
         wanted = setup.trains and setup.cfg.Profiler.enable
         return cls(setup.cfg.Profiler, setup.output_dir) if wanted else None
 

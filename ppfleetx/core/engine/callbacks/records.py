@@ -29,7 +29,7 @@ from ppfleetx.utils.log import get_logger
 
 
 class Recorder(Callback):
-    """Makes a record every ``logging_freq`` steps and of each evaluation; times and speeds are means since
+    """Makes a record every ``logging_freq`` steps and for each evaluation; times and speeds are means since
     the last record.
 
     Args:
@@ -42,7 +42,7 @@ class Recorder(Callback):
 
     @abstractmethod
     def keep(self, record: dict[str, Any]) -> None:
-        """Write a record: ``kind`` (``train`` or ``eval``), ``step``, and JSON values."""
+        """Write a record of JSON values; ``kind`` (``train`` or ``eval``) and ``step`` are always there."""
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._window.add(record)
@@ -60,7 +60,7 @@ class Recorder(Callback):
 
 
 def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]:
-    """A step, with the means of ``window``."""
+    """The record of a step, with the means of ``window``."""
     utilization = device_utilization(run.cfg, run.ctx.device)
     return {
         "kind": "train",
@@ -85,7 +85,7 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
 
 
 def eval_record(record: EvalRecord) -> dict[str, Any]:
-    """An evaluation."""
+    """The record of an evaluation."""
     is_classifier = record.ppl is None
     return {
         "kind": "eval",
@@ -101,7 +101,7 @@ def eval_record(record: EvalRecord) -> dict[str, Any]:
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
     """The finite numbers of a record by name: ``train/loss``, ``train/source/wiki/loss``, ``eval/ppl``, and
-    ``eval/wiki/ppl`` of a set with a name."""
+    for a named evaluation set ``eval/wiki/ppl``."""
     where = "/".join(filter(None, (record["kind"], record.get("set"))))
     found: dict[str, Any] = {}
     for key, value in record.items():
@@ -116,7 +116,7 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _number(value: float) -> float | None:
-    """JSON knows neither infinity nor NaN: they are null."""
+    """None for infinity and NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
@@ -133,8 +133,8 @@ def _scaling(record: StepRecord, skipped_steps: int) -> dict[str, Any]:
 def _sources(record: StepRecord) -> dict[str, Any]:
     if not record.sources:
         return {}
-    told = record.sources.items()
-    return {"sources": {name: {"loss": _number(s.mean), "tokens": s.count} for name, s in told}}
+    items = record.sources.items()
+    return {"sources": {name: {"loss": _number(s.mean), "tokens": s.count} for name, s in items}}
 
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -142,10 +142,10 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
 
 
 class MetricsFile(Recorder):
-    """Appends one JSON object a line.
+    """Appends one JSON object per line to ``metrics.jsonl``.
 
-    On resume, lines later than the step resumed from are dropped first, so that the file always reads
-    like that of a run that was never interrupted. A run that starts anew puts a file that is there aside.
+    On resume, lines after the resumed step are dropped, so that the file always reads like that of an
+    uninterrupted run. A new run renames an existing file.
     """
 
     def __init__(self, path: Path, logging_freq: int) -> None:
@@ -154,7 +154,7 @@ class MetricsFile(Recorder):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MetricsFile | None:
-        """For a run that trains; beside its checkpoints."""
+        """For training, beside the checkpoints."""
         if not setup.trains:
             return None
         return cls(setup.output_dir / METRICS_FILE, setup.cfg.Engine.logging_freq)
@@ -163,35 +163,34 @@ class MetricsFile(Recorder):
         if run.state.step:
             self._forget(run.state.step, consumed=run.state.consumed_samples)
         elif self._path.exists():
-            get_logger().info(f"the metrics of an earlier run are now {put_aside(self._path)}")
+            get_logger().info(f"renamed the metrics of an earlier run to {put_aside(self._path)}")
 
     def on_spike(self, run: Run, spike: Spike) -> None:
         super().on_spike(run, spike)
-        if spike.to_step is not None:  # what came after that checkpoint has not happened
+        if spike.to_step is not None:  # drop the steps after that checkpoint
             self._forget(spike.to_step)
-        told = spike.to_json()
-        at_step = told.pop("step")
+        fields = spike.to_json()
+        at_step = fields.pop("step")
         step = at_step if spike.to_step is None else spike.to_step
-        self.keep({"kind": "spike", "step": step, "at_step": at_step, **told})
+        self.keep({"kind": "spike", "step": step, "at_step": at_step, **fields})
 
     def on_stragglers(self, run: Run, found: Stragglers) -> None:
         self.keep({"kind": "stragglers", **found.to_json()})
 
     def _forget(self, step: int, *, consumed: float = math.inf) -> None:
-        """:func:`keep_until`; a full disk ends no training here either."""
+        """Call :func:`keep_until`, but do not stop training because of a full disk."""
         try:
             keep_until(self._path, step, consumed=consumed)
         except OSError as error:
             get_logger().error(
-                f"{self._path} still has what came after global step {step}, which counts no more: "
-                f"{error.strerror}"
+                f"{self._path} still has records after global step {step}, which are void: {error.strerror}"
             )
 
     def keep(self, record: dict[str, Any]) -> None:
-        """Add a whole line or nothing: a full disk ends no training, unless by its checkpoints."""
+        """Append a whole line or nothing. A full disk does not stop training here, only when a save fails."""
         line = (json.dumps(record) + "\n").encode()
         try:
-            # Opened for each line: a killed run leaves whole lines, and nothing to close.
+            # Opened for each line, so that a killed run leaves whole lines.
             with self._path.open("ab", buffering=0) as file:
                 start = file.seek(0, os.SEEK_END)
                 if file.write(line) != len(line):
@@ -202,11 +201,11 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
-    """Drop records later than ``step`` and a line torn by a kill.
+    """Drop records after ``step``, and a line cut off by a kill.
 
     Args:
-        consumed: samples that have been used at that step. A spike in later ones, which has sent the run back
-            to that step, is dropped as well: a run that resumes there meets it again.
+        consumed: samples used up to that step. A spike in later samples that sent the run back to this step
+            is dropped as well: a run that resumes here will meet it again.
     """
     if not path.exists():
         return
@@ -218,7 +217,7 @@ def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
 
 
 def _has_happened(line: str, step: int, consumed: float) -> bool:
-    """Whether it is a whole record of what came before ``step`` ended, and no spike in samples after it."""
+    """Whether the line is a whole record of a step up to ``step``, and not of a spike in later samples."""
     try:
         record = json.loads(line)
         at_step = record["step"]
@@ -232,10 +231,10 @@ _KEY = "Engine.loggers"
 
 
 def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
-    """{name: writer} of ``Engine.loggers``, without those that are callbacks themselves. Nothing is opened.
+    """The writers of ``Engine.loggers`` by name, except those that are callbacks. Nothing is opened yet.
 
     Raises:
-        ConfigError: a library is missing, a writer is named twice, or its options are not those it takes.
+        ConfigError: a library is missing, or a writer does not take an option.
     """
     refuse_absent(cfg)
     found: dict[str, LogWriter] = {}
@@ -249,13 +248,13 @@ def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
             raise ConfigError(f"options of {item.name}: {error}", key=_KEY, value=item.name) from None
         writer = make(output_dir, **item.options)
         if not isinstance(writer, LogWriter):
-            raise ConfigError("must be made as a LogWriter", key=_KEY, value=item.name)
+            raise ConfigError("must be a LogWriter", key=_KEY, value=item.name)
         found[item.name] = writer
     return found
 
 
 class LogWriters(Recorder):
-    """Gives the numbers of each record to all writers.
+    """Passes the numbers of each record to all writers.
 
     Args:
         writers: by name.
@@ -270,13 +269,13 @@ class LogWriters(Recorder):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> LogWriters | None:
-        """For a run that trains and names writers."""
+        """For training with writers in ``Engine.loggers``."""
         writers = build_writers(setup.cfg, setup.output_dir) if setup.trains else {}
         return cls(writers, setup.cfg.Engine.logging_freq) if writers else None
 
     @classmethod
     def visual_dl(cls, setup: CallbackSetup) -> LogWriters | None:
-        """VisualDL alone: for training where it is installed and ``Engine.loggers`` does not name it."""
+        """VisualDL alone, for training, if it is installed and ``Engine.loggers`` does not name it."""
         named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
         if named or not setup.trains or not visual_dl_is_installed():
             return None
@@ -293,7 +292,7 @@ class LogWriters(Recorder):
 
     def on_spike(self, run: Run, spike: Spike) -> None:
         super().on_spike(run, spike)
-        if spike.to_step is not None:  # what came after that checkpoint has not happened
+        if spike.to_step is not None:  # drop the steps after that checkpoint
             self.on_fit_end(run)
             self._start(run, spike.to_step)
 

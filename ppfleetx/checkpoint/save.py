@@ -1,0 +1,382 @@
+"""Saving one checkpoint from all ranks of a job, in the foreground or while training goes on.
+
+Each rank writes its slices; the first one writes the manifest. In the background a thread copies the state
+during the next forward and backward passes, which only read parameters and optimizer state, and writes the
+copy. `wait_for_copy` is called before the update that would change them. Ranks communicate only in the main
+thread, so that their collectives cannot interleave with those of training.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ppfleetx.checkpoint.housekeeping import SAVING, describe_os_error
+from ppfleetx.checkpoint.manifest import Manifest, rank_directory, step_directory
+from ppfleetx.checkpoint.ownership import Ownership
+from ppfleetx.checkpoint.slices import TensorSlice
+from ppfleetx.checkpoint.writer import RankIndex, commit, save_checkpoint, saving, write_rank
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.together import beat_seconds, gather_numbers
+from ppfleetx.resilience.flight_recorder import RECORD
+from ppfleetx.utils.log import get_logger
+
+Result = TypeVar("Result")
+
+
+def save_from_all_ranks(
+    ctx: ParallelContext,
+    output_dir: Path,
+    *,
+    epoch: int,
+    step: int,
+    tensors: Iterable[TensorSlice],
+    state: Mapping[str, Any],
+    ownership: Ownership | None = None,
+    **description: Any,
+) -> Path:
+    """Save a checkpoint. Every rank calls this, with slices that no other rank writes.
+
+    The directory must be on a file system that all ranks share. Arguments are those of
+    :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them could not write; names that rank.
+    """
+    pieces = list(tensors)
+    save = SharedSave(ctx, output_dir, epoch, step, state=state, ownership=ownership, **description)
+    on_all_ranks(ctx, save.open)
+    try:
+        indices = on_all_ranks(ctx, lambda: save.write(pieces))
+        return Path(on_all_ranks(ctx, lambda: save.publish(indices))[0])
+    finally:
+        save.close()
+
+
+class SharedSave:
+    """The steps of one save. The ranks communicate between the steps, and not within them.
+
+    All ranks `open`, then `write`, then `publish` with the results of all ranks' `write`, and `close` in any
+    case. Arguments are those of `save_from_all_ranks`.
+    """
+
+    def __init__(
+        self,
+        ctx: ParallelContext,
+        output_dir: Path,
+        epoch: int,
+        step: int,
+        *,
+        state: Mapping[str, Any],
+        ownership: Ownership | None = None,
+        documents: Mapping[str, bytes] | None = None,
+        **description: Any,
+    ) -> None:
+        self._ctx, self._output_dir, self._at = ctx, output_dir, (epoch, step)
+        self._ownership, self._documents = ownership, documents
+        self._description = {"epoch": epoch, "step": step, "state": state, **description}
+        self._stack = ExitStack()
+
+    def open(self) -> None:
+        """On the main rank: lock the output directory and make the directory to write into."""
+        if self._ctx.is_main:
+            self._stack.enter_context(saving(self._output_dir, *self._at))
+
+    def write(self, pieces: Iterable[TensorSlice]) -> RankIndex | None:
+        """Write this rank's slices; None if it has none."""
+        pieces = list(pieces)
+        place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
+        return write_rank(self._staged, place, pieces) if pieces else None
+
+    def publish(self, written: Sequence[RankIndex | None]) -> str | None:
+        """On the main rank: make a checkpoint of what the ranks wrote, and return its path."""
+        if not self._ctx.is_main:
+            return None
+        ranks = [
+            {"rank": rank, **self._ctx.plan.coordinates(rank), "directory": _directory_of(index)}
+            for rank, index in enumerate(written)
+        ]
+        manifest = Manifest(files={}, tensors={}, ranks=tuple(ranks), **self._description)
+        indices = [index for index in written if index is not None]
+        return str(commit(self._staged, manifest, indices, self._ownership, self._documents))
+
+    def close(self) -> None:
+        """Remove what did not become a checkpoint, and unlock the output directory."""
+        self._stack.close()
+
+    @property
+    def _staged(self) -> Path:
+        return self._output_dir / f"{SAVING}{step_directory(*self._at)}"
+
+
+def on_all_ranks(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result]:
+    """Run ``act`` on every rank and return the results of all; an error on one is raised on all.
+
+    Raises:
+        CheckpointError: on every rank, if ``act`` raised an OSError or a CheckpointError on any.
+    """
+    from paddle import distributed
+
+    try:
+        outcome = (act(), None)
+    except OSError as error:
+        outcome = (None, describe_os_error(error))
+    except CheckpointError as error:
+        outcome = (None, str(error))
+    outcomes: list[tuple[Result, str | None]] = []
+    distributed.all_gather_object(outcomes, outcome)
+    failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error is not None]
+    if failed:
+        raise CheckpointError(
+            f"the checkpoint could not be saved; {'; '.join(failed)}. Earlier checkpoints are as they were."
+        )
+    return [result for result, _ in outcomes]
+
+
+def _directory_of(index: RankIndex | None) -> str | None:
+    return None if index is None else next(iter(index.files)).split("/")[0]
+
+
+class CheckpointManager:
+    """Saves into one output directory.
+
+    Args:
+        output_dir: the directory.
+        ownership: the run that saves, and what it keeps; None: the checkpoints belong to no run, and replace
+            and delete nothing.
+        ctx: the ranks that save together.
+        description: further arguments of `save_checkpoint` that stay the same for the whole run
+            (`plan`, `config`, `fingerprints`, `vocab_size`, ...).
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        ownership: Ownership | None = None,
+        *,
+        ctx: ParallelContext | None = None,
+        **description: Any,
+    ) -> None:
+        self.output_dir, self.ownership = Path(output_dir), ownership
+        self._ctx, self._description = ctx or ParallelContext.single(), description
+
+    def save(
+        self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
+    ) -> Path:
+        """Save a checkpoint; arguments and errors are those of `save_checkpoint`.
+
+        Every rank of the job calls this, with slices that no other rank writes.
+        """
+        several = self._ctx.world_size > 1
+        save = partial(save_from_all_ranks, self._ctx) if several else save_checkpoint
+        path = save(
+            self.output_dir,
+            epoch=epoch,
+            step=step,
+            tensors=tensors,
+            state=state,
+            ownership=self.ownership,
+            **self._description,
+        )
+        get_logger().info(f"saved {path}")
+        return path
+
+    def wait_for_copy(self) -> None:
+        """Return when the tensors given to `save` may change: here, at once."""
+
+    def poll(self) -> Path | None:
+        """Path of a checkpoint completed since `save` returned: here, none."""
+
+    def wait(self) -> Path | None:
+        """Like `poll`, after waiting for the save under way."""
+
+    def abandon(self) -> None:
+        """Stop without the other ranks of the job, which may be gone."""
+
+
+class BackgroundManager(CheckpointManager):
+    """A manager whose `save` returns at once. Wait for one save before starting the next.
+
+    `poll` and `wait` say whether it succeeded. All ranks of a job call them in the same order and get the
+    same answer. The manager holds one more copy, in host memory, of what this process writes.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._copier = HostCopier()
+        self._task: Task | None = None
+        self._shared: SharedSave | None = None
+        self._is_written = False
+
+    def save(
+        self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
+    ) -> Path:
+        """Start a save and return where the checkpoint will be.
+
+        The tensors must not change until `wait_for_copy` returns. Arguments and errors are those of
+        `CheckpointManager.save`; errors of writing are raised by `poll` and `wait`.
+        """
+        assert self._task is None, "a save is still under way"
+        pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
+        what = {"epoch": epoch, "step": step, "state": state, "ownership": self.ownership}
+        if self._ctx.world_size == 1:
+            write = partial(self._save_alone, **what)
+        else:
+            shared = SharedSave(self._ctx, self.output_dir, **what, **self._description)
+            on_all_ranks(self._ctx, shared.open)
+            self._shared, self._is_written, write = shared, False, shared.write
+        copied, copy = self._copier.prepare(pieces)
+        self._task = Task(partial(write, copied), first=copy)
+        return path
+
+    def wait_for_copy(self) -> None:
+        """Return when the tensors given to `save` may change."""
+        if self._task is not None:
+            self._task.first_done.wait()
+
+    def poll(self) -> Path | None:
+        """Advance the save under way without waiting; return its path if that completed it.
+
+        Raises:
+            CheckpointError: it failed, on all ranks.
+        """
+        if self._task is None:
+            return None
+        if self._shared is None:
+            return self._outcome() if self._task.done.is_set() else None
+        if not gather_numbers(self._ctx, [self._task.done.is_set()]).all():
+            return None
+        try:
+            results = on_all_ranks(self._ctx, self._task.result)
+        except CheckpointError:
+            self._close()
+            raise
+        if not self._is_written:
+            shared, self._is_written = self._shared, True
+            self._task = Task(lambda: shared.publish(results))
+            return None
+        self._close()
+        return _logged(Path(results[0]))
+
+    def wait(self) -> Path | None:
+        """Like `poll`, but wait for the save under way, if there is one."""
+        path = None
+        while self._task is not None:
+            self._task.done.wait(beat_seconds())
+            with RECORD.asking():
+                path = self.poll()
+        return path
+
+    def abandon(self) -> None:
+        """Stop without the other ranks, which may be gone.
+
+        A process that is alone completes its save. One of several waits only for its own writing, and no
+        checkpoint comes of it.
+        """
+        if self._task is None:
+            return
+        self._task.done.wait()
+        try:
+            if self._shared is None:
+                self._outcome()
+        except CheckpointError as error:
+            get_logger().error(str(error))
+        finally:
+            self._close()
+
+    def _save_alone(self, copied: Sequence[TensorSlice], **what: Any) -> Path:
+        return save_checkpoint(self.output_dir, tensors=copied, **what, **self._description)
+
+    def _outcome(self) -> Path:
+        try:
+            return _logged(self._task.result())
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+        self._task = self._shared = None
+
+
+def _logged(path: Path) -> Path:
+    get_logger().info(f"saved {path}")
+    return path
+
+
+class HostCopier:
+    """Copies live arrays into memory that is reused by the next save."""
+
+    def __init__(self) -> None:
+        self._kept: list[np.ndarray] = []
+
+    def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
+        """Slices of a copy, and a function that makes the copy, to be called once, in any thread.
+
+        Tensors whose memory the host cannot see are fetched: their copy is queued on the device now, ahead of
+        what will change them, and only the writer waits for it.
+        """
+        live, copies = [], []
+        for piece in pieces:
+            if piece.is_live:
+                data = partial(self._copy_of, len(live))
+                live.append(piece.array())
+            else:
+                data = piece.array() if piece.fetch is None else piece.fetch()
+            copies.append(replace(piece, data=data, is_live=False, fetch=None))
+        return copies, partial(self._copy, live)
+
+    def _copy_of(self, number: int) -> np.ndarray:
+        return self._kept[number]
+
+    def _copy(self, live: Sequence[np.ndarray]) -> None:
+        if [(a.shape, a.dtype) for a in live] != [(a.shape, a.dtype) for a in self._kept]:
+            self._kept = []  # free the old memory first
+            try:
+                self._kept = [np.empty_like(array) for array in live]
+            except MemoryError as error:
+                raise CheckpointError(
+                    "there is no memory for a copy of the state; with Engine.save_load.async_save=False "
+                    "none is made"
+                ) from error
+        for target, source in zip(self._kept, live, strict=True):
+            np.copyto(target, source)
+
+
+class Task:
+    """A function that runs in a daemon thread, after a first one whose end can be waited for separately."""
+
+    def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
+        self.first_done, self.done = threading.Event(), threading.Event()
+        self._act, self._first = act, first
+        self._value: Any = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+
+    def result(self) -> Any:
+        """What the function returned; raises what it raised."""
+        assert self.done.is_set()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _run(self) -> None:
+        try:
+            try:
+                if self._first is not None:
+                    self._first()
+            finally:
+                self.first_done.set()
+            self._value = self._act()
+        except BaseException as error:  # noqa: BLE001  (`result` raises it)
+            self._error = error
+        finally:
+            self.done.set()

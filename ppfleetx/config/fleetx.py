@@ -1,0 +1,307 @@
+"""Spellings of earlier FleetX releases, each rewritten with one warning, and what was left out of it.
+
+A path may hold ``*`` for any key. Nothing here is needed by configurations written for this program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.reading.tree import Node, copy_tree, is_argument, merge, plain_value, same_value
+from ppfleetx.config.sections.data import GLUE_OUTPUTS
+
+# Its later layout (examples/transformer) has no Engine section.
+_OF_ENGINE = (
+    "run_mode max_steps num_train_epochs accumulate_steps logging_freq eval_freq eval_iters test_iters "
+    "mix_precision save_load"
+)
+
+_RENAMED = {
+    **{f"Global.{key}": f"Engine.{key}" for key in _OF_ENGINE.split()},
+    "Quantization": "Compress.Quantization",
+    "Engine.mix_precision.use_main_grad": "Engine.mix_precision.main_grad_fp32",
+    "Engine.mix_precision.init_loss_scaling": "Engine.mix_precision.scale_loss",
+    "Distributed.pp_recompute_interval": "Model.recompute_interval",
+    "Model.pp_recompute_interval": "Model.recompute_interval",
+    "Distributed.sharding.comm_overlap": "Distributed.sharding.reduce_overlap",
+    "Model.pretrained": "Engine.save_load.init_from",
+    "Compress.Quantization.pretrained": "Engine.save_load.init_from",
+    "Compress.pretrained": "Engine.save_load.init_from",
+    "Data.*.dataset.root": "Data.*.dataset.input_dir",
+    "Data.*.dataset.max_length": "Data.*.dataset.max_seq_len",
+    "Optimizer.lr.learning_rate": "Optimizer.lr.max_lr",
+}
+
+_DROPPED = {
+    "Global.enable_partial_send_recv": "the pipeline decides it",
+    "Model.type_vocab_size": "GPT has no token types",
+    "Model.fused_softmax_with_triangular": "Model.attention_kernel chooses the kernel, always causal",
+    "Model.loss": "the task decides the loss",
+    "Model.metric": "the task decides the metric",
+    "Data.*.sampler.batch_size": "Global decides the batch sizes",
+    "Data.*.loader.return_list": "batches have one form",
+    "Data.*.loader.collate_fn": "the dataset decides how samples are joined",
+    "Engine.mix_precision.use_fp16_guard": "level decides what is computed in 16 bits",
+    "Optimizer.multi_precision": "Engine.mix_precision decides it",
+    "Optimizer.tensor_fusion": "it changes no result",
+    "Optimizer.lr.run_mode": "the schedule counts optimizer steps",
+    "Optimizer.lr.use_increments": "the schedule counts optimizer steps; decay_steps keeps its value",
+    "Distributed.hcg": "there is one kind of communication group",
+    "Distributed.fuse_sequence_parallel_allreduce": "Paddle 3.3's fused form does not run",
+    "Distributed.use_main_grad": "Engine.mix_precision.main_grad_fp32 decides it",
+    "Generation.use_topp_sampling": "top_p says it",
+    "Generation.inference": "exporting says it",
+    "Generation.early_finish": "generation ends when every sequence has ended",
+    "Compress.Quantization.onnx_format": "exported models have one format",
+    "Compress.Quantization.for_tensorrt": "exported models have one format",
+    "Compress.Quantization.is_full_quantize": "quantizable_layer_type says what is quantised",
+    "Compress.Prune.cal_sens": "ppfleetx prune reports what is removed",
+    "Tuning": "there is no automatic parallel mode",
+    "Fused": "it changes no result",
+    "FusedParameters": "it changes no result",
+}
+
+_VALUES: dict[str, dict[Any, Any]] = {
+    "Engine.mix_precision.level": {"o1": "O1", "o2": "O2"},
+    "Optimizer.name": {"FusedAdamW": "AdamW"},
+    "Data.*.sampler.name": {"DistributedBatchSampler": "GPTBatchSampler"},
+}
+
+_OFFLINE = frozenset({"LM_Eval_Dataset", "Lambada_Eval_Dataset"})
+
+# Key of Engine -> what it becomes (None: its default), and why.
+_UNLIMITED: dict[str, tuple[int | None, str]] = {
+    "max_steps": (2**31 - 1, "Engine.num_train_epochs ends the run"),
+    "eval_iters": (
+        None,
+        "sets of texts are read to their end, and of a corpus the default number of batches",
+    ),
+    "test_iters": (None, "sets of texts are read to their end"),
+}
+
+
+def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, ...]]:
+    """``tree`` in today's spelling, and a warning for each old one.
+
+    Args:
+        tree: what one file says, or the whole configuration.
+        is_whole: which of them.
+
+    Raises:
+        ConfigError: an old and the new spelling of one key are both given, with different values.
+    """
+    tree = copy_tree(tree)
+    warnings = [
+        *_rename(tree),
+        *_each(tree, "Engine.mix_precision.use_pure_fp16", _pure_fp16),
+        *_each(tree, "Optimizer.lr.warmup", _warmup),
+        *_drop(tree),
+        *_replace_values(tree),
+        *_warn_split_qkv(tree),
+        *((*_task_of_program(tree), *_unlimited(tree)) if is_whole else ()),
+    ]
+    return tree, tuple(warnings)
+
+
+def _find(tree: Node, pattern: str) -> Iterator[tuple[Node, str, str]]:
+    """Mapping, key and full path of each place in ``tree`` that ``pattern`` names."""
+
+    def descend(node: Node, parts: list[str], path: tuple[str, ...]) -> Iterator[tuple[Node, str, str]]:
+        if not isinstance(node.value, dict):
+            return
+        names = list(node.value) if parts[0] == "*" else [parts[0]] if parts[0] in node.value else []
+        for name in names:
+            if len(parts) == 1:
+                yield node, name, ".".join((*path, name))
+            else:
+                yield from descend(node.value[name], parts[1:], (*path, name))
+
+    yield from descend(tree, pattern.split("."), ())
+
+
+def _set(tree: Node, key: str, node: Node, old: str) -> None:
+    *sections, last = key.split(".")
+    for depth, section in enumerate(sections):
+        child = tree.value.get(section)
+        if child is None or child.value is None:
+            child = tree.value[section] = Node({}, node.place)
+        elif not isinstance(child.value, dict):
+            raise ConfigError(
+                f"must be a section: {old} ({node.place}) is now {key}",
+                key=".".join(sections[: depth + 1]),
+                value=plain_value(child),
+                place=child.place,
+            )
+        tree = child
+    present = tree.value.get(last)
+    if present is not None and isinstance(present.value, dict) and isinstance(node.value, dict):
+        node = merge(present, node)
+    elif not (
+        present is None or present.value is None or same_value(present, node) or _is_stronger(node, present)
+    ):
+        raise ConfigError(
+            f"contradicts its old spelling {old} = {shown(plain_value(node))} ({node.place})",
+            key=key,
+            value=plain_value(present),
+            place=present.place,
+        )
+    tree.value[last] = node
+
+
+def _is_stronger(node: Node, present: Node) -> bool:
+    """An override replaces what files say, in whichever spelling."""
+    return is_argument(node.place) and not is_argument(present.place)
+
+
+def _rename(tree: Node) -> Iterator[str]:
+    for old, new in _RENAMED.items():
+        for mapping, name, path in list(_find(tree, old)):
+            node = mapping.value.pop(name)
+            target = new.replace("*", path.split(".")[1]) if "*" in new else new
+            if node.value is None:
+                continue
+            _set(tree, target, node, path)
+            yield f"{path} ({node.place}) is an old spelling of {target}"
+
+
+def _drop(tree: Node) -> Iterator[str]:
+    for old, reason in _DROPPED.items():
+        for mapping, name, path in list(_find(tree, old)):
+            node = mapping.value.pop(name)
+            yield f"{path} ({node.place}) is not used any more: {reason}"
+
+
+def _replace_values(tree: Node) -> Iterator[str]:
+    for pattern, values in _VALUES.items():
+        for mapping, name, path in _find(tree, pattern):
+            node = mapping.value[name]
+            if isinstance(node.value, str) and node.value in values:
+                new = values[node.value]
+                mapping.value[name] = Node(new, node.place)
+                yield f"{path} = {node.value} ({node.place}) is an old name of {new}"
+
+
+def _each(tree: Node, key: str, rewrite: Callable[[Node, str, Node], str]) -> Iterator[str]:
+    for mapping, name, path in list(_find(tree, key)):
+        yield rewrite(tree, path, mapping.value.pop(name))
+
+
+def _pure_fp16(tree: Node, path: str, node: Node) -> str:
+    section = path.rpartition(".")[0]
+    _set(tree, f"{section}.enable", Node(node.value, node.place), path)
+    if node.value is True:
+        _set(tree, f"{section}.dtype", Node("float16", node.place), path)
+        _set(tree, f"{section}.level", Node("O2", node.place), path)
+    return f"{path} ({node.place}) is an old spelling of {section}.enable with dtype float16 and level O2"
+
+
+def _warmup(tree: Node, path: str, node: Node) -> str:
+    is_rate = isinstance(node.value, float) and node.value < 1
+    target = "Optimizer.lr.warmup_rate" if is_rate else "Optimizer.lr.warmup_steps"
+    _set(tree, target, node, path)
+    return f"{path} ({node.place}) is an old spelling of {target}"
+
+
+def _warn_split_qkv(tree: Node) -> Iterator[str]:
+    for mapping, name, path in _find(tree, "Model.fuse_attn_qkv"):
+        if mapping.value[name].value is False:
+            yield (
+                f"{path} = False ({mapping.value[name].place}) has no effect: the projections are one weight "
+                "always, with the same results"
+            )
+
+
+def _task_of_program(tree: Node) -> Iterator[str]:
+    """The task that a file of the later layout leaves to the program it is for (``finetune/run.py``,
+    ``offline-eval/run.py``), recognised by its data sets."""
+    for section, names, module in (
+        ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
+        ("Eval", _OFFLINE, "GPTEvalModule"),
+    ):
+        for mapping, name, path in list(_find(tree, f"Data.{section}.dataset.name")):
+            node = mapping.value[name]
+            if not isinstance(node.value, str) or node.value not in names:
+                continue
+            if not any(found.value[key].value for found, key, _ in _find(tree, "Model.module")):
+                _set(tree, "Model.module", Node(module, node.place), path)
+                yield f"{path} = {node.value} ({node.place}) is read as Model.module {module}"
+            if names is _OFFLINE:
+                del tree.value["Data"].value[section]
+                yield f"Data.{section} ({node.place}) is not used: Offline_Eval names what is measured"
+
+
+def _unlimited(tree: Node) -> Iterator[str]:
+    """FleetX's "no limit" where epochs are counted."""
+    if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
+        return
+    for key, (limit, why) in _UNLIMITED.items():
+        for mapping, name, path in list(_find(tree, f"Engine.{key}")):
+            node = mapping.value.pop(name)
+            if node.value != -1:
+                mapping.value[name] = node
+                continue
+            if limit is not None:
+                mapping.value[name] = Node(limit, node.place)
+            became = "not used" if limit is None else f"read as {limit}"
+            yield f"{path} = -1 ({node.place}) is {became}: {why}"
+
+
+_OTHER_MODELS = ("Ernie", "GeneralCls", "Imagen", "MOCO", "Bert", "Debertav2", "T5", "CLIP", "Protein", "VIS")
+
+
+def _is_automatic(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith("Auto")
+
+
+def _is_other_model(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_OTHER_MODELS)
+
+
+_LEFT_OUT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "Model.module",
+        _is_other_model,
+        "this program has GPT models only; use FleetX for its other models",
+    ),
+    (
+        "Model.module",
+        _is_automatic,
+        "this program has no automatic parallel mode (FleetX's tools/auto.py), in which Paddle cuts up a "
+        "static program; take the module of this name without Auto, and choose the degrees in Distributed",
+    ),
+    (
+        "Model.module",
+        lambda value: value == "MoEModule",
+        "this program has no mixture of experts; Model.module: GPTModule without Model.moe_configs trains "
+        "the dense model of the same sizes",
+    ),
+    (
+        "Model.moe_configs",
+        lambda value: value is not None,
+        "this program has no mixture of experts; leave the section out for the dense model of the same sizes",
+    ),
+    (
+        "Model.num_experts",
+        lambda value: value not in (None, 0, 1),
+        "this program has no mixture of experts; leave the keys of experts out for the dense model of the "
+        "same sizes",
+    ),
+    (
+        "Model.name",
+        lambda value: value == "GPT-cn",
+        "this program does not read the tokenizer of FleetX's Chinese GPT (PaddleNLP's GPTChineseTokenizer); "
+        "the network is that of Model.name: GPT, which trains on corpora of its token ids",
+    ),
+)
+
+
+def refuse_left_out(tree: Node) -> None:
+    """Raise ConfigError when ``tree`` asks for a feature of FleetX that is not here."""
+    for key, applies, rule in _LEFT_OUT:
+        node: Node | None = tree
+        for part in key.split("."):
+            node = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
+        if node is not None and applies(plain_value(node)):
+            raise ConfigError(rule, key=key, value=plain_value(node), place=node.place)

@@ -1,0 +1,305 @@
+"""Configurations of other toolkits: recognised as a whole, and their keys suggested as ours.
+
+The names are those of Megatron-LM, NeMo, DeepSpeed, Transformers, PaddleNLP, MindFormers and nanoGPT. Nothing
+is translated here; ``ppfleetx translate`` does that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.tree import Node
+
+_ENOUGH = 2  # keys of a toolkit, one of them telling
+_MAX_TRANSLATED = 12
+_KEYS_HERE = (
+    "Sections and keys of this program are in docs/config.md; start from a file of ppfleetx/configs/."
+)
+
+
+@dataclass(frozen=True)
+class _Toolkit:
+    """A toolkit, and what to do with one of its files.
+
+    ``telling`` are top-level keys that are in its files and hardly in others, ``usual`` further ones.
+    """
+
+    name: str
+    telling: frozenset[str]
+    usual: frozenset[str]
+    advice: str = _KEYS_HERE
+
+
+def _toolkit(name: str, telling: str, usual: str, advice: str = _KEYS_HERE) -> _Toolkit:
+    return _Toolkit(name, frozenset(telling.split()), frozenset(usual.split()), advice)
+
+
+def _runs(program: str, page: str) -> str:
+    return (
+        f"It runs as it is: python projects/{program}. To have it as one of this program: ppfleetx "
+        f"translate FILE --to OURS.yaml (docs/dialects/{page}.md)."
+    )
+
+
+# The first that fits is named: those with keys of their own stand before those whose keys others took over.
+_TOOLKITS = (
+    _toolkit(
+        "the config.json of a Hugging Face checkpoint",
+        "model_type architectures transformers_version n_embd n_layer num_hidden_layers",
+        "torch_dtype n_head hidden_size hidden_act vocab_size bos_token_id eos_token_id initializer_range "
+        "rope_theta rope_scaling rms_norm_eps layer_norm_epsilon use_cache num_attention_heads",
+        "Convert the checkpoint: ppfleetx convert --from hf --to ppfleetx --input DIR "
+        "--output NEW; the config.yaml in NEW is a configuration.",
+    ),
+    _toolkit(
+        "a MindFormers configuration",
+        "runner_config runner_wrapper parallel_config train_dataset_task recompute_config auto_trans_ckpt "
+        "only_save_strategy micro_batch_interleave_num",
+        "use_parallel processor train_dataset eval_dataset lr_schedule callbacks context trainer model "
+        "moe_config base_config run_mode",
+        "GPT-2 runs as it is: python projects/mindformers/run_mindformer.py --config FILE. To have it as one "
+        "of this program: ppfleetx translate FILE --to OURS.yaml (docs/dialects/mindformers.md).",
+    ),
+    _toolkit(
+        "a MindSpeed configuration",
+        "accelerate_config ms_training_config mm_model gpt_args",
+        "train_config model_config dataset_param dataloader_param mindspeed",
+        _runs("mindspeed/pretrain_gpt.py --yaml-cfg FILE", "mindspeed"),
+    ),
+    _toolkit("a NeMo configuration", "exp_manager megatron_amp_o2", "trainer model restore_from_path name"),
+    _toolkit(
+        "a GPT-NeoX configuration",
+        "pipe_parallel_size pos_emb no_weight_tying attention_config",
+        "model_parallel_size train_iters lr_decay_iters seq_length num_layers hidden_size "
+        "num_attention_heads norm zero_optimization train_micro_batch_size_per_gpu",
+    ),
+    _toolkit(
+        "a PaddleNLP or PaddleFormers configuration",
+        "tensor_parallel_degree pipeline_parallel_degree sharding_parallel_degree sharding_parallel_config "
+        "tensor_parallel_config pipeline_parallel_config unified_checkpoint fuse_attention_qkv "
+        "fuse_attention_ffn amp_master_grad",
+        "model_name_or_path sharding sequence_parallel virtual_pp_degree fp16_opt_level do_train "
+        "per_device_train_batch_size gradient_accumulation_steps output_dir max_steps",
+        _runs("paddleformers/run_pretrain.py FILE", "paddleformers"),
+    ),
+    _toolkit(
+        "a DeepSpeed configuration",
+        "zero_optimization train_micro_batch_size_per_gpu zero_allow_untested_optimizer "
+        "zero_force_ds_cpu_optimizer wall_clock_breakdown flops_profiler",
+        "train_batch_size gradient_clipping steps_per_print prescale_gradients activation_checkpointing fp16 "
+        "bf16 optimizer scheduler gradient_accumulation_steps",
+        "It goes with Megatron's arguments: python projects/megatron/pretrain_gpt.py --deepspeed "
+        "--deepspeed_config FILE ... (docs/dialects/megatron.md).",
+    ),
+    _toolkit(
+        "a file of Megatron-LM's arguments",
+        "tensor_model_parallel_size pipeline_model_parallel_size language_model train_iters lr_decay_iters "
+        "lr_warmup_iters lr_warmup_fraction make_vocab_size_divisible_by use_distributed_optimizer",
+        "model_parallel context_parallel_size lr_decay_style eval_iters eval_interval seq_length data_path "
+        "micro_batch_size global_batch_size num_layers hidden_size num_attention_heads ffn_hidden_size "
+        "max_position_embeddings transformer_impl clip_grad",
+        "To have it as one of this program: ppfleetx translate FILE --to OURS.yaml "
+        "(docs/dialects/megatron.md).",
+    ),
+    _toolkit(
+        "a configuration of Hugging Face's Trainer or a program built on it",
+        "per_device_train_batch_size per_device_eval_batch_size finetuning_type evaluation_strategy "
+        "eval_strategy lr_scheduler_type",
+        "gradient_accumulation_steps num_train_epochs save_total_limit warmup_ratio logging_steps deepspeed "
+        "dataset_dir template report_to model_name_or_path output_dir learning_rate",
+    ),
+)
+
+_ARGUMENT = re.compile(r"(?<![\w-])--([a-z][a-z0-9_-]{1,60})")
+_MEGATRON_ARGUMENTS = frozenset(
+    {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "micro_batch_size",
+        "global_batch_size",
+        "seq_length",
+        "max_position_embeddings",
+        "train_iters",
+    }
+)
+_MINDSPEED = re.compile(r"mindspeed|ascend-toolkit|\bHCCL_", re.IGNORECASE)
+
+
+def refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
+    """Raise when ``tree`` has no section of ours but the keys of another toolkit.
+
+    Args:
+        tree: the mapping of a file.
+        sections: names of our sections.
+
+    Raises:
+        ConfigError: naming the toolkit, the keys that tell it, and what other keys are called here.
+    """
+    keys = {_plain(key) for key in tree.value}
+    if not sections.isdisjoint(tree.value):
+        return
+    fits = (
+        one for one in _TOOLKITS if one.telling & keys and len((one.telling | one.usual) & keys) >= _ENOUGH
+    )
+    toolkit = next(fits, None)
+    if toolkit is None:
+        return
+    found = [*sorted(toolkit.telling & keys), *sorted(toolkit.usual & keys)]
+    raise ConfigError(
+        f"this is {toolkit.name} ({', '.join(found[:4])}), not one of this program.",
+        place=tree.place,
+        hint=toolkit.advice + _translated(_all_keys(tree)),
+    )
+
+
+def refuse_foreign_text(text: str, place: str) -> None:
+    """Raise when ``text``, which is no mapping in YAML, holds arguments of Megatron-LM or MindSpeed.
+
+    Raises:
+        ConfigError: see :func:`refuse_foreign`.
+    """
+    given = dict.fromkeys(_plain(name) for name in _ARGUMENT.findall(text))
+    if len(_MEGATRON_ARGUMENTS.intersection(given)) < _ENOUGH:
+        return
+    name = "MindSpeed" if _MINDSPEED.search(text) else "Megatron-LM"
+    raise ConfigError(
+        f"this holds command-line arguments of {name}, and is not a configuration of this program.",
+        place=place,
+        hint="It runs as it is: python projects/megatron/pretrain_gpt.py ARGUMENTS. To have it as a "
+        "configuration: ppfleetx translate --to OURS.yaml -- ARGUMENTS (docs/dialects/megatron.md)."
+        + _translated(given),
+    )
+
+
+def _plain(key: str) -> str:
+    return key.replace("-", "_").lower()
+
+
+def _all_keys(tree: Node) -> Iterator[str]:
+    for key, node in tree.value.items():
+        yield key
+        if isinstance(node.value, dict):
+            yield from _all_keys(node)
+
+
+def _translated(keys: Iterator[str] | dict[str, None]) -> str:
+    """What the keys among ``keys`` that have a like here are called, as lines to be appended."""
+    pairs = {key: ours for key in keys if (ours := our_key(key)) is not None}
+    if not pairs:
+        return ""
+    shown = [f"\n  {key} is {ours}" for key, ours in list(pairs.items())[:_MAX_TRANSLATED]]
+    return " What is called otherwise here:" + "".join(shown)
+
+
+_NAMES = {
+    "Global.seed": "random_seed data_seed",
+    "Global.global_batch_size": "train_batch_size total_batch_size",
+    "Global.local_batch_size": "batch_size per_replica_batch_size",
+    "Global.micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu micro_batch "
+    "device_batch_size",
+    "Engine.max_steps": "train_iters max_iters train_steps num_steps total_steps max_train_steps "
+    "num_training_steps",
+    "Engine.num_train_epochs": "epochs num_epochs max_epochs train_epochs",
+    "Engine.accumulate_steps": "gradient_accumulation_steps grad_accum_steps accumulate_grad_batches "
+    "accumulation_steps micro_batch_num num_micro_batches",
+    "Engine.eval_freq": "eval_interval eval_steps evaluation_interval val_check_interval eval_every",
+    "Engine.logging_freq": "log_interval logging_steps log_every_n_steps steps_per_print per_print_times",
+    "Engine.mix_precision.enable": "fp16 bf16 use_amp amp mixed_precision",
+    "Engine.mix_precision.dtype": "precision compute_dtype params_dtype torch_dtype",
+    "Engine.mix_precision.level": "fp16_opt_level amp_level opt_level",
+    "Engine.mix_precision.scale_loss": "loss_scale initial_loss_scale initial_scale_power loss_scale_value",
+    "Engine.mix_precision.incr_every_n_steps": "loss_scale_window scale_window",
+    "Engine.mix_precision.main_grad_fp32": "accumulate_allreduce_grads_in_fp32 amp_master_grad "
+    "grad_reduce_in_fp32",
+    "Engine.save_load.save_steps": "save_interval save_checkpoint_steps save_every checkpoint_interval",
+    "Engine.save_load.output_dir": "save save_dir out_dir output_directory default_root_dir",
+    "Engine.save_load.ckpt_dir": "load load_dir load_checkpoint resume_from_checkpoint checkpoint_dir",
+    "Engine.save_load.init_from": "pretrained_checkpoint model_name_or_path pretrained_model_path",
+    "Engine.save_load.resume": "auto_resume resume_training resume_if_exists",
+    "Engine.save_load.keep_max": "save_total_limit keep_checkpoint_max max_checkpoints",
+    "Model.num_layers": "n_layer n_layers num_hidden_layers num_decoder_layers",
+    "Model.hidden_size": "n_embd d_model hidden_dim embed_dim embedding_size",
+    "Model.num_attention_heads": "n_head n_heads num_heads attention_heads",
+    "Model.num_query_groups": "n_kv_heads n_kv_head num_key_value_heads num_kv_heads",
+    "Model.head_dim": "kv_channels head_size attention_head_size",
+    "Model.ffn_hidden_size": "intermediate_size n_inner ffn_dim feedforward_dim ffn_size",
+    "Model.hidden_act": "activation activation_function hidden_activation swiglu activation_func",
+    "Model.hidden_dropout_prob": "hidden_dropout resid_pdrop embd_pdrop dropout_rate residual_dropout "
+    "hidden_dropout_rate",
+    "Model.attention_probs_dropout_prob": "attention_dropout attn_pdrop attention_dropout_rate attn_dropout",
+    "Model.max_position_embeddings": "n_positions n_ctx block_size max_positions max_position",
+    "Model.position_embedding_type": "use_rope use_rotary_position_embeddings rope",
+    "Model.rotary_base": "rope_theta rope_base rotary_emb_base",
+    "Model.rope_scaling": "rope_parameters use_rope_scaling rotary_scaling",
+    "Model.rope_scaling.type": "rope_type rope_scaling_type",
+    "Model.rope_scaling.factor": "rope_scaling_factor rotary_seq_len_interpolation_factor",
+    "Model.rotary_percent": "rotary_pct partial_rotary_factor rope_percent rope_pct",
+    "Model.attention_window": "sliding_window sliding_window_size window_size local_attention_window",
+    "Model.qk_layernorm": "qk_norm use_qk_norm qk_layer_norm query_key_norm",
+    "Model.parallel_residual": "use_parallel_residual gpt_j_residual parallel_attn parallel_block",
+    "Model.normalization": "norm_type norm layer_norm_type use_rms_norm",
+    "Model.norm_epsilon": "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps",
+    "Model.tie_word_embeddings": "untie_embeddings_and_output_weights share_embeddings_and_output_weights "
+    "tie_embeddings",
+    "Model.add_bias_linear": "disable_bias_linear use_bias",
+    "Model.initializer_range": "init_method_std init_std initializer_std",
+    "Model.vocab_size_divisible_unit": "make_vocab_size_divisible_by pad_vocab_size_to_multiple_of",
+    "Model.use_flash_attn": "use_flash_attention flash_attention flash_attn",
+    "Model.use_recompute": "recompute gradient_checkpointing use_gradient_checkpointing "
+    "activation_checkpointing checkpoint_activations recompute_activations",
+    "Model.sequence_parallel": "use_seq_parallel enable_sequence_parallel use_sequence_parallel",
+    "Model.virtual_pp_degree": "virtual_pipeline_model_parallel_size pp_interleave_num virtual_pp "
+    "virtual_pp_size",
+    "Model.lora.rank": "lora_rank lora_r",
+    "Model.lora.alpha": "lora_alpha",
+    "Model.lora.targets": "lora_target_modules target_modules",
+    "Data.Train.dataset.input_dir": "data_path data_dir train_data_path dataset_dir data_prefix train_file",
+    "Data.Train.dataset.max_seq_len": "seq_length seq_len max_seq_length sequence_length max_sequence_length "
+    "encoder_seq_length model_max_length",
+    "Data.Train.loader.num_workers": "dataloader_num_workers num_parallel_workers",
+    "Data.tokenizer.dir": "tokenizer_name_or_path tokenizer_path tokenizer_model tokenizer_name "
+    "tokenizer_type",
+    "Data.tokenizer.merges_file": "merge_file merges",
+    "Data.tokenizer.vocab_file": "vocab vocab_path",
+    "Distributed.dp_degree": "data_parallel data_parallel_size data_parallel_degree dp_size dp",
+    "Distributed.mp_degree": "tensor_parallel_degree tensor_model_parallel_size tensor_parallel_size "
+    "tensor_parallel tp_degree tp_size tp model_parallel model_parallel_size mp_size mp",
+    "Distributed.pp_degree": "pipeline_parallel_degree pipeline_model_parallel_size pipeline_parallel_size "
+    "pipeline_parallel pipeline_stage num_stages pp_size pp",
+    "Distributed.sep_degree": "context_parallel context_parallel_size context_parallel_degree "
+    "sep_parallel_degree sequence_parallel_size ulysses_degree cp_size cp",
+    "Distributed.sharding.sharding_degree": "sharding_parallel_degree sharding_parallel_size "
+    "optimizer_weight_shard_size",
+    "Distributed.sharding.sharding_stage": "zero_stage zero_optimization sharding_level",
+    "Distributed.sharding.sharding_offload": "cpu_offload offload_optimizer optimizer_offload offload",
+    "Optimizer.lr.max_lr": "lr learning_rate base_lr peak_lr",
+    "Optimizer.lr.min_lr": "min_learning_rate lr_end eta_min final_lr",
+    "Optimizer.lr.decay_steps": "lr_decay_iters lr_decay_steps decay_iters",
+    "Optimizer.lr.warmup_steps": "lr_warmup_iters warmup_iters num_warmup_steps lr_warmup_steps",
+    "Optimizer.lr.warmup_rate": "warmup_ratio lr_warmup_fraction warmup_fraction",
+    "Optimizer.lr.decay_style": "lr_decay_style lr_scheduler_type lr_scheduler lr_schedule_type",
+    "Optimizer.beta1": "adam_beta1",
+    "Optimizer.beta2": "adam_beta2",
+    "Optimizer.epsilon": "adam_eps adam_epsilon eps",
+    "Optimizer.weight_decay": "wd weight_decay_rate",
+    "Optimizer.grad_clip.clip_norm": "clip_grad max_grad_norm gradient_clipping gradient_clip_val "
+    "grad_norm_clip clip_grad_norm",
+    "Generation.max_dec_len": "max_new_tokens max_generate_length out_seq_length",
+    "Generation.min_dec_len": "min_new_tokens",
+    "Generation.decode_strategy": "do_sample",
+    "Generation.diversity_rate": "diversity_penalty",
+}
+
+OURS = {name: key for key, names in _NAMES.items() for name in names.split()}
+"""Another toolkit's name -> the key here."""
+
+
+def our_key(name: str) -> str | None:
+    """The key here of what ``name`` is elsewhere (``--Tensor-Parallel-Size`` too); None when not known."""
+    return OURS.get(name.strip("-").replace("-", "_").lower())

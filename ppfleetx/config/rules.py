@@ -1,0 +1,254 @@
+"""Rules between sections: finetuning, sequence lengths, compression, fused products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ppfleetx.config.fields import RuleError
+from ppfleetx.config.plan import AXES, CONFIG_KEYS, ParallelPlan, Violation, Workload, violations
+from ppfleetx.config.registries import modules_that
+from ppfleetx.config.sections.compress import PruneConfig, parts_out
+from ppfleetx.config.sections.data import GLUE_OUTPUTS, DatasetConfig
+from ppfleetx.config.sections.model import FusedName, ModelConfig
+from ppfleetx.config.sections.root import RunConfig
+
+
+def glue_task(cfg: RunConfig) -> str | None:
+    """GLUE task of the configuration; None when no section of Data names one."""
+    return next((dataset.name for _, dataset in _datasets(cfg) if dataset.is_glue), None)
+
+
+def num_outputs(cfg: RunConfig) -> int:
+    """Outputs of the classification head: the configured number, else the task's."""
+    return cfg.Model.num_classes or GLUE_OUTPUTS[glue_task(cfg)]
+
+
+def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
+    """What about finetuning contradicts itself in ``cfg``."""
+    yield from _texts(cfg)
+    if cfg.Engine.save_load.keep_best and not (cfg.Data.Eval is not None and cfg.Engine.eval_freq):
+        yield RuleError(
+            ("Engine.save_load.keep_best", "Engine.eval_freq"),
+            "the best is found by evaluating: give Data.Eval, and Engine.eval_freq of at least 1",
+        )
+    if cfg.Model.task.classifies:
+        yield from _task(cfg)
+    yield from _plan(cfg)
+    if cfg.Engine.save_load.keep_best == "metric" and not cfg.Model.task.has_metrics:
+        yield RuleError(
+            ("Engine.save_load.keep_best", "Model.module"),
+            f"only {modules_that('has_metrics')} has a metric; "
+            "causal language models can keep the best by loss",
+        )
+
+
+def _datasets(cfg: RunConfig) -> Iterator[tuple[str, DatasetConfig]]:
+    for mode, section in cfg.Data.sections("Train", "Eval", "Test"):
+        yield f"Data.{mode}.dataset", section.dataset
+
+
+def _texts(cfg: RunConfig) -> Iterator[RuleError]:
+    for key, dataset in _datasets(cfg):
+        if dataset.is_glue and not cfg.Model.task.classifies:
+            yield RuleError(
+                (f"{key}.name", "Model.module"),
+                f"a GLUE task is learnt by Model.module = {modules_that('classifies')}, "
+                f"not by {cfg.Model.module}",
+            )
+
+
+def _task(cfg: RunConfig) -> Iterator[RuleError]:
+    task, classes = glue_task(cfg), cfg.Model.num_classes
+    for key, dataset in _datasets(cfg):
+        if dataset.name != task:
+            wanted = "a GLUE task" if task is None else f"the same task everywhere, here {task}"
+            yield RuleError((f"{key}.name",), f"{cfg.Model.module} learns {wanted}")
+    if task is None and classes is None:
+        yield RuleError(("Model.num_classes",), "is needed where no section of Data names a GLUE task")
+    if task is not None and classes not in (None, GLUE_OUTPUTS[task]):
+        what = f"has {GLUE_OUTPUTS[task]} classes"
+        if GLUE_OUTPUTS[task] == 1:
+            what = "predicts a number: 1 output"
+        yield RuleError(("Model.num_classes",), f"{task} {what}; null takes the task's own number")
+
+
+def _plan(cfg: RunConfig) -> Iterator[RuleError]:
+    for axis in cfg.Model.task.refused_axes:
+        if getattr(cfg.plan, axis) > 1:
+            yield RuleError(
+                (f"Distributed.{axis}_degree", "Model.module"),
+                f"{cfg.Model.module} runs under {_others(cfg)}; {axis} must be 1",
+            )
+
+
+def _others(cfg: RunConfig) -> str:
+    *first, last = [axis for axis in AXES if axis not in cfg.Model.task.refused_axes]
+    return f"{', '.join(first)} and {last}"
+
+
+def used_lengths(cfg: RunConfig) -> dict[str, int]:
+    """Key -> tokens per sequence, for every set of data that a program reads under this configuration.
+
+    ``Data.Test`` is read for a GLUE task alone, and an offline evaluation reads its own file alone.
+    """
+    if cfg.Model.task.offline_evaluation:
+        return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
+    splits = {"Train": cfg.Data.Train, "Eval": cfg.Data.Eval}
+    if cfg.Model.task.classifies:
+        splits["Test"] = cfg.Data.Test
+    return {
+        f"Data.{name}.dataset.max_seq_len": split.dataset.max_seq_len
+        for name, split in splits.items()
+        if split is not None
+    }
+
+
+def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
+    """The numbers of model and data that a plan has to divide.
+
+    Of the lengths it is their greatest common divisor: what divides that divides each of them.
+    """
+    model = cfg.Model
+    return Workload(
+        num_layers=model.num_layers,
+        num_heads=model.num_attention_heads,
+        num_groups=model.kv_heads,
+        ffn_size=model.ffn_size,
+        padded_vocab=model.padded_vocab_size,
+        seq_len=math.gcd(*used_lengths(cfg).values()) or None,
+        accumulate_steps=accumulate_steps,
+        **expert_sizes(model),
+    )
+
+
+def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
+    """What a plan has to divide of a mixture of experts."""
+    if model.moe is None:
+        return {"num_experts": 0}
+    return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
+
+
+def length_violations(cfg: RunConfig, plan: ParallelPlan) -> Iterator[Violation]:
+    """The rules on sequence lengths that ``plan`` breaks, for every length that the run uses."""
+    written_as = CONFIG_KEYS["seq_len"]
+    for key, length in used_lengths(cfg).items():
+        for broken in violations(plan, Workload(seq_len=length)):
+            if written_as in broken.keys:
+                keys = tuple(key if name == written_as else name for name in broken.keys)
+                yield Violation(keys, broken.sentence)
+
+
+def position_violations(cfg: RunConfig) -> Iterator[RuleError]:
+    """Sequences, read or generated, that are longer than the model's positions."""
+    longest, position_key = cfg.Model.max_position_embeddings, "Model.max_position_embeddings"
+    for key, length in used_lengths(cfg).items():
+        if length > longest:
+            yield RuleError(
+                (key, position_key), f"sequences of {length} tokens exceed max_position_embeddings {longest}"
+            )
+    if cfg.Model.task.for_generation and cfg.Generation.max_dec_len >= longest:
+        yield RuleError(
+            ("Generation.max_dec_len", position_key),
+            f"{cfg.Generation.max_dec_len} new tokens and a prompt exceed max_position_embeddings {longest}",
+        )
+
+
+_SECTION = "Compress.Quantization"
+
+
+def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
+    """What about compression contradicts itself in ``cfg``."""
+    quantization = cfg.Compress.Quantization
+    try:
+        if quantization is not None:
+            quantization.check_layers(cfg.Model.num_layers, cfg.Model.block_linears())
+    except RuleError as broken:
+        yield RuleError([f"{_SECTION}.{key}" for key in broken.keys], broken.rule)
+    if cfg.Compress.pruning is not None:
+        yield from _pruning(cfg, cfg.Compress.pruning)
+    if cfg.Model.moe is not None and cfg.Compress.quantization is not None:
+        yield RuleError((f"{_SECTION}.enable", "Model.moe"), "experts are not trained with quantisation")
+    if cfg.Model.moe is not None and cfg.Compress.Weights is not None:
+        yield RuleError(("Compress.Weights", "Model.moe"), "experts are not stored in few bits")
+    if cfg.Compress.Distill is not None:
+        yield from _distillation(cfg)
+
+
+def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
+    key, model = "Compress.Prune", cfg.Model
+    if model.lora is not None:
+        yield RuleError(
+            (f"{key}.enable", "Model.lora"),
+            "the weights below adapters are not trained, so they are not pruned while training; prune the "
+            "checkpoint first (ppfleetx prune), or merge the adapters (ppfleetx merge)",
+        )
+    if model.moe is not None and pruning.part != "heads":
+        yield RuleError((f"{key}.part", "Model.moe"), "units of experts are not pruned; set part to heads")
+    totals = {"heads": model.kv_heads, "mlp": model.ffn_size}
+    pruned = [part for part in totals if pruning.part in (part, "both")]
+    if "heads" in pruned and model.kv_heads == 1:
+        yield RuleError(
+            (f"{key}.part", "Model.num_query_groups"),
+            "each layer has one key/value head only, which stays; set part to mlp",
+        )
+    elif not any(parts_out(totals[part], pruning.ratio) for part in pruned):
+        what = {"heads": f"{model.kv_heads} key/value heads", "mlp": f"{model.ffn_size} feed-forward units"}
+        yield RuleError((f"{key}.ratio",), f"removes none of {' and '.join(what[part] for part in pruned)}")
+    if pruning.last_step >= cfg.Engine.max_steps:
+        last = "begin_step" if pruning.end_step is None else "end_step"
+        yield RuleError((f"{key}.{last}", "Engine.max_steps"), "training ends before everything is removed")
+
+
+def _distillation(cfg: RunConfig) -> Iterator[RuleError]:
+    key = "Compress.Distill"
+    if cfg.Model.task.classifies:
+        yield RuleError((key, "Model.module"), "language models are distilled, not classifiers")
+    if cfg.Model.loss_chunks > 1:
+        yield RuleError(
+            (key, "Model.loss_chunks"), "the teacher is compared with whole logits; set loss_chunks to 1"
+        )
+
+
+_MIXED = "Engine.mix_precision."
+
+Reason = tuple[tuple[str, ...], str]
+"""Keys that decide, and why in words."""
+
+
+def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
+    """Fused products with weights that a run in 16 bits makes no use of, whatever the device."""
+    mixed = cfg.Engine.mix_precision
+    if not mixed.enable:
+        return {}
+    names: tuple[FusedName, ...] = ("linear_grad_add", "weight_cast")
+    if cfg.Compress.quantization is not None:
+        why = "layers multiply by weights that are rounded for each product"
+        return dict.fromkeys(names, (("Compress.Quantization.enable",), why))
+    found: dict[FusedName, Reason] = {}
+    if mixed.level == "O1":
+        found["linear_grad_add"] = (
+            (_MIXED + "level",),
+            "at O1 weights are float32, and so are their gradients",
+        )
+    elif not mixed.main_grad_fp32:
+        found["linear_grad_add"] = (_MIXED + "main_grad_fp32",), "gradients are to be added in 16 bits"
+    sharding = cfg.Distributed.sharding
+    if mixed.level == "O2":
+        found["weight_cast"] = (_MIXED + "level",), "at O2 weights are held in 16 bits"
+    elif {"matmul", "linear_v2"} & set(mixed.custom_black_list):
+        found["weight_cast"] = (_MIXED + "custom_black_list",), "products are to be computed in float32"
+    elif sharding.sharding_degree > 1 and sharding.sharding_stage == 3:
+        key = "Distributed.sharding.sharding_stage"
+        found["weight_cast"] = (key,), "stage 3 drops values after each use, and copies of them would stay"
+    return found
+
+
+def fused_violations(cfg: RunConfig) -> Iterator[RuleError]:
+    """Operators that are listed and that the run would make no use of."""
+    listed = () if isinstance(cfg.Model.fused_ops, str) else cfg.Model.fused_ops
+    for name, (keys, why) in without_place(cfg).items():
+        if name in listed:
+            yield RuleError(
+                ("Model.fused_ops", *keys), f"{name} would not be used: {why}; leave it out of the list"
+            )

@@ -1,0 +1,179 @@
+"""From a path in the configuration to opened token corpora: ``.bin``/``.idx`` pairs, or FleetX's arrays.
+
+FleetX wrote ``_ids.npy`` with ``_idx.npz``, or one legacy ``_ids.npz``. ``_ids`` holds the tokens of all
+documents one after the other. ``lens`` (int32) is the length of each sequence, ``docs`` (int64, absent in the
+legacy file) the document boundaries counted in sequences, from 0.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import DataError, MissingDataError
+from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, refuse_to_replace
+from ppfleetx.data.token_store import TokenStore, runs_from_zero
+from ppfleetx.utils.foreign_files import file_status, os_errors
+
+FLEETX_SUFFIXES = ("_ids.npy", "_idx.npz", "_ids.npz")
+_BATCH = 1 << 16  # documents converted at a time
+_LONGEST = np.iinfo(np.int32).max  # tokens of a sequence
+
+
+class FleetXDataset(TokenStore):
+    """Reader with the interface of `ppfleetx.data.indexed.IndexedDataset`.
+
+    The tokens of ``_ids.npy`` are memory-mapped; the legacy archive has to be read whole.
+
+    Args:
+        prefix: path without ``_ids.npy``; any of the suffixes is accepted and taken off.
+
+    Raises:
+        DataError: a file is missing, damaged, or its lengths do not add up to its tokens.
+    """
+
+    @os_errors(DataError)
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        text = os.fspath(prefix)
+        for suffix in FLEETX_SUFFIXES:
+            text = text.removesuffix(suffix)
+        if Path(f"{text}_ids.npy").exists():
+            tokens = _map_npy(Path(f"{text}_ids.npy"))
+            path = Path(f"{text}_idx.npz")
+            index = _read_npz(path, ("lens",))
+        else:
+            path = Path(f"{text}_ids.npz")
+            if not path.exists():
+                raise DataError(f"no corpus at {text}: neither {text}_ids.npy nor {path} exists")
+            index = _read_npz(path, ("ids", "lens"))
+            tokens = index["ids"]
+        lengths = index["lens"]
+        boundaries = index.get("docs", np.arange(lengths.shape[0] + 1, dtype=np.int64))
+        _check(path, tokens, lengths, boundaries)
+        lengths = lengths.astype(np.int32, copy=False)
+        byte_offsets = np.zeros(lengths.shape[0], np.int64)
+        np.cumsum(lengths[:-1], out=byte_offsets[1:])
+        byte_offsets *= tokens.dtype.itemsize
+        super().__init__(text, tokens, lengths, byte_offsets, boundaries.astype(np.int64, copy=False))
+
+
+def _map_npy(path: Path) -> np.ndarray:
+    """The array of a ``.npy`` file, memory-mapped."""
+    with _damage(path):
+        return _integers(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
+
+
+def _read_npz(path: Path, required: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """The known arrays of an ``.npz`` file; the ``required`` ones are in it."""
+    if not path.exists():
+        raise DataError(f"{path} does not exist, and the corpus beside it needs it")
+    with _damage(path), np.load(path, allow_pickle=False) as archive:
+        for name in required:
+            if name not in archive:
+                raise DataError(f"{path} has no array {name!r}")
+        return {
+            name: _integers(archive[name], f"{path}, array {name!r},")
+            for name in ("ids", "lens", "docs")
+            if name in archive
+        }
+
+
+def _integers(array: np.ndarray, place: str) -> np.ndarray:
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(
+            f"{place} must be a flat array of integers, not one of shape {array.shape} of {array.dtype}"
+        )
+    return array
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Raise what NumPy says about a damaged file as a DataError that names the file."""
+    file_status(path, DataError)
+    try:
+        yield
+    except (ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} is damaged, or not a file of NumPy's: {error}") from error
+
+
+def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
+    """Raise DataError, naming the index, when lengths, boundaries and tokens do not belong together."""
+    if lengths.size and lengths.min() < 0:
+        raise DataError(f"{path} is damaged: sequence {int(lengths.argmin())} has a negative length")
+    if lengths.size and lengths.max() > _LONGEST:
+        raise DataError(f"{path} is damaged: sequence {int(lengths.argmax())} has {lengths.max():,} tokens")
+    total = int(lengths.sum(dtype=np.int64))
+    if total != tokens.shape[0]:
+        raise DataError(f"{path}: lens add up to {total:,}, ids has {counted(tokens.shape[0], 'token', ',')}")
+    if not runs_from_zero(boundaries, lengths.shape[0]):
+        sequences = counted(lengths.shape[0], "sequence", ",")
+        raise DataError(f"{path} is damaged: docs does not run from 0 to the {sequences} without falling")
+
+
+def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write a FleetX corpus as a ``.bin`` / ``.idx`` pair with the same tokens, sequences and documents.
+
+    Raises:
+        DataError: the corpus is missing or damaged, or the pair is there already and not to be replaced.
+    """
+    source = FleetXDataset(prefix)
+    refuse_to_replace(out, overwrite)
+    boundaries = source.document_indices
+    starts = np.append(source.byte_offsets // source.dtype.itemsize, source.num_tokens)
+    with IndexedDatasetWriter(out, source.dtype) as writer:
+        for first in range(0, boundaries.shape[0] - 1, _BATCH):
+            batch = boundaries[first : first + _BATCH + 1]
+            flat = source.flat(int(starts[batch[0]]), int(starts[batch[-1]]))
+            writer.add_sequences(flat, source.sizes[batch[0] : batch[-1]], batch[1:] - batch[0])
+
+
+_SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
+
+
+@os_errors(DataError)
+def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
+    """Open the corpus with this prefix (a suffix is taken off); ``.bin``/``.idx`` wins over FleetX's.
+
+    Raises:
+        DataError: there is no corpus, or it is damaged or holds no token ids.
+    """
+    text = _without_suffix(os.fspath(prefix))
+    has_pair = bin_path(text).exists() or idx_path(text).exists()
+    if not has_pair and any(Path(f"{text}{suffix}").exists() for suffix in FLEETX_SUFFIXES):
+        return FleetXDataset(text)
+    corpus = IndexedDataset(text)
+    if corpus.dtype.kind == "f":
+        raise DataError(f"{idx_path(text)} says that tokens are stored as {corpus.dtype}: they are not ids")
+    return corpus
+
+
+@os_errors(DataError)
+def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
+    """Prefixes of one entry of ``input_dir``: all corpora of a directory, by name, or the entry itself.
+
+    Raises:
+        MissingDataError: the directory holds no corpus.
+    """
+    text = os.fspath(entry)
+    if not Path(text).is_dir():
+        return [_without_suffix(text)]
+    names = (str(path) for path in Path(text).iterdir() if path.is_file())
+    found = sorted({_without_suffix(name) for name in names if name.endswith(_SUFFIXES)})
+    if not found:
+        raise MissingDataError(
+            f"no corpus in {text}: it holds no {', '.join(f'*{suffix}' for suffix in _SUFFIXES)}"
+        )
+    return found
+
+
+def _without_suffix(path: str) -> str:
+    for suffix in _SUFFIXES:
+        path = path.removesuffix(suffix)
+    return path

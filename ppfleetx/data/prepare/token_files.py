@@ -1,0 +1,119 @@
+"""Tokenised corpora merged into one, or summarised for people and programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import DataError
+from ppfleetx.data.checksums import BLOCK_BYTES, read_checksums
+from ppfleetx.data.corpus_formats import open_tokens
+from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, refuse_to_replace
+from ppfleetx.data.token_store import TokenStore
+from ppfleetx.utils.foreign_files import opened
+from ppfleetx.utils.progress import ProgressBar
+
+
+def merge(
+    prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
+) -> None:
+    """Write one pair holding the given pairs one after the other, in the order given.
+
+    Raises:
+        DataError: no input, a damaged input, different dtypes, the output is one of the inputs, or it is
+            there already and not to be replaced.
+    """
+    prefixes = [os.fspath(prefix) for prefix in prefixes]
+    if not prefixes:
+        raise DataError(f"nothing to merge into {os.fspath(out)}")
+    if any(bin_path(prefix).resolve() == bin_path(out).resolve() for prefix in prefixes):
+        raise DataError(f"{os.fspath(out)} is both input and output of the merge")
+    refuse_to_replace(out, overwrite)
+    total = sum(bin_path(prefix).stat().st_size for prefix in prefixes if bin_path(prefix).is_file())
+    with (
+        IndexedDatasetWriter(out, IndexedDataset(prefixes[0]).dtype) as writer,
+        ProgressBar("merging", total=total / 1e6, unit="MB") as bar,
+    ):
+        for prefix in prefixes:
+            other = IndexedDataset(prefix)
+            if other.dtype != writer.dtype:
+                raise DataError(f"{prefix} stores {other.dtype}, {prefixes[0]} stores {writer.dtype}")
+            writer.add_index(other, _counted(_sound_blocks(other.prefix), bar))
+
+
+def _counted(blocks: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
+    for block in blocks:
+        yield block
+        bar.advance(len(block) / 1e6)
+
+
+def _sound_blocks(prefix: str) -> Iterator[bytes]:
+    """The bytes of ``.bin``; they, and all of ``.idx`` before, are compared with the checksums there are."""
+    checksums = read_checksums(prefix)
+    if checksums is None:
+        yield from _plain_blocks(prefix)
+        return
+    checksums.check_sizes()
+    for damage in checksums.damage((".idx",)):
+        raise DataError(str(damage))
+    for data, damage in checksums.blocks(".bin"):
+        if damage is not None:
+            raise DataError(f"{damage}; ppfleetx inspect-data {prefix} --verify names the documents")
+        yield data
+
+
+def _plain_blocks(prefix: str) -> Iterator[bytes]:
+    with opened(bin_path(prefix), DataError) as file:
+        while data := file.read(BLOCK_BYTES):
+            yield data
+
+
+_CHUNK = 1 << 22  # tokens read at a time
+
+
+def summary(prefix: str) -> dict[str, Any]:
+    """Numbers of a corpus, in plain types.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    corpus = open_tokens(prefix)
+    sizes = corpus.sizes
+    return {
+        "prefix": corpus.prefix,
+        "documents": corpus.document_indices.shape[0] - 1,
+        "sequences": len(corpus),
+        "tokens": corpus.num_tokens,
+        "dtype": str(corpus.dtype),
+        "shortest_sequence": int(sizes.min()) if len(corpus) else 0,
+        "longest_sequence": int(sizes.max()) if len(corpus) else 0,
+        "largest_id": largest_id(corpus),
+        "fingerprint": corpus.fingerprint,
+        "has_checksums": read_checksums(corpus.prefix) is not None,
+    }
+
+
+def largest_id(corpus: TokenStore) -> int:
+    """The largest token id, -1 in a corpus without tokens; reads all of them."""
+    chunks = range(0, corpus.num_tokens, _CHUNK)
+    return int(max((np.max(corpus.flat(first, first + _CHUNK)) for first in chunks), default=-1))
+
+
+def summary_text(facts: dict[str, Any]) -> str:
+    """`summary` as a few lines."""
+    lines = [
+        f"{facts['prefix']}: {counted(facts['documents'], 'document', ',')}, "
+        f"{counted(facts['sequences'], 'sequence', ',')}, {counted(facts['tokens'], 'token', ',')} "
+        f"({facts['dtype']})",
+        f"sequences of {facts['shortest_sequence']:,} to {counted(facts['longest_sequence'], 'token', ',')}, "
+        f"ids up to {facts['largest_id']:,}",
+        f"fingerprint {facts['fingerprint']}",
+        "it has checksums; --verify compares them"
+        if facts["has_checksums"]
+        else "it has no checksums; --write-checksums makes them",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,251 @@
+"""Text files, compressed or not, as a stream of bytes or of JSON records; damaged files are errors."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from ppfleetx.config.errors import DataError
+from ppfleetx.utils.foreign_files import opened
+
+MAX_LINE_BYTES = 64_000_000
+"""Longest line of a file of records."""
+
+# Text shrinks to a third or a tenth, repetitive logs to a hundredth. A file that unpacks to more than this
+# holds no text, and would fill memory or disk.
+_MAX_EXPANSION, _FREE_BYTES = 200, 4_000_000
+_PACKED = (".gz", ".zst")
+_OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip", ".7z", ".z")
+_TEXT = (".jsonl", ".json", ".txt", ".text", ".ndjson")
+_PACKED_BYTES = 2048  # decompressed at a time: at most some 64 MB come out
+_BLOCK_BYTES = 1 << 20
+
+
+def is_packed(path: Path) -> bool:
+    """Whether the name ends in that of a supported compression."""
+    return path.suffix in _PACKED
+
+
+def refuse_other_packing(path: Path) -> None:
+    """Raise DataError for text in an unsupported compression, which would be skipped silently otherwise."""
+    packed = path.suffix.lower() in (*_PACKED, *_OTHER_PACKING) and not is_packed(path)
+    if packed and path.with_suffix("").suffix.lower() in _TEXT:
+        raise DataError(
+            f"{path} is in an unsupported compression. Unpack it, or compress it as .gz or .zst (in lower "
+            "case)"
+        )
+
+
+class TextFile:
+    """The bytes of a file, unpacked if its name ends in ``.gz`` or ``.zst``; a context manager.
+
+    Consecutive gzip members or zstandard frames are one text. Each must be complete.
+
+    Args:
+        path: the file.
+
+    Raises:
+        DataError: the file cannot be read, is damaged or cut off, or expands far more than text does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_bytes = 0  # unpacked so far
+
+    def __enter__(self) -> TextFile:
+        self._open = opened(self._path, DataError)
+        self._raw = self._open.__enter__()
+        self._is_packed = is_packed(self._path)
+        self._stream = self._unpacked()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(None, None, None)
+
+    @property
+    def position(self) -> int:
+        """Bytes of the file on disk that have been read."""
+        return self._raw.tell()
+
+    def _unpacked(self) -> BinaryIO | _ZstdFile:
+        if self._path.suffix == ".gz":
+            return gzip.GzipFile(fileobj=self._raw)
+        if self._path.suffix == ".zst":
+            return _ZstdFile(self._raw)
+        return self._raw
+
+    def read(self, num_bytes: int) -> bytes:
+        """The next ``num_bytes``, fewer only at the end of the text."""
+        parts, missing = [], num_bytes
+        while missing:
+            part = self._read_some(min(missing, _BLOCK_BYTES))
+            if not part:
+                break
+            parts.append(part)
+            missing -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_all(self, limit: int | None = None) -> bytes | None:
+        """The rest of the text; None when it is longer than ``limit`` bytes."""
+        content = io.BytesIO()
+        while part := self._read_some(_BLOCK_BYTES):
+            content.write(part)
+            if limit is not None and content.tell() > limit:
+                return None
+        return content.getvalue()
+
+    def _read_some(self, num_bytes: int) -> bytes:
+        try:
+            part = self._stream.read(num_bytes)
+            if not part and self._is_packed and not self.position:
+                raise EOFError("it is empty")
+        except (OSError, EOFError, ValueError, zlib.error) as error:
+            why = getattr(error, "strerror", None) or error
+            raise DataError(f"{self._path} cannot be read: {why}") from error
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":  # not imported unless a .zst file is read
+                raise
+            advice = "; unpack it first" if "too much memory" in str(error) else ""  # zstd --long
+            raise DataError(f"{self._path} cannot be read: {error}{advice}") from error
+        self._num_bytes += len(part)
+        if self._is_packed and self._num_bytes > _FREE_BYTES + _MAX_EXPANSION * self.position:
+            raise DataError(
+                f"{self._path} cannot be read: it expands more than {_MAX_EXPANSION} times, from "
+                f"{self.position:,} to {self._num_bytes:,} bytes, which text does not do; if you trust it, "
+                "unpack the file first"
+            )
+        return part
+
+
+class _ZstdFile:
+    """The text of a zstandard file, which must end where a frame ends.
+
+    The library's own reader does not notice that a file is cut off.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        import zstandard
+
+        self._file, self._decompressor = file, zstandard.ZstdDecompressor()
+        self._frame: Any = None  # a zstandard.ZstdDecompressionObj inside a frame
+        self._packed, self._text = b"", memoryview(b"")
+
+    def read(self, num_bytes: int) -> bytes:
+        """Up to ``num_bytes`` of the text; empty at its end."""
+        while not self._text:
+            packed = self._packed or self._file.read(_PACKED_BYTES)
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("it is cut off within a zstandard frame")
+                return b""
+            frame = self._frame or self._decompressor.decompressobj()
+            self._text = memoryview(frame.decompress(packed))
+            self._frame, self._packed = (None, frame.unused_data) if frame.eof else (frame, b"")
+        part, self._text = self._text[:num_bytes], self._text[num_bytes:]
+        return bytes(part)
+
+
+def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line without its end) of each line of a file, compressed or not.
+
+    Only line feeds end lines; a carriage return before one stays.
+
+    Args:
+        path: the file.
+        see: called with all bytes in order, to hash them.
+
+    Raises:
+        DataError: as `TextFile`, or a line is longer than `MAX_LINE_BYTES`.
+    """
+    number, pending, size = 0, [], 0
+    with TextFile(path) as file:
+        while block := file.read(_BLOCK_BYTES):
+            see(block)
+            first, *lines = block.split(b"\n")
+            pending.append(first)
+            size += len(first)
+            if size > MAX_LINE_BYTES:
+                raise DataError(f"{path}:{number + 1}: the line is longer than {MAX_LINE_BYTES:,} bytes")
+            if lines:
+                *whole, rest = [b"".join(pending), *lines]
+                for line in whole:
+                    number += 1
+                    yield number, line
+                pending, size = [rest], len(rest)
+    if size:
+        yield number + 1, b"".join(pending)
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
+    """The records of a file, as (line where it begins, text of it).
+
+    Records are the lines that are not empty or, in a ``.json`` file that begins with ``[``, the items of the
+    array.
+
+    Args:
+        path: the file, compressed or not.
+        see: called with all bytes in order, to hash them.
+
+    Raises:
+        DataError: as in `read_lines`, or the array is not JSON. Lines are not parsed yet.
+    """
+    lines = read_lines(path, see)
+    first = next(((number, line) for number, line in lines if line.strip()), None)
+    if first is None:
+        return
+    if path.suffix == ".json" and first[1].lstrip().startswith(b"["):
+        yield from _items(path, first, lines)
+        return
+    yield first
+    yield from ((number, line) for number, line in lines if line.strip())
+
+
+def _items(
+    path: Path, first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]]
+) -> Iterator[tuple[int, bytes]]:
+    content = b"\n".join([first[1], *(line for _, line in lines)])
+    number, decoder, place = first[0], json.JSONDecoder(), 0
+    try:
+        text = content.decode("utf-8")
+        start = _SPACE.match(text, text.index("[") + 1).end()
+        is_empty = text.startswith("]", start)
+        while not is_empty:
+            _, end = decoder.raw_decode(text, start)
+            number, place = number + text.count("\n", place, start), start
+            yield number, text[start:end].encode()
+            after = _SPACE.match(text, end).end()
+            if not text.startswith(",", after):
+                break
+            start = _SPACE.match(text, after + 1).end()
+        end = start if is_empty else after
+        if not text.startswith("]", end) or _SPACE.match(text, end + 1).end() != len(text):
+            raise json.JSONDecodeError("the array does not end here", text, end)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{first[0] + error.lineno - 1}: this is not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: this is not JSON: {error}") from error
+
+
+def load_line(line: bytes) -> Any:
+    """The value of a line of JSON.
+
+    Raises:
+        UnicodeDecodeError: it is not UTF-8.
+        ValueError: it is not JSON, or too deeply nested.
+    """
+    try:
+        return json.loads(line.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("too deeply nested") from None

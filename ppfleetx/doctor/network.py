@@ -1,0 +1,424 @@
+"""Check the network of a job: interfaces, links between machines, and whether all machines can meet.
+
+This happens before the launcher starts anything. All machines run the same command: the one named in
+``--master`` listens, and the others connect to it. Then each machine connects to a port of every other one,
+as NCCL and Gloo will.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ppfleetx.config.counts import bytes_text
+from ppfleetx.distributed.rendezvous import RendezvousError
+from ppfleetx.doctor.check import Row, Status, Target, fail, ok, warn, within
+from ppfleetx.doctor.meeting import Answer, Meeting, open_meeting
+
+# linux/sockios.h and linux/if.h
+_GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913
+_UP, _LOOPBACK = 0x1, 0x8
+_NOT_NCCL = ("lo", "docker")  # NCCL uses these only if they are named
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface; ``address`` is its IPv4 address, empty if it has none."""
+
+    name: str
+    address: str
+    is_up: bool
+    is_loopback: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.address or 'without an address'}{'' if self.is_up else ' (down)'}"
+
+
+def interfaces() -> list[Interface]:
+    """The interfaces of this machine (strictly, of this process's network namespace)."""
+    found: list[Interface] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # containers come and go
+                found.append(_interface(probe, name))
+    return found
+
+
+def _interface(probe: socket.socket, name: str) -> Interface:
+    request = struct.pack("256s", name.encode()[:15])
+    (flags,) = struct.unpack("H", fcntl.ioctl(probe.fileno(), _GET_FLAGS, request)[16:18])
+    try:
+        address = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
+    except OSError:
+        address = ""
+    return Interface(name, address, bool(flags & _UP), bool(flags & _LOOPBACK))
+
+
+def network(target: Target) -> Iterator[Row]:
+    """List all interfaces, and check those that environment variables name."""
+    found = interfaces()
+    yield ok("interfaces", ", ".join(map(str, found)))
+    yield from named_rows(target, found)
+
+
+def named_addresses(target: Target) -> dict[str, list[str]]:
+    """For each variable that names interfaces, the addresses of those that can be used."""
+    there = interfaces()
+    return {
+        variable: [one.address for one in choose(value, there) if one.is_up and one.address]
+        for variable, choose in _VARIABLES
+        if (value := target.environ.get(variable, ""))
+    }
+
+
+def named_rows(target: Target, found: Sequence[Interface]) -> Iterator[Row]:
+    """Check ``NCCL_SOCKET_IFNAME`` and ``GLOO_SOCKET_IFNAME``, if they are set."""
+    several = target.world_size > target.local_size
+    for variable, choose in _VARIABLES:
+        value = target.environ.get(variable, "")
+        if value:
+            yield _named_row(variable, value, choose(value, found), found, several=several)
+
+
+def _named_row(
+    variable: str, value: str, chosen: Sequence[Interface], found: Sequence[Interface], *, several: bool
+) -> Row:
+    usable = [one for one in chosen if one.is_up and one.address]
+    others = ", ".join(one.name for one in found if one.is_up and one.address and not one.is_loopback)
+    fix = f"set {variable} on this machine to one of: {others or 'none is up with an address'}"
+    if not chosen:
+        return fail(variable, f"{value}: this machine has no such interface", fix)
+    if not usable:
+        return fail(variable, f"{value}: {', '.join(map(str, chosen))} cannot be used", fix)
+    if several and all(one.is_loopback for one in usable):
+        return fail(variable, f"{value} is the loopback, which reaches no other machine", fix)
+    if len(usable) > 1 and variable.startswith("GLOO"):
+        return warn(variable, f"{value} names several", fix)
+    return ok(variable, f"{value}: {', '.join(map(str, usable))}")
+
+
+def nccl_choice(value: str, found: Sequence[Interface]) -> list[Interface]:
+    """The interfaces NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, according to its documentation.
+
+    The value is a comma-separated list of prefixes. A leading ``=`` makes them whole names, and a leading
+    ``^`` selects all interfaces but these.
+    """
+    excludes, text = value.startswith("^"), value.removeprefix("^")
+    exact, text = text.startswith("="), text.removeprefix("=")
+    names = [name for name in text.split(",") if name]
+
+    def is_named(one: Interface) -> bool:
+        return any(one.name == name if exact else one.name.startswith(name) for name in names)
+
+    if excludes:
+        return [one for one in found if not is_named(one) and not one.name.startswith(_NOT_NCCL)]
+    return [one for one in found if is_named(one)]
+
+
+def _exact(value: str, found: Sequence[Interface]) -> list[Interface]:
+    return [one for one in found if one.name == value]
+
+
+def is_local(address: str) -> bool:
+    """Whether an IPv4 address is one of this machine's."""
+    is_own = any(one.address == address for one in interfaces())  # even if the interface is down
+    return is_own or address.startswith("127.") or route_to(address) == address
+
+
+def route_to(address: str) -> str:
+    """This machine's source address for packets to ``address``; empty if there is no route. For one of its
+    own addresses that is the address itself."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        socket.inet_aton(address)  # refuses names, which a name server would have to resolve
+        probe.connect((address, 9))  # sends nothing
+        return probe.getsockname()[0]
+    return ""
+
+
+_VARIABLES = (("NCCL_SOCKET_IFNAME", nccl_choice), ("GLOO_SOCKET_IFNAME", _exact))
+
+
+_THREADS = 32
+_REACH_SECONDS, _SEND_SECONDS, _ROUND_SECONDS = 5.0, 5.0, 60.0
+_ALL_SECONDS = 20.0  # to measure all links of a machine
+_FEW_BYTES, _PACKETS_BYTES, _MOST_BYTES = 64, 64 << 10, 16 << 20
+_HEAD = struct.Struct("!I")
+_SLOW, _TOO_SLOW = 12.5e6, 1.25e6  # bytes a second: 100 and 10 Mbit/s
+_TIMES_SLOWER = 10
+_OPEN_FIX = "NCCL and Gloo open ports of their own: let the machines reach each other on all ports"
+_FIREWALL_FIX = "a firewall or proxy opens connections and drops the data: let it through"
+_MTU_FIX = (
+    "large packets get lost: give all machines, and the switches between them, one MTU "
+    "(ip link; ip link set dev NAME mtu 1500), and let ICMP through"
+)
+_SLOW_FIX = (
+    "look at the cable and its speed (ethtool NAME), at limits (tc qdisc show), at other traffic, and "
+    "whether the address is of the fast network (POD_IP, NCCL_SOCKET_IFNAME)"
+)
+
+
+def reach(address: tuple[str, int], seconds: float) -> str:
+    """Why a connection to ``address`` fails; empty if it succeeds."""
+    try:
+        socket.create_connection(address, seconds).close()
+    except TimeoutError:
+        return "nothing comes back"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+@contextlib.contextmanager
+def receiving() -> Iterator[int]:
+    """Within the block, a port of this machine receives what :func:`send` sends."""
+    with socket.create_server(("", 0), backlog=1024) as listener:
+        threading.Thread(target=_serve, args=(listener,), name="links", daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+def _serve(listener: socket.socket) -> None:
+    with ThreadPoolExecutor(_THREADS) as pool, contextlib.suppress(OSError):  # the listener is closed
+        while True:
+            pool.submit(_take, listener.accept()[0])
+
+
+def _take(connection: socket.socket) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(2 * _SEND_SECONDS)
+        while len(head := connection.recv(_HEAD.size, socket.MSG_WAITALL)) == _HEAD.size:
+            count = left = min(_HEAD.unpack(head)[0], _MOST_BYTES)
+            while left and (data := connection.recv(min(left, 1 << 20))):
+                left -= len(data)
+            connection.sendall(_HEAD.pack(count))
+
+
+def send(connection: socket.socket, count: int) -> float:
+    """Send ``count`` bytes, wait for the acknowledgement, and return the seconds it took.
+
+    Raises:
+        OSError: it did not come in time.
+    """
+    begin = time.perf_counter()
+    connection.settimeout(_SEND_SECONDS)
+    connection.sendall(_HEAD.pack(count) + bytes(count))
+    if connection.recv(_HEAD.size, socket.MSG_WAITALL) != _HEAD.pack(count):
+        raise ConnectionResetError(errno.ECONNRESET, "something else answers")
+    return time.perf_counter() - begin
+
+
+def try_link(address: tuple[str, int]) -> dict[str, Any]:
+    """The ``problem`` and ``fix`` of a link; an empty dictionary if it works."""
+    if problem := reach(address, _REACH_SECONDS):
+        return {"problem": problem, "fix": _OPEN_FIX}
+    done = 0
+    try:
+        with socket.create_connection(address, _REACH_SECONDS) as connection:
+            for count in (_FEW_BYTES, _PACKETS_BYTES):
+                send(connection, count)
+                done = count
+    except OSError:
+        what = "nothing that is sent arrives" if not done else f"{bytes_text(_PACKETS_BYTES)} do not arrive"
+        return {
+            "problem": f"a connection opens, and {what} within {_SEND_SECONDS:g} s",
+            "fix": _MTU_FIX if done else _FIREWALL_FIX,
+        }
+    return {}
+
+
+def measure_link(address: tuple[str, int]) -> dict[str, Any]:
+    """The ``speed`` of a link in bytes per second: the best of four trials, because machines do other work
+    too."""
+    count, best = _PACKETS_BYTES, 0.0
+    try:
+        with socket.create_connection(address, _REACH_SECONDS) as connection:
+            for _ in range(4):
+                best = max(best, count / send(connection, count))
+                count = min(_MOST_BYTES, max(_PACKETS_BYTES, int(best / 10)))  # 0.1 s
+    except OSError as error:
+        return {"problem": error.strerror or "nothing comes back", "fix": _OPEN_FIX}
+    return {"speed": best}
+
+
+def examine_links(meeting: Meeting, own: str, port: int, environ: Mapping[str, str]) -> Iterator[Row]:
+    """Try the links between all machines. Every member of the meeting must call this.
+
+    Args:
+        own: address of this machine.
+        port: the port from :func:`receiving`.
+        environ: may name the interfaces of NCCL and Gloo.
+    """
+    announced = meeting.exchange([own, port, named_addresses(Target(environ=environ))], _ROUND_SECONDS)
+    size = len(announced)
+    # Each machine begins with the next one, so they do not all try the same one first.
+    order = [(meeting.number + step) % size for step in range(1, size)]
+    there = {n: announced[n].value for n in order if not announced[n].problem}
+    addresses = {n: (value[0], value[1]) for n, value in there.items()}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        mine = dict(zip(there, pool.map(try_link, addresses.values()), strict=True))
+        unreached = list(pool.map(lambda one: _unreached_interfaces(*one), there.items()))
+    end = time.monotonic() + _ALL_SECONDS
+    for number, address in addresses.items():
+        if not mine[number] and time.monotonic() < end:
+            mine[number] = measure_link(address)
+    named = dict(pair for pairs in unreached for pair in pairs)
+    value = {"links": {str(n): link for n, link in mine.items()}, "named": named}
+    yield from link_rows(meeting.names, meeting.exchange(value, 2 * _ROUND_SECONDS))
+
+
+def _unreached_interfaces(number: int, announced: Sequence[Any]) -> list[tuple[str, str]]:
+    """The interfaces named in another machine's variables that cannot be reached from here."""
+    own, port, named = announced
+    return [
+        (f"{number} {variable}", f"{address}: {problem}")
+        for variable, addresses in named.items()
+        for address in addresses
+        if address != own and (problem := reach((address, port), _REACH_SECONDS))
+    ]
+
+
+def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
+    """The rows for what each machine found.
+
+    Args:
+        names: names of the machines.
+        answers: one ``{"links": {number: link}, "named": {"number variable": problem}}`` per machine.
+    """
+    failed, speeds = False, {}
+    for name, answer in zip(names, answers, strict=True):
+        if answer.problem:
+            failed = True
+            yield fail("links", f"{name} has left: {answer.problem}", "look at that machine")
+            continue
+        for number, link in answer.value["links"].items():
+            other = names[int(number)]
+            if "problem" in link:
+                failed = True
+                yield fail("links", f"{name} does not reach {other}: {link['problem']}", link["fix"])
+            elif "speed" in link:
+                speeds[name, other] = link["speed"]
+        for key, problem in answer.value["named"].items():
+            number, variable = key.split(" ")
+            yield fail(
+                variable,
+                f"{name} does not reach {names[int(number)]} at the interface that it names: {problem}",
+                f"name an interface of the network in which the machines meet, in {variable} of that machine",
+            )
+    if not failed:
+        yield ok("links", f"each of the {len(names)} machines reaches the others on an arbitrary port")
+    yield from speed_rows(speeds)
+
+
+def speed_rows(speeds: Mapping[tuple[str, str], float]) -> Iterator[Row]:
+    """The rows for ``speeds``, ``{(from, to): bytes per second}``."""
+    if not speeds:
+        return
+    best = max(speeds.values())
+    slow = {link: status for link, speed in speeds.items() if (status := _judged(speed, best))}
+    for (one, other), status in slow.items():
+        speed = speeds[one, other]
+        text = f"{one} to {other}: {bytes_text(speed)}/s; the fastest link has {bytes_text(best)}/s"
+        yield Row("speed", status, text, _SLOW_FIX, numbers={"bytes_per_second": speed})
+    if not slow:
+        speed = min(speeds.values())
+        yield ok("speed", f"the slowest link has {bytes_text(speed)}/s", bytes_per_second=speed)
+
+
+def _judged(speed: float, best: float) -> Status | None:
+    is_last = best > _TIMES_SLOWER * speed
+    if speed < _TOO_SLOW or (is_last and speed < _SLOW):
+        return Status.FAIL
+    return Status.WARN if speed < _SLOW or (is_last and speed < 10 * _SLOW) else None
+
+
+_RESOLVE_SECONDS = 20.0
+
+
+def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
+    """Meet the other machines and try the links; the rows are this machine's.
+
+    Args:
+        master: ``HOST:PORT``, as given to the launcher.
+        size: number of machines.
+        seconds: how long to wait for the others.
+        environ: ``POD_IP`` in it is the address that the launcher announces.
+    """
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdigit():
+        yield fail(
+            "--master", f"{master} is not HOST:PORT", "an address of the first machine, a free port of it"
+        )
+        return
+    address = resolved(host)
+    if not address:
+        fix = "give the address instead of the name, or add it to /etc/hosts of this machine"
+        yield fail("--master", f"the name {host} is not known on {socket.gethostname()}", fix)
+        return
+    own, is_first = own_address(environ), is_local(address)
+    problem = address_row(own, host, address, is_first=is_first)
+    yield problem or ok("own address", f"{own}, announced to the others by the launcher")
+    name = f"node {socket.gethostname()} {own}"
+    try:
+        with receiving() as own_port:
+            point = address, int(port)
+            with contextlib.closing(open_meeting(point, size, name, seconds, is_host=is_first)) as meeting:
+                yield ok("--master", f"all {size} machines have met at {master}: {', '.join(meeting.names)}")
+                yield from examine_links(meeting, own, own_port, environ)
+    except RendezvousError as error:
+        yield fail("--master", f"{master}: {error}", error.fix)
+        yield from network(Target(world_size=2, environ=environ))
+        for one in interfaces():
+            if one.address and not one.is_up:
+                yield warn("interfaces", f"{one}", f"if it should lead there: ip link set {one.name} up")
+
+
+def resolved(host: str, seconds: float = _RESOLVE_SECONDS) -> str:
+    """The IPv4 address of a name; empty if it is unknown or no name server answers in time."""
+    try:
+        return within(seconds, lambda: socket.gethostbyname(host))
+    except (OSError, UnicodeError):  # UnicodeError: a label is empty or too long
+        return ""
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """The address that Paddle's launcher announces for this machine: ``POD_IP``, or else the host name's."""
+    if named := environ.get("POD_IP"):
+        return named
+    try:
+        name = within(_RESOLVE_SECONDS, lambda: socket.getfqdn(socket.gethostname()))
+    except TimeoutError:
+        name = ""
+    return (resolved(name) if name else "") or "127.0.0.1"
+
+
+def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
+    """What is wrong with the address that the launcher announces; None if nothing is.
+
+    Args:
+        own: that address.
+        host: the host in ``--master``, as written.
+        master: the host's address.
+        is_first: whether ``--master`` names this machine.
+    """
+    better = host if is_first else route_to(master)
+    fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
+    if own.startswith("127."):
+        return fail("own address", f"the host name stands for {own}, which reaches no other machine", fix)
+    if not is_local(own):
+        return fail("own address", f"the launcher would announce {own}, which is not this machine's", fix)
+    if is_first and host != own:
+        return fail(
+            "own address",
+            f"--master names this machine as {host}, and the launcher announces it as {own}: it would wait "
+            "for another machine to listen",
+            f"give --master {own}:PORT on all machines, or {fix}",
+        )
+    return None
