@@ -35,7 +35,8 @@ def through_experts(exchange: Any, rows: Any, chosen: np.ndarray, params: dict[s
     import paddle
 
     counts = paddle.to_tensor(np.bincount(chosen, minlength=EXPERTS))
-    there, local_counts = exchange.dispatch(rows, counts)
+    journey = exchange.dispatch(rows, counts)
+    there, local_counts = journey.arrive()
     assert there.shape[0] == local_counts.sum() and len(local_counts) == params["w1"].shape[0]
     outputs, end = [there[:0]], 0
     for expert, count in enumerate(local_counts.tolist()):
@@ -44,7 +45,7 @@ def through_experts(exchange: Any, rows: Any, chosen: np.ndarray, params: dict[s
             inner = paddle.tanh(there[begin:end] @ params["w1"][expert])
             output = inner @ params["w2"][expert]
             outputs.append(output + params["b2"][expert] if exchange.adds_output_bias else output)
-    return exchange.combine(paddle.concat(outputs))
+    return journey.back(paddle.concat(outputs))
 
 
 def parameters(ep: int, ep_rank: int, emp: int, emp_rank: int) -> dict[str, Any]:
