@@ -81,10 +81,11 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
     """``cfg`` as YAML, without what belongs to a plan, a machine or one call."""
     plain = cfg.model_dump(mode="json")
     data = {key: value for key, value in plain["Data"].items() if value is not None}
+    plugins = {"plugins": list(cfg.Global.plugins)} if cfg.Global.plugins else {}
     data["tokenizer"] = None if tokenizer is None else {"eos_token": tokenizer.eod_token}
     size = cfg.batch.micro_batch_size
     tree: dict[str, Any] = {
-        "Global": {"seed": cfg.Global.seed, "local_batch_size": size, "micro_batch_size": size},
+        "Global": {"seed": cfg.Global.seed, "local_batch_size": size, "micro_batch_size": size, **plugins},
         "Model": portable_model(plain["Model"]),
         "Data": data,
         **{name: _without_derived(plain[name], f"{name}.", cfg) for name in PORTABLE_SECTIONS},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,11 +51,14 @@ class Weights:
     generation: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def cast(self, dtype: str | None) -> Weights:
-        """All tensors in one element type (a key of NUMPY_OF_DTYPE); None leaves them as they are."""
+    def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
+        """All tensors but those named in ``keep`` in one element type (a key of NUMPY_OF_DTYPE); None leaves
+        all as they are."""
         if dtype is None:
             return self
-        return self.with_tensors({name: tensor.cast(dtype) for name, tensor in self.tensors.items()})
+        return self.with_tensors(
+            {name: one if name in keep else one.cast(dtype) for name, one in self.tensors.items()}
+        )
 
     def finite(self) -> Weights:
         """The same, but reading a tensor with a NaN or an infinity raises CheckpointError."""

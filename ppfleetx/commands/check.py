@@ -193,6 +193,8 @@ def _model_lines(cfg: RunConfig) -> list[str]:
     heads = f"{counted(model.num_attention_heads, 'head')} of {model.head_size}"
     if model.kv_heads != model.num_attention_heads:
         heads += f" ({counted(model.kv_heads, 'key/value head')})"
+    if model.latent_attention is not None:
+        heads += f" (latent, {model.latent_attention.kv_rank} + {model.latent_attention.rope_head_dim})"
     vocabulary = f"vocabulary {model.vocab_size} (padded {model.padded_vocab_size})"
     return [
         _line(

@@ -15,7 +15,7 @@ from ppfleetx.planner.alternatives import why_not
 from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import Card, card_names, load_card
 from ppfleetx.planner.job import Job, job_of
-from ppfleetx.planner.long_run import Questions, Ramp, answers
+from ppfleetx.planner.long_run import Questions, answers
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.plan_option import WORDS, UnresolvedConfig, parse_plan, read_unresolved, write_config
 from ppfleetx.planner.prediction import Prediction
@@ -132,7 +132,7 @@ def _questions_of(options: Plan) -> Questions:
         numbers = _numbers(options.ramp, "--ramp")
         if len(numbers) != 3:
             raise ConfigError("takes three numbers: START,STEP,SAMPLES", key="--ramp", value=options.ramp)
-        ramp = Ramp(*numbers)
+        ramp = (numbers[0], numbers[1], numbers[2])
     scale = _numbers(options.scale, "--scale") if options.scale is not None else ()
     return Questions(
         options.price, options.mtbf, options.save_seconds, options.restart_seconds, tuple(scale), ramp

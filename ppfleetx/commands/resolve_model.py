@@ -134,7 +134,7 @@ ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
 """Batch sizes for commands that have no batches."""
 # What the configuration in a checkpoint may hold, which is what `portable_config` writes.
 _OWN_SECTIONS = ("Global", "Model", "Data", "Compress", *PORTABLE_SECTIONS)
-_OWN_GLOBAL = ("seed", "local_batch_size", "micro_batch_size")
+_OWN_GLOBAL = ("seed", "local_batch_size", "micro_batch_size", "plugins")
 # Sizes found in the shapes of FleetX's tensors, and what has them in our section.
 _SIZES = {
     "hidden_size": "hidden_size",

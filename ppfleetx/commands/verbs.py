@@ -67,6 +67,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         ),
         Verb("quantize", "quantize:Quantize", "store the weights of a checkpoint in 8 or 4 bits"),
         Verb("prune", "prune:Prune", "take heads, units and layers out of a checkpoint"),
+        Verb("upcycle", "upcycle:Upcycle", "make a mixture of experts of a dense model"),
         Verb("merge", "convert:Merge", "add trained adapters to the weights they belong to"),
     ),
     "data": (

@@ -14,16 +14,61 @@ _GLOBAL = "Global.global_batch_size"
 _LOCAL = "Global.local_batch_size"
 _MICRO = "Global.micro_batch_size"
 _STEPS = "Engine.accumulate_steps"
+_RAMP = "Global.rampup_batch_size"
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """A batch that grows in equal parts of ``samples`` sequences, as Megatron-LM's ``--rampup-batch-size``.
+
+    Attributes:
+        start: sequences of the first steps.
+        increment: by which it grows until it is the whole batch.
+        samples: sequences until then.
+        full: sequences of the whole batch.
+    """
+
+    start: int
+    increment: int
+    samples: int
+    full: int
+
+    @property
+    def sizes(self) -> range:
+        """The batches before the whole one."""
+        return range(self.start, self.full, self.increment)
+
+    def size_at(self, consumed: int) -> int:
+        """Sequences of the step that begins after ``consumed`` sequences."""
+        if consumed >= self.samples:
+            return self.full
+        return self.start + self.increment * (consumed * len(self.sizes) // self.samples)
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sequences per optimizer step of the job, of one data rank, per forward pass; and forward passes."""
+    """Sequences per optimizer step of the job, of one data rank, per forward pass; and forward passes.
+
+    Attributes:
+        ramp: how the batch grows to ``global_batch_size``; None: it is constant.
+    """
 
     global_batch_size: int
     local_batch_size: int
     micro_batch_size: int
     accumulate_steps: int
+    ramp: BatchRamp | None = None
+
+    def size_at(self, consumed: int) -> int:
+        """Sequences of the step that begins after ``consumed`` sequences."""
+        return self.global_batch_size if self.ramp is None else self.ramp.size_at(consumed)
+
+    def consumed_after(self, steps: int, consumed: int = 0) -> int:
+        """Sequences that a run has used ``steps`` steps after it had used ``consumed``."""
+        while steps > 0 and self.ramp is not None and consumed < self.ramp.samples:
+            consumed += self.ramp.size_at(consumed)
+            steps -= 1
+        return consumed + steps * self.global_batch_size
 
 
 def resolve_batch(
@@ -33,12 +78,14 @@ def resolve_batch(
     accumulate_steps: int | None,
     *,
     data_size: int,
+    ramp: tuple[int, int, int] | None = None,
 ) -> BatchPlan:
     """Determine all batch sizes from those given.
 
     Args:
         global_size, local_size, micro_size, accumulate_steps: what the configuration says, None where open.
         data_size: number of data ranks, dp x sharding.
+        ramp: start, increment and samples of a :class:`BatchRamp`.
 
     Raises:
         RuleError: sizes that contradict each other or do not divide, or none given.
@@ -56,7 +103,26 @@ def resolve_batch(
             (_STEPS, _LOCAL, _MICRO),
             f"contradicts the batch sizes: local_batch_size {local} / micro_batch_size {micro} = {steps}",
         )
-    return BatchPlan(local * data_size, local, micro, steps)
+    full = local * data_size
+    grows = None if ramp is None else BatchRamp(*ramp, full)
+    if grows is not None:
+        _check_ramp(grows, micro * data_size)
+    return BatchPlan(full, local, micro, steps, grows)
+
+
+def _check_ramp(ramp: BatchRamp, per_pass: int) -> None:
+    """Megatron-LM's rules: the increments lead to the whole batch, and each batch can be dealt out."""
+    if ramp.start >= ramp.full or (ramp.full - ramp.start) % ramp.increment:
+        raise RuleError(
+            (_RAMP, _GLOBAL),
+            f"does not lead from {ramp.start} in steps of {ramp.increment} to the global batch, {ramp.full}",
+        )
+    wrong = next((size for size in ramp.sizes if size % per_pass), None)
+    if wrong is not None:
+        raise RuleError(
+            (_RAMP, _MICRO),
+            f"has a batch of {wrong}, which is no multiple of micro_batch_size x data ranks = {per_pass}",
+        )
 
 
 def _local_size(
@@ -67,7 +133,8 @@ def _local_size(
         if global_size != local_size * data_size:
             raise RuleError(
                 (_GLOBAL, _LOCAL),
-                f"must be local_batch_size {local_size} x {ranks} = {local_size * data_size}",
+                f"must be local_batch_size {local_size} x {ranks} = {local_size * data_size}; to give the "
+                f"global size alone, set {_LOCAL} to null",
             )
         return local_size
     if local_size is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError, shown
+from ppfleetx.config.fleetx_experts import rewrite_experts
 from ppfleetx.config.reading.tree import Node, copy_tree, is_argument, merge, plain_value, same_value
 from ppfleetx.config.sections.data import GLUE_OUTPUTS
 
@@ -66,6 +67,7 @@ _DROPPED = {
 _VALUES: dict[str, dict[Any, Any]] = {
     "Engine.mix_precision.level": {"o1": "O1", "o2": "O2"},
     "Optimizer.name": {"FusedAdamW": "AdamW"},
+    "Optimizer.grad_clip.name": {"ClipGradForMOEByGlobalNorm": "ClipGradByGlobalNorm"},
     "Data.*.sampler.name": {"DistributedBatchSampler": "GPTBatchSampler"},
 }
 
@@ -100,7 +102,7 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
         *_drop(tree),
         *_replace_values(tree),
         *_warn_split_qkv(tree),
-        *((*_task_of_program(tree), *_unlimited(tree)) if is_whole else ()),
+        *((*_task_of_program(tree), *_unlimited(tree), *rewrite_experts(tree)) if is_whole else ()),
     ]
     return tree, tuple(warnings)
 
@@ -270,23 +272,6 @@ _LEFT_OUT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         _is_automatic,
         "this program has no automatic parallel mode (FleetX's tools/auto.py), in which Paddle cuts up a "
         "static program; take the module of this name without Auto, and choose the degrees in Distributed",
-    ),
-    (
-        "Model.module",
-        lambda value: value == "MoEModule",
-        "this program has no mixture of experts; Model.module: GPTModule without Model.moe_configs trains "
-        "the dense model of the same sizes",
-    ),
-    (
-        "Model.moe_configs",
-        lambda value: value is not None,
-        "this program has no mixture of experts; leave the section out for the dense model of the same sizes",
-    ),
-    (
-        "Model.num_experts",
-        lambda value: value not in (None, 0, 1),
-        "this program has no mixture of experts; leave the keys of experts out for the dense model of the "
-        "same sizes",
     ),
     (
         "Model.name",

@@ -111,6 +111,8 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
     """The batch sizes, and a warning where a file's ``accumulate_steps`` gives way to them, as in FleetX."""
     sizes, steps, key = cfg.Global, cfg.Engine.accumulate_steps, "Engine.accumulate_steps"
     local, micro = sizes.local_batch_size or sizes.global_batch_size, sizes.micro_batch_size
+    if sizes.rampup_batch_size is not None:
+        _check_ramp(cfg)
     gives_way = None not in (steps, local, micro) and not is_argument(origins.get(key, "-o"))
     batch = resolve_batch(
         sizes.global_batch_size,
@@ -118,6 +120,7 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
         micro,
         None if gives_way else steps,
         data_size=plan_of(cfg).data_size,
+        ramp=sizes.rampup_batch_size,
     )
     if not gives_way or batch.accumulate_steps == steps:
         return batch, ()
@@ -125,6 +128,18 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
         f"{key} = {steps} ({origins[key]}) is not used: it follows from local_batch_size "
         f"{batch.local_batch_size} / micro_batch_size {micro} = {batch.accumulate_steps}",
     )
+
+
+def _check_ramp(cfg: RunConfig) -> None:
+    """What goes with a batch that grows."""
+    key = "Global.rampup_batch_size"
+    if cfg.Engine.run_mode == "epoch":
+        raise RuleError((key, "Engine.run_mode"), "counts in steps, so it needs Engine.run_mode = step")
+    if cfg.Model.virtual_pp_degree > 1:
+        raise RuleError(
+            (key, "Model.virtual_pp_degree"),
+            "changes the number of micro batches, by which virtual stages are ordered; set one of them only",
+        )
 
 
 def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:

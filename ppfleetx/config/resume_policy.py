@@ -61,8 +61,9 @@ _EFFECTS: dict[str, Effect] = {
         Effect.FUNCTION,
         "Model",
         "name num_attention_heads num_query_groups head_dim hidden_act position_embedding_type rotary_base "
-        "rotary_percent rope_scaling attention_window normalization norm_epsilon qk_layernorm "
-        "parallel_residual sandwich_norm tie_word_embeddings lora.alpha lora.base moe",
+        "rotary_percent rotary_interleaved rope_scaling latent_attention attention_window normalization "
+        "norm_epsilon qk_layernorm parallel_residual sandwich_norm tie_word_embeddings lora.alpha lora.base "
+        "moe",
     ),
     **_table(
         Effect.TRAINING,
@@ -109,7 +110,7 @@ _EFFECTS: dict[str, Effect] = {
     **_table(Effect.NOTHING, "Data", "Train.loader Eval.loader Test"),
     **_table(Effect.DATA, "Data.tokenizer", "name dir tokenizer_file vocab_file merges_file"),
     **_table(Effect.TRAINING, "Data.tokenizer", "eos_token"),
-    **_table(Effect.TRAINING, "Global", "seed global_batch_size allow_tf32 flags"),
+    **_table(Effect.TRAINING, "Global", "seed global_batch_size rampup_batch_size allow_tf32 flags"),
     **_table(Effect.NOTHING, "Global", "device local_batch_size micro_batch_size plugins card peak_tflops"),
     **_table(
         Effect.TRAINING,
@@ -198,7 +199,7 @@ def network(
     """
     without_effect = set()
     if not model.positions.rotates:
-        without_effect.update(("rotary_base", "rotary_percent"))
+        without_effect.update(("rotary_base", "rotary_percent", "rotary_interleaved"))
     if not model.positions.has_table:
         without_effect.add("max_position_embeddings")
     return {

@@ -183,6 +183,8 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
             "the weights below adapters are not trained, so they are not pruned while training; prune the "
             "checkpoint first (ppfleetx prune), or merge the adapters (ppfleetx merge)",
         )
+    if model.latent_attention is not None:
+        yield RuleError((f"{key}.enable", "Model.latent_attention"), "such layers cannot be pruned")
     if model.moe is not None and pruning.part != "heads":
         yield RuleError((f"{key}.part", "Model.moe"), "units of experts are not pruned; set part to heads")
     totals = {"heads": model.kv_heads, "mlp": model.ffn_size}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from ppfleetx.checkpoint.lazy import FLOAT_DTYPES
 from ppfleetx.checkpoint.weights import Weights, fitted, network_of
 from ppfleetx.checkpoint.weights_only import load_tokenizer, read_ppfleetx, write_ppfleetx
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError, shown
+from ppfleetx.config.fields import Section
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.fleetx import read_fleetx
@@ -24,6 +27,7 @@ from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.huggingface.files import read_stored
 from ppfleetx.conversion.logits import Probe, difference, our_logits, own_transformers, transformers_logits
 from ppfleetx.conversion.megatron import read_megatron
+from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.utils.files import is_taken, refuse_unwritable
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
@@ -99,7 +103,11 @@ def read_weights(job: Conversion) -> Weights:
         weights = read_megatron(job.input, job.model)
     else:
         weights = read_ppfleetx(job.input, masters=job.dtype == "float32")
-    weights = weights.cast(None if job.dtype is None else FLOAT_DTYPES[job.dtype]).finite()
+    if job.dtype is not None:
+        specs = parameter_specs(model_of(weights, job.model))
+        own_types = {name for name, spec in specs.items() if spec.dtype is not None}
+        weights = weights.cast(FLOAT_DTYPES[job.dtype], keep=own_types)
+    weights = weights.finite()
     return weights if job.tokenizer is None else weights.with_tokenizer(job.tokenizer)
 
 
@@ -121,8 +129,8 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
         return network_of(described, weights.place)
     for key, value in network(given).items():
         said = described.get(key)
-        if key == "rope_scaling":  # where null is a value, and not "not said"
-            said = None if said is None else section_of(RopeScalingConfig, said)
+        if key in ("rope_scaling", "moe"):  # where null is a value, and not "not said"
+            said = None if said is None else _section(key, said, given)
             differs = key in described and said != value
         else:
             differs = value is not None and said not in (None, value)
@@ -131,6 +139,12 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
                 f"--config says Model.{key} = {value!r}, {weights.place} says {shown(said)}"
             )
     return given
+
+
+def _section(key: str, said: Mapping[str, Any], model: ModelConfig) -> Section:
+    if key == "rope_scaling":
+        return section_of(RopeScalingConfig, said)
+    return section_of(MoEConfig, said).of_network(model.num_layers, model.ffn_size)
 
 
 def load_model_section(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig:

@@ -239,6 +239,12 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
     return array.reshape(3, heads, head_dim, *rest).swapaxes(0, 1).reshape(array.shape)
 
 
+_TO_HUGGING_FACE = (
+    ": its checkpoints divide experts among files in several ways. Write it in Hugging Face's format with "
+    "Megatron's tools, and convert that"
+)
+
+
 def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
     """The `Model` section for Megatron's options. Raises CheckpointError for those that are not supported."""
 
@@ -259,7 +265,10 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
     }
     for key, value in refused.items():
         if value:
-            raise CheckpointError(f"{directory}: Megatron's option {key} = {shown(value)} is not supported")
+            advice = _TO_HUGGING_FACE if key == "num_experts" else ""
+            raise CheckpointError(
+                f"{directory}: Megatron's option {key} = {shown(value)} is not supported{advice}"
+            )
     heads, hidden = get("num_attention_heads"), get("hidden_size")
     if not (heads and hidden and get("num_layers")):
         return {}

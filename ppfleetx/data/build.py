@@ -66,8 +66,9 @@ def requested_samples(cfg: RunConfig, mode: Mode) -> int:
     the last one ended; here every evaluation reads the same batches, and which ones they are depends neither
     on how long the run is nor on how often it evaluates.
     """
-    batch = cfg.batch.global_batch_size
-    return batch * (cfg.Engine.max_steps if mode == "Train" else _evaluation_batches(cfg, mode))
+    if mode == "Train":
+        return cfg.batch.consumed_after(cfg.Engine.max_steps)
+    return cfg.batch.global_batch_size * _evaluation_batches(cfg, mode)
 
 
 def _evaluation_batches(cfg: RunConfig, mode: Mode) -> int:
@@ -111,6 +112,7 @@ def build_dataloader(
         data_rank,
         data_size,
         consumed_samples if mode == "Train" else 0,
+        size_at=batch.size_at if mode == "Train" else None,
         tail=tail,
         shuffle_seed=_seed(cfg, mode) if shuffles else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -18,8 +18,9 @@ class GlobalBatchSampler:
     """Global batches of consecutive positions in the dataset's order, shared out to data ranks.
 
     Global batch k holds positions ``consumed_samples + [k B, (k + 1) B)``: a function of consumed samples and
-    batch size alone. Micro batch m of data rank r are positions ``(m D + r) b + [0, b)`` of the global batch
-    (b micro batch size, D data ranks), so neither D nor b changes which samples a step trains on.
+    batch size alone, also where the batch grows (``size_at``). Micro batch m of data rank r are positions
+    ``(m D + r) b + [0, b)`` of the global batch (b micro batch, D data ranks), so neither D nor b changes
+    which samples a step trains on.
 
     Args:
         total: samples of the dataset.
@@ -27,6 +28,7 @@ class GlobalBatchSampler:
         micro_batch_size: samples of a forward pass on one data rank (b).
         data_rank, data_size: this rank and their number (D).
         consumed_samples: samples already used, where to start. Iterating again starts there again.
+        size_at: samples of the step that begins after so many samples, where that is not always B.
         tail: what happens at the end of the dataset. ``"wrap"``: batches go on for ever, after the last
             sample comes the first again (position modulo total), and a batch may hold both. ``"drop"``: the
             last incomplete batch is left out. ``"pad"``: it is filled up with index -1, which has a zero
@@ -47,6 +49,7 @@ class GlobalBatchSampler:
         data_size: int = 1,
         consumed_samples: int = 0,
         *,
+        size_at: Callable[[int], int] | None = None,
         tail: Tail = "wrap",
         shuffle_seed: int | None = None,
     ) -> None:
@@ -62,6 +65,8 @@ class GlobalBatchSampler:
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.data_rank, self.data_size = data_rank, data_size
         self.consumed_samples = consumed_samples
+        self.size_at = size_at or (lambda _: global_batch_size)
+        self._firsts = [consumed_samples]
         self.tail: Tail = tail
         self.shuffle_seed = shuffle_seed
         self._pass, self._permutation = -1, np.empty(0, np.int64)
@@ -88,8 +93,10 @@ class GlobalBatchSampler:
 
     def global_batch(self, step: int) -> np.ndarray:
         """Sample indices of all ranks, int64 [B]."""
-        first = self.consumed_samples + step * self.global_batch_size
-        positions = np.arange(first, first + self.global_batch_size, dtype=np.int64)
+        while len(self._firsts) <= step:
+            self._firsts.append(self._firsts[-1] + self.size_at(self._firsts[-1]))
+        first = self._firsts[step]
+        positions = np.arange(first, first + self.size_at(first), dtype=np.int64)
         if self.tail == "wrap":
             return self._visit(positions)
         return np.where(positions < self.total, self._visit(positions), PADDING)

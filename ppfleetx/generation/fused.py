@@ -19,6 +19,7 @@ from ppfleetx.nn.cpu_ops.ops import MOST_ROWS
 from ppfleetx.nn.mlp import MLP
 from ppfleetx.nn.norm import LayerNorm, RMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
+from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.quantized import QuantizedLinear
 from ppfleetx.nn.rope import RotaryEmbedding
 
@@ -141,11 +142,15 @@ def _is_plain_block(layer: nn.Layer) -> bool:
         and type(layer.attention) is Attention
         and type(layer.mlp) is MLP
         and layer.mlp.activation.function in fused_blocks.ACTIVATIONS
-        and type(layer.attention.rotary) in (type(None), RotaryEmbedding)
+        and _is_known_rotary(layer.attention.rotary)
         # Ranks that share a layer or a sequence must communicate within it.
         and layer.attention.factory.group is None
         and layer.attention.strategy.group is None
     )
+
+
+def _is_known_rotary(rotary: Rotary | None) -> bool:
+    return rotary is None or (type(rotary) is RotaryEmbedding and not rotary.interleaved)
 
 
 def _has_hooks(layer: nn.Layer) -> bool:

@@ -7,7 +7,7 @@ head, d head size. MHA is r = 1, MQA is one key/value head in all.
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import paddle
 from paddle import nn
@@ -15,6 +15,7 @@ from paddle import nn
 from ppfleetx.nn.attention_spec import AttentionSpec
 from ppfleetx.nn.flash import packed_flash_attention
 from ppfleetx.nn.kernels import KernelOptions, attend, packed_attention_serves
+from ppfleetx.nn.latent_attention_spec import LatentAttentionSpec
 from ppfleetx.nn.masks import window_start
 from ppfleetx.nn.positions import Rotary
 from ppfleetx.nn.recompute import may_recompute, recompute
@@ -40,15 +41,12 @@ class KeyValueCache(Protocol):
         """
 
 
-class Attention(nn.Layer):
-    """Causal self-attention on ``[s, b, h]``.
-
-    The fused projection is grouped per key/value head, ``[g][q ... q, k, v][d]``: a slice of its columns
-    that holds whole groups is a smaller attention of the same kind.
+class HeadAttention(nn.Layer):
+    """What every kind of attention does once it has the queries, keys and values of its heads.
 
     Args:
-        factory: makes the projections and says how many key/value heads are held here.
-        spec: sizes; its norms of queries and keys come before the rotary positions.
+        factory: makes the projections and says how many heads are held here.
+        spec: sizes.
         layer_index: place of this layer's keys in the cache.
         rotary: rotary positions, or None.
         options: which kernel, and how.
@@ -58,7 +56,7 @@ class Attention(nn.Layer):
     def __init__(
         self,
         factory: LayerFactory,
-        spec: AttentionSpec,
+        spec: AttentionSpec | LatentAttentionSpec,
         *,
         layer_index: int,
         rotary: Rotary | None,
@@ -69,6 +67,60 @@ class Attention(nn.Layer):
         self.factory, self.strategy = factory, factory.attention
         self.layer_index, self.rotary, self.options = layer_index, rotary, options
         self.window, self.recompute_core = spec.window, recompute_core
+        self.dropout = factory.dropout(spec.dropout, inside_heads=True)
+
+    def whole(
+        self,
+        query: paddle.Tensor,
+        key: paddle.Tensor,
+        value: paddle.Tensor,
+        document_start: paddle.Tensor | None,
+    ) -> paddle.Tensor:
+        """:meth:`core`, computed again in the backward pass where that is asked for."""
+        if self.recompute_core and may_recompute(self):
+            return recompute(self.core, query, key, value, document_start)
+        return self.core(query, key, value, document_start)
+
+    def core(
+        self,
+        query: paddle.Tensor,
+        key: paddle.Tensor,
+        value: paddle.Tensor,
+        document_start: paddle.Tensor | None,
+    ) -> paddle.Tensor:
+        """Attention itself, ``[s, b, g * r * d]``: what recomputation repeats."""
+        return joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
+
+    def attend_heads(
+        self,
+        query: paddle.Tensor,
+        key: paddle.Tensor,
+        value: paddle.Tensor,
+        document_start: paddle.Tensor | None,
+        penalty: paddle.Tensor | None = None,
+    ) -> paddle.Tensor:
+        """An :data:`~ppfleetx.nn.attention_strategy.Attend`; a ``penalty`` on the scores takes the place of
+        the masks."""
+        if self.window is not None and penalty is None:
+            document_start = window_start(
+                self.window, query.shape[0], query.shape[3], document_start, key.shape[2]
+            )
+        return attend(query, key, value, document_start, self.dropout, self.options, penalty)
+
+
+class Attention(HeadAttention):
+    """Causal self-attention on ``[s, b, h]``.
+
+    The fused projection is grouped per key/value head, ``[g][q ... q, k, v][d]``: a slice of its columns
+    that holds whole groups is a smaller attention of the same kind.
+
+    Args:
+        factory, options: see :class:`HeadAttention`.
+        spec: sizes; its norms of queries and keys come before the rotary positions.
+    """
+
+    def __init__(self, factory: LayerFactory, spec: AttentionSpec, **options: Any) -> None:
+        super().__init__(factory, spec, **options)
         self.head_dim, self.queries_per_group = spec.head_dim, spec.queries_per_group
         self.num_groups = factory.local_count(spec.num_kv_heads, "key/value heads")
         self.qkv = factory.linear(spec.qkv)
@@ -76,7 +128,6 @@ class Attention(nn.Layer):
             factory.norm(spec.head_norm) if spec.head_norm is not None else None for _ in range(2)
         )
         self.out_proj = factory.linear(spec.out_proj)
-        self.dropout = factory.dropout(spec.dropout, inside_heads=True)
 
     def forward(
         self,
@@ -99,19 +150,17 @@ class Attention(nn.Layer):
             position_ids = self.strategy.positions_inside(position_ids)
         if document_start is not None:
             document_start = self.strategy.positions_inside(document_start)
-        recomputes = cache is None and self.recompute_core and may_recompute(self)
         if cache is None and document_start is None and self._takes_packed(qkv):
             core = partial(packed_flash_attention, dropout=self.dropout)
+            recomputes = self.recompute_core and may_recompute(self)
             context = recompute(core, qkv) if recomputes else core(qkv)
             return self.out_proj(self.strategy.leave(context))
         query, key, value = self.divide(qkv, position_ids)
         if cache is not None:
             key, value, penalty = cache.update(self.layer_index, key, value, self.window)
-            context = _joined(self.attend_heads(query, key, value, document_start, penalty))
-        elif recomputes:
-            context = recompute(self.core, query, key, value, document_start)
+            context = joined(self.attend_heads(query, key, value, document_start, penalty))
         else:
-            context = self.core(query, key, value, document_start)
+            context = self.whole(query, key, value, document_start)
         return self.out_proj(self.strategy.leave(context))
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
@@ -141,34 +190,8 @@ class Attention(nn.Layer):
             query, key = self.rotary.rotate(turning, position_ids).split([per_group, 1], axis=2)
         return query, key.squeeze(2), value.squeeze(2)
 
-    def core(
-        self,
-        query: paddle.Tensor,
-        key: paddle.Tensor,
-        value: paddle.Tensor,
-        document_start: paddle.Tensor | None,
-    ) -> paddle.Tensor:
-        """Attention itself, ``[s, b, g * r * d]``: what recomputation repeats."""
-        return _joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
 
-    def attend_heads(
-        self,
-        query: paddle.Tensor,
-        key: paddle.Tensor,
-        value: paddle.Tensor,
-        document_start: paddle.Tensor | None,
-        penalty: paddle.Tensor | None = None,
-    ) -> paddle.Tensor:
-        """An :data:`~ppfleetx.nn.attention_strategy.Attend`; a ``penalty`` on the scores takes the place of
-        the masks."""
-        if self.window is not None and penalty is None:
-            document_start = window_start(
-                self.window, query.shape[0], query.shape[3], document_start, key.shape[2]
-            )
-        return attend(query, key, value, document_start, self.dropout, self.options, penalty)
-
-
-def _joined(context: paddle.Tensor) -> paddle.Tensor:
+def joined(context: paddle.Tensor) -> paddle.Tensor:
     """``[b, g, r, s, d]`` to ``[s, b, g * r * d]``."""
     _, groups, per_group, num_queries, head_dim = context.shape
     if num_queries == 1:  # nothing has to be moved

@@ -5,8 +5,9 @@ Letters: q, kv bytes of all queries, of all keys (or values) on one rank; e byte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ppfleetx.nn.cost import Operation, Work, elementwise
 from ppfleetx.nn.init import Init
@@ -30,6 +31,7 @@ class AttentionSpec:
     """Causal self-attention.
 
     Attributes:
+        layer: the layer's class; a subclass may name its own.
         hidden_size: width of the hidden states, h.
         num_heads: query heads.
         num_kv_heads: key and value heads; ``num_heads`` divides by it (Ainslie et al., 2023).
@@ -44,6 +46,8 @@ class AttentionSpec:
         rotary_size: features of each head that positions turn; None: they turn none.
         softmax_in_fp32: whether the softmax is in float32 under mixed precision.
     """
+
+    layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.nn.attention:Attention"
 
     hidden_size: int
     num_heads: int
@@ -68,6 +72,11 @@ class AttentionSpec:
     def kv_width(self) -> int:
         """Of all key heads, and of all value heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def score_width(self) -> int:
+        """What one score costs: features of all queries, and of all values."""
+        return 2 * self.q_width
 
     @property
     def queries_per_group(self) -> int:
@@ -108,39 +117,17 @@ class AttentionSpec:
             yield elementwise("norm of queries and keys", "attention", 2 * (q + kv), 4 * (q + kv), 2)
         if self.rotary_size is not None:
             yield elementwise("rotary positions", "attention", 3 * (q + kv), 3 * (q + kv), 2)
-        yield from self._core_operations(work)
+        yield from core_operations(work, self.num_heads, self.head_dim, self.head_dim, self.dropout)
         yield elementwise("context together", "core", 2 * q, 2 * q)
         yield self.out_proj.operation("output projection", "attention", work)
-
-    def _pairs(self, work: Work) -> float:
-        """Scores: of whole sequences, with the heads divided by tensor and context ranks."""
-        return work.micro_batch * (self.num_heads / (work.mp * work.sep)) * work.seq_len**2
-
-    def _core_operations(self, work: Work) -> Iterator[Operation]:
-        """Scores, softmax, context."""
-        pairs, e = self._pairs(work), work.activation_bytes
-        product = 2 * pairs * self.head_dim
-        if work.flash:
-            yield Operation("flash attention", "flash", "core", flops=product)  # half of two products
-            return
-        yield Operation("scores", "scores", "core", product, pairs * e, pairs * e)
-        yield elementwise("softmax", "core", 2 * pairs * e, 3 * pairs * e)
-        if self.dropout > 0:
-            yield elementwise("attention dropout", "core", pairs * (2 * e + 1), pairs * (2 * e + 1))
-        yield Operation("context", "scores", "core", product, pairs * e, pairs * e)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
         """Steps of a forward pass; with ``recompute_core`` scores and weights are forgotten in it."""
         q = work.bytes_of(self.q_width / work.mp)
         steps = [*self.qkv.tape(work, "qkv", reads), *self._heads(work, keeps_queries=recompute_core)]
-        core = self._core(work)
-        if recompute_core:
-            inner = Tape({"heads": steps[-1].size}, (*core, Step("flat", q, ("context",), back=0.0)))
-            steps.append(Step("flat", q, ("heads",), inner=inner))
-        else:
-            steps += [*core, Step("flat", q, ("context",))]
-        if work.sep > 1:
-            steps.append(Step("flat here", q, ("flat",), scratch=2 * q, back=2 * q))
+        kv = work.bytes_of(self.kv_width / work.mp)
+        sizes = CoreSizes(self.num_heads, q, kv, kv, q, self.dropout, self.softmax_in_fp32)
+        steps += sizes.tape(work, steps[-1].size, recompute=recompute_core)
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
@@ -179,19 +166,74 @@ class AttentionSpec:
             return Step("turned", turning, (source,))
         return Step("turned", turning, (source,), extra=wide, scratch=2.5 * wide, back=2 * wide)  # in float32
 
-    def _core(self, work: Work) -> list[Step]:
+
+def _pairs(work: Work, num_heads: int) -> float:
+    """Scores: of whole sequences, with the heads divided by tensor and context ranks."""
+    return work.micro_batch * (num_heads / (work.mp * work.sep)) * work.seq_len**2
+
+
+def core_operations(
+    work: Work, num_heads: int, key_dim: int, value_dim: int, dropout: float
+) -> Iterator[Operation]:
+    """Scores, softmax and context of heads whose keys and values have these widths."""
+    pairs, e = _pairs(work, num_heads), work.activation_bytes
+    if work.flash:
+        half = pairs * (key_dim + value_dim)  # of two products
+        yield Operation("flash attention", "flash", "core", flops=half)
+        return
+    yield Operation("scores", "scores", "core", 2 * pairs * key_dim, pairs * e, pairs * e)
+    yield elementwise("softmax", "core", 2 * pairs * e, 3 * pairs * e)
+    if dropout > 0:
+        yield elementwise("attention dropout", "core", pairs * (2 * e + 1), pairs * (2 * e + 1))
+    yield Operation("context", "scores", "core", 2 * pairs * value_dim, pairs * e, pairs * e)
+
+
+@dataclass(frozen=True)
+class CoreSizes:
+    """Sizes of scores, softmax and context on one rank, for their tape.
+
+    Attributes:
+        num_heads: query heads of the model.
+        query, key, value, context: bytes of each, of all heads here.
+        dropout: share of attention weights dropped.
+        softmax_in_fp32: whether the softmax is in float32 under mixed precision.
+    """
+
+    num_heads: int
+    query: float
+    key: float
+    value: float
+    context: float
+    dropout: float
+    softmax_in_fp32: bool
+
+    def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
+        """Steps from ``heads`` (bytes of what is kept of queries, keys and values) to the context of the
+        positions that this rank has outside attention; ``recompute`` forgets everything in between."""
+        core = self._steps(work)
+        if recompute:
+            inner = Tape({"heads": heads}, (*core, Step("flat", self.context, ("context",), back=0.0)))
+            steps = [Step("flat", self.context, ("heads",), inner=inner)]
+        else:
+            steps = [*core, Step("flat", self.context, ("context",))]
+        if work.sep > 1:
+            twice = 2 * self.context
+            steps.append(Step("flat here", self.context, ("flat",), scratch=twice, back=twice))
+        return steps
+
+    def _steps(self, work: Work) -> list[Step]:
         """Scores, softmax, weights, context."""
-        q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))
-        n, e, whole = self._pairs(work), work.activation_bytes, q + 2 * kv
+        n, e = _pairs(work, self.num_heads), work.activation_bytes
+        whole = self.query + self.key + self.value
         if work.flash:
             rows, keeps = n / work.seq_len * 4, ("heads", "context")  # log-sum-exp
-            return [Step("context", q, ("heads",), keeps, extra=rows, scratch=whole, back=whole)]
+            return [Step("context", self.context, ("heads",), keeps, extra=rows, scratch=whole, back=whole)]
         # The fused kernel scales the scores, ours the queries. Keys and values are views: a product copies
         # the one that it reads.
         keeps = ("heads",) if work.fused else ("scaled", "heads")
         steps = [
-            Step("scaled", q, ("heads",), view=work.fused),
-            Step("scores", n * e, ("scaled", "heads"), keeps, scratch=kv, back=kv),
+            Step("scaled", self.query, ("heads",), view=work.fused),
+            Step("scores", n * e, ("scaled", "heads"), keeps, scratch=self.key, back=self.key),
         ]
         softmax_bytes = 4 if self.softmax_in_fp32 and not work.fused else e
         if not work.fused:
@@ -204,5 +246,5 @@ class AttentionSpec:
             steps.append(Step("weights", n * e, ("softmax",)))
         if self.dropout > 0:
             steps.append(Step("dropped", n * e, (steps[-1].writes,), extra=n))
-        source = steps[-1].writes
-        return [*steps, Step("context", q, (source, "heads"), (source, "heads"), scratch=kv, back=kv)]
+        reads = (steps[-1].writes, "heads")
+        return [*steps, Step("context", self.context, reads, reads, scratch=self.value, back=self.value)]

@@ -44,7 +44,8 @@ class AttentionStrategy:
         return ids
 
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """``[s, b, g, r + 2, d]`` as the projection gives it, to what attention works on."""
+        """``[s, b, g, r + 2, d]`` as the projection gives it, to what attention works on; dimensions behind
+        the heads may be others."""
         return qkv
 
     def core(

@@ -109,8 +109,13 @@ def flash_attention(
     dropout: nn.Layer,
 ) -> paddle.Tensor:
     """Attention by Paddle's kernel, where documents packed in a row go through flashmask, or by the plugin's,
-    where they go as a mask of all pairs of positions."""
+    where they go as a mask of all pairs of positions. Values that are narrower than keys are filled up with
+    zeros, because the kernels take one head size."""
     _, groups, per_group, _, head_dim = query.shape
+    value_dim = value.shape[-1]
+    if value_dim < head_dim:
+        value = F.pad(value, [0, head_dim - value_dim], data_format="NLC", pad_from_left_axis=False)
+        return flash_attention(query, key, value, document_start, dropout)[..., :value_dim]
     q_bsnd = query.flatten(1, 2).transpose([0, 2, 1, 3])
     k_bsnd, v_bsnd = key.transpose([0, 2, 1, 3]), value.transpose([0, 2, 1, 3])
     of_plugin = None if on_gpu() else plugin_operator("flash_attention_npu")

@@ -2,7 +2,7 @@
 
 Shape letters: b batch, q query positions, k key positions, g key/value heads, r query heads per
 key/value head, d head size. Kernels take ``query [b, g, r, q, d]`` and ``key, value [b, g, k, d]`` and
-give ``[b, g, r, q, d]``.
+give ``[b, g, r, q, d]``. Values may be narrower than keys; the result is then as wide as they are.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def reference_attention(
     if half:
         weights = weights.astype(value.dtype)
     context = paddle.matmul(dropout(weights), value)
-    return context.reshape([0, groups, per_group, -1, head_dim])
+    return context.reshape([0, groups, per_group, -1, value.shape[-1]])
 
 
 def _masked_softmax(

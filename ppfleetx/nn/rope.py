@@ -1,8 +1,8 @@
-"""Rotary position embedding (Su et al., 2021) in Llama's rotate-half convention.
+"""Rotary position embedding (Su et al., 2021).
 
-Dimension ``i`` of the first half of a head is paired with dimension ``i`` of the second half; the pair
-is turned by ``position * base ** (-2 i / head_dim)``, or by what ``Model.rope_scaling`` makes of that
-frequency.
+Feature ``i`` of the first half of a head is paired with feature ``i`` of the second half, as in Llama, or
+feature ``2 i`` with the next one (``Model.rotary_interleaved``). Pair ``i`` is turned by
+``position * base ** (-2 i / head_dim)``, or by what ``Model.rope_scaling`` makes of that frequency.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class RotaryEmbedding:
         max_positions: positions the table covers.
         base: the formula's base, 10000 in the paper.
         scaling: how the frequencies are stretched; None: not at all.
+        interleaved: neighbours are pairs, instead of features of the two halves.
 
     Attributes:
         fused: fused operators to take.
@@ -36,10 +37,17 @@ class RotaryEmbedding:
     fused: FusedOps = NO_FUSED_OPS
 
     def __init__(
-        self, head_dim: int, max_positions: int, base: float, scaling: RopeScalingConfig | None = None
+        self,
+        head_dim: int,
+        max_positions: int,
+        base: float,
+        scaling: RopeScalingConfig | None = None,
+        *,
+        interleaved: bool = False,
     ) -> None:
         assert head_dim % 2 == 0
         self.head_dim, self.max_positions, self.base, self.scaling = head_dim, max_positions, base, scaling
+        self.interleaved = interleaved
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
         """Turn each head of ``x [b, groups, heads, s, d]`` by its position ``[b, s]``: of its d features the
@@ -47,14 +55,24 @@ class RotaryEmbedding:
         if x.shape[-1] > self.head_dim:
             turning, still = x.split([self.head_dim, x.shape[-1] - self.head_dim], axis=-1)
             return paddle.concat([self.rotate(turning, position_ids), still], axis=-1)
-        if self.fused.takes("rope", x) and (plugin_operator("fused_rope") is None or x.shape[-1] % 64 == 0):
+        if self._is_fused(x):
             return self._rotate_fused(x, position_ids)
         cos, sin = (table.unsqueeze([1, 2]) for table in self.cos_sin(position_ids))
         if paddle.in_dynamic_mode() and x.place.is_cpu_place() and x.dtype == paddle.float32:
             return self._rotate_on_cpu(x, cos, sin)
-        first, second = x.astype("float32").chunk(2, axis=-1)
+        wide = x.astype("float32")
+        if self.interleaved:
+            first, second = wide.reshape([*x.shape[:-1], self.head_dim // 2, 2]).unbind(-1)
+            turned = paddle.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+            return turned.flatten(-2).astype(x.dtype)
+        first, second = wide.chunk(2, axis=-1)
         turned = paddle.concat([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return turned.astype(x.dtype)
+
+    def _is_fused(self, x: paddle.Tensor) -> bool:
+        if self.interleaved or not self.fused.takes("rope", x):
+            return False
+        return plugin_operator("fused_rope") is None or x.shape[-1] % 64 == 0
 
     def _rotate_fused(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
         """In float32, as above: in 16 bits the kernel would take cosines and sines of 16 bits, and
@@ -96,8 +114,11 @@ class RotaryEmbedding:
         """The same bits in a sixth of the time: Paddle's kernels that cut and join the last axis, and those
         that multiply tensors of different shapes, are slow on CPU; copies and a product with a permutation
         of the columns are not."""
-        cos, sin = (paddle.concat([table, table], axis=-1).expand_as(x) for table in (cos, sin))
-        return x * cos + paddle.matmul(x, _partners(self.head_dim)) * sin
+        if self.interleaved:
+            cos, sin = (table.repeat_interleave(2, axis=-1).expand_as(x) for table in (cos, sin))
+        else:
+            cos, sin = (paddle.concat([table, table], axis=-1).expand_as(x) for table in (cos, sin))
+        return x * cos + paddle.matmul(x, _partners(self.head_dim, self.interleaved)) * sin
 
     def cos_sin(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
         """cos and sin of every position's angles, times YaRN's attention factor, ``[b, s, head_dim / 2]`` in
@@ -118,11 +139,10 @@ class RotaryEmbedding:
 
 
 @lru_cache(maxsize=4)
-def _partners(head_dim: int) -> paddle.Tensor:
-    """``[d, d]``: what turns a head's ``(first, second)`` half into ``(-second, first)``."""
-    half = np.eye(head_dim // 2, dtype=np.float32)
-    zero = np.zeros_like(half)
-    return paddle.to_tensor(np.block([[zero, half], [-half, zero]]))
+def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
+    """``[d, d]``: what turns each pair ``(first, second)`` of a head into ``(-second, first)``."""
+    pairs, swap = np.eye(head_dim // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], dtype=np.float32)
+    return paddle.to_tensor(np.kron(pairs, swap) if interleaved else np.kron(swap, pairs))
 
 
 @lru_cache(maxsize=4)

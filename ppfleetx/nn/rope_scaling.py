@@ -34,13 +34,21 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(scaling.factor) + 1.0
-
     # transformers takes the two numbers where neither is 0.
     if scaling.mscale and scaling.mscale_all_dim:
-        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
-    return magnitude(1.0)
+        return _magnitude(scaling, scaling.mscale) / _magnitude(scaling, scaling.mscale_all_dim)
+    return _magnitude(scaling, 1.0)
+
+
+def score_factor(scaling: RopeScalingConfig | None) -> float:
+    """What DeepSeek's latent attention multiplies scores by, beside what :func:`attention_factor` does."""
+    if scaling is None or not scaling.mscale_all_dim:
+        return 1.0
+    return _magnitude(scaling, scaling.mscale_all_dim) ** 2
+
+
+def _magnitude(scaling: RopeScalingConfig, weight: float) -> float:
+    return 0.1 * weight * math.log(scaling.factor) + 1.0
 
 
 def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig) -> np.ndarray | float:

@@ -87,12 +87,14 @@ class LayerFactory(Protocol):
         sequence_parallel: whether tensor-parallel ranks see other positions of the hidden states.
         fused: the fused operators that its layers take.
         matmul: multiplies by the weights of its layers.
+        keeps_weights: whether weights stay what and where they are once they have been used.
         experts: brings rows of hidden states to the ranks of their experts, and back.
         hidden_same_on: of the axes that share a micro batch, those whose ranks hold the same hidden states.
     """
 
     attention: AttentionStrategy
     sequence_parallel: bool
+    keeps_weights: bool
     fused: FusedOps
     matmul: Matmul
     experts: ExpertExchange

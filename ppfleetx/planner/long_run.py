@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ppfleetx.config.batch import BatchRamp
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.job import Job
@@ -89,24 +90,14 @@ def checkpoint_bytes(job: Job) -> float:
     return parameter_count(job.model) * each
 
 
-@dataclass(frozen=True)
-class Ramp:
-    """A growing batch (Megatron-LM's ``--rampup-batch-size``): from ``start`` in steps of ``increment`` to
-    the full batch, which is reached after ``samples`` sequences."""
-
-    start: int
-    increment: int
-    samples: int
-
-
-def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
-    """(seconds for the ramp's sequences, seconds for the same sequences with the full batch).
+def ramp_seconds(job: Job, cluster: Cluster, ramp: BatchRamp) -> tuple[float, float]:
+    """(seconds of the ramp's sequences, the same with the whole batch from the start).
 
     Raises:
         ValueError: a batch of the ramp cannot be split among the data ranks.
     """
     per_pass = job.plan.data_size * job.micro_batch
-    sizes = list(range(ramp.start, job.global_batch, ramp.increment))
+    sizes = ramp.sizes
     wrong = next((size for size in (*sizes, ramp.increment) if size % per_pass), None)
     if wrong is not None or not sizes:
         raise ValueError(
@@ -129,7 +120,7 @@ class Questions:
     save_seconds: float | None
     restart_seconds: float
     scale: tuple[int, ...]
-    ramp: Ramp | None
+    ramp: tuple[int, int, int] | None
 
     def as_json(self, prediction: Prediction) -> dict[str, Any]:
         """The cost of failures, if that was asked."""
@@ -169,7 +160,7 @@ def answers(prediction: Prediction, tokens: float, asked: Questions) -> list[str
     if asked.node_mtbf_hours is not None:
         lines.append(_failure_line(asked.failures(prediction)))
     if asked.ramp is not None:
-        lines.append(_ramp_line(prediction, asked.ramp))
+        lines.append(_ramp_line(prediction, BatchRamp(*asked.ramp, prediction.job.global_batch)))
     if asked.scale:
         lines += _scale_lines(prediction, tokens, asked)
     return lines
@@ -183,7 +174,7 @@ def _failure_line(found: Failures) -> str:
     )
 
 
-def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
+def _ramp_line(prediction: Prediction, ramp: BatchRamp) -> str:
     try:
         slow, fast = ramp_seconds(prediction.job, prediction.cluster, ramp)
     except ValueError as error:

@@ -159,10 +159,7 @@ Distributed: {sharding: {comm_overlap: True}}
     [
         ("Model.module=GPTGenerationModuleAuto", "no automatic parallel mode"),
         ("Model.module=GPTModuleAuto", "no automatic parallel mode"),
-        ("Model.module=MoEModule", "no mixture of experts"),
-        ("Model.moe_configs={num_experts: 2}", "no mixture of experts"),
         ("Model.name=GPT-cn", "GPTChineseTokenizer"),
-        ("Model.num_experts=2", "mixture of experts"),
         ("Model.module=ErnieModule", "GPT models only"),
         ("Model.module=ErnieSeqClsModuleAuto", "GPT models only"),
         ("Model.module=ImagenModule", "GPT models only"),
@@ -176,3 +173,56 @@ def test_what_is_left_out_is_refused_by_name(small, override, words):
     assert message.startswith(f"{key} = ")
     assert "override 1" in message
     assert "unknown" not in message
+
+
+MIXTURE = """\
+_base_: small.yaml
+Model: {module: MoEModule, name: MoE, moe_configs: {expert_mode: True, gate: GATE, top_k: 2, num_experts: 2}}
+Engine: {balance_loss_weight: 0.5}
+Optimizer: {grad_clip: {name: ClipGradForMOEByGlobalNorm, clip_norm: 1.0}}
+Distributed: {dp_degree: 4, hcg: HybridCommGroupForMoE}
+"""
+FLAT_MIXTURE = """\
+_base_: small.yaml
+Model:
+  num_experts: 4,
+  expert_interval: 2
+  topk: 1
+  moe_use_residual: False
+  moe_train_capacity_factor: 1.5
+  moe_min_capacity: 4
+  balance_loss_weight: 0.01
+"""
+
+
+@pytest.mark.parametrize(
+    ("gate", "kind", "top_k"), [("gshard", "gshard", 2), ("switch", "switch", 1), ("naive", "none", 2)]
+)
+def test_experts_of_a_rank(small, write, gate, kind, top_k):
+    """moe_configs counts those of one rank."""
+    cfg = load_config(write("t.yaml", MIXTURE.replace("GATE", gate)), world_size=4)
+    moe = cfg.Model.moe
+    assert (moe.num_experts, moe.top_k, moe.aux_loss.kind, cfg.Distributed.ep_degree) == (8, top_k, kind, 4)
+    assert kind == "none" or moe.aux_loss.weight == 0.5
+    assert [text for text in cfg.warnings if "FleetX's experts" in text and "t.yaml" in text]
+
+
+def test_experts_of_the_later_layout(small, write):
+    """Its example has a comma behind the number of experts."""
+    moe = load_config(write("t.yaml", FLAT_MIXTURE)).Model.moe
+    assert (moe.num_experts, moe.top_k, moe.router.normalize) == (4, 1, False)
+    assert (moe.capacity.factor, moe.aux_loss.kind, moe.aux_loss.weight) == (1.5, "switch", 0.01)
+    assert load_config(write("dense.yaml", FLAT_MIXTURE.replace("4,", "1,"))).Model.moe is None
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("Model.moe_configs={gate: best}", "must be one of gshard, switch, naive"),
+        ("Model.moe_configs={num_experts: many}", "must be an integer of at least 1"),
+        ("Model={num_experts: 2, moe_use_residual: True}", "is not built"),
+    ],
+)
+def test_mixtures_that_are_not_built(small, override, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config(small, [override])

@@ -40,10 +40,10 @@ def test_every_key_is_classified():
 
 def test_every_change_is_found(small):
     rope = ["Model.position_embedding_type=rope", "Model.rope_scaling={type: linear, factor: 2}"]
-    moe = "Model.moe={num_experts: 4, capacity: {factor: 1, policy: probs}, shared_experts: {ffn_size: 8}}"
-    cfg = load_config(
-        small, ["Data.Eval.dataset.max_seq_len=64", "Model.lora.rank=4", "Data.tokenizer.dir=x", *rope, moe]
-    )
+    moe = "{num_experts: 4, capacity: {factor: 1, policy: probs}, shared_experts: {ffn_size: 8}}"
+    latent = "{kv_rank: 8, rope_head_dim: 4, nope_head_dim: 4, value_head_dim: 4}"
+    sections = [*rope, f"Model.moe={moe}", f"Model.latent_attention={latent}", "Model.lora.rank=4"]
+    cfg = load_config(small, ["Data.Eval.dataset.max_seq_len=64", "Data.tokenizer.dir=x", *sections])
     now = cfg.model_dump(mode="json")
     assert changes(now, cfg, set(Effect)) == []
     sections = ("Model", "Optimizer", "Data", "Engine", "Global")

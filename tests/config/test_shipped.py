@@ -49,6 +49,19 @@ def test_pretraining_sizes(row):
     assert f"{params} parameters ({parameter_count(model):,})" in check_report(cfg)
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "world"),
+    [
+        ("mixtral_8x7B_ep8_pp4", 46_702_792_704, 64),
+        ("qwen3_30B_A3B_ep8", 30_532_122_624, 128),
+    ],
+)
+def test_mixtures_of_experts_have_their_size_and_fit(name, parameters, world):
+    cfg = load_config(GPT.parent / "moe" / f"pretrain_{name}.yaml")
+    assert (parameter_count(cfg.Model), cfg.plan.world_size) == (parameters, world)
+    assert "it fits A100-80GB" in check_report(cfg)
+
+
 def test_finetuning_and_evaluation_do_not_write_where_pretraining_does():
     pretraining = {load_config(path).Engine.save_load.output_dir for path in GPT.glob("pretrain_*.yaml")}
     others = [path for kind in ("finetune", "eval") for path in sorted(GPT.glob(f"{kind}_*.yaml"))]

@@ -118,3 +118,11 @@ def test_a_part_of_each_head_may_be_turned(monkeypatch):
     options = {"rotary_percent": 0.5}
     monkeypatch.setattr(Record, "get", lambda self, name, *more: options.get(name, real(self, name, *more)))
     assert model_of(read_megatron(MEGATRON / "llama_tp2" / "iter_0000003"), None).rotary_percent == 0.5
+
+
+def test_experts_are_refused_with_the_way_around(monkeypatch):
+    real = Record.get
+    options = {"num_experts": 8}
+    monkeypatch.setattr(Record, "get", lambda self, name, *more: options.get(name, real(self, name, *more)))
+    with pytest.raises(CheckpointError, match=r"num_experts = 8 is not supported.*in Hugging Face's format"):
+        read_megatron(MEGATRON / "llama_tp2" / "iter_0000003")

@@ -536,7 +536,26 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("--num-experts 8", "--num-experts = 8 (argument 23): can only be None or 0 or 1"),
+        ("--num-experts 8 --moe-apply-probs-on-input", "can only be False: weights multiply what comes out"),
+        (
+            "--num-experts 8 --moe-layer-freq [x]*4",
+            "--moe-layer-freq = '[x]*4' (argument 25): must be an integer",
+        ),
+        ("--num-experts 8 --moe-layer-freq [1]*3", "must have a 0 or a 1 for each of the 4 layers"),
+        ("--num-experts 8 --moe-layer-freq [1]*99999999", "must be an integer, or lists"),
+        (
+            "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
+            "must be one of aux_loss, seq_aux_loss",
+        ),
+        ("--num-experts 8 --moe-aux-loss-coeff 1e-2 1e-3", "one balancing loss at a time"),
+        (
+            "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 6",
+            "best 3 experts",
+        ),
+        ("--num-experts 8 --moe-router-score-function sqrtsoftplus", "must be one of 'softmax', 'sigmoid'"),
+        ("--num-experts 8 4", "all mixtures have the same number of experts"),
+        ("--num-experts 4 --mlp-type residual", "can only be 'standard'"),
+        ("--num-experts 4 --moe-use-upcycling", "ppfleetx upcycle"),
         ("--num-experts 8 --num-tokens-to-generate 9", "--num-tokens-to-generate = 9"),
         ("--fp8-format hybrid --num-tokens-to-generate 9", "--num-tokens-to-generate = 9"),
         ("--fim-data --fim-rate 0.5", "--fim-data"),
@@ -635,3 +654,84 @@ def test_a_file_is_read_as_its_own_loader_does(lines, seed, tmp_path):
 def test_programs_of_other_models_are_refused(program):
     with pytest.raises(ConfigError, match=program.rpartition("/")[2]):
         of_arguments([program, *BASE.split()], 1)
+
+
+EXPERTS = {
+    "defaults": ("--num-experts 4", {"top_k": 2, "aux_loss.kind": "none", "capacity": None}),
+    "DeepSeek": (
+        """
+        --num-experts 8 --moe-layer-freq ([0]*1+[1]*3) --moe-ffn-hidden-size 24 --moe-router-topk 4
+        --moe-shared-expert-intermediate-size 48 --moe-router-score-function sigmoid
+        --moe-router-enable-expert-bias --moe-router-num-groups 4 --moe-router-group-topk 2
+        --moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss
+        --moe-aux-loss-coeff 1e-4 --moe-router-dtype fp32 --moe-grouped-gemm --moe-permute-fusion
+        """,
+        {
+            "first_dense_layers": 1, "expert_ffn_size": 24, "shared_experts.ffn_size": 48, "top_k": 4,
+            "router.score": "sigmoid", "router.normalize": True, "router.bias": True, "router.scale": 2.5,
+            "router.num_groups": 4, "router.top_groups": 2, "router.group_score": "top2",
+            "bias_update_rate": 1e-3, "aux_loss.kind": "sequence", "aux_loss.weight": 1e-4,
+        },
+    ),
+    "capacity": (
+        """
+        --num-experts 4 --moe-layer-freq 2 --moe-router-pre-softmax --moe-expert-capacity-factor 1.5
+        --moe-token-drop-policy position --moe-pad-expert-input-to-capacity --moe-z-loss-coeff 1e-3
+        --moe-aux-loss-coeff 1e-2 --moe-input-jitter-eps 0.01
+        """,
+        {
+            "layers": (0, 2), "router.normalize": False, "capacity.factor": 1.5,
+            "capacity.policy": "position", "z_loss_weight": 1e-3, "aux_loss.kind": "switch",
+            "router.jitter": 0.01,
+        },
+    ),
+    "Megatron-DeepSpeed": (
+        "--deepspeed --num-experts 4 --topk 1",
+        {
+            "layers": (1, 3), "top_k": 1, "router.normalize": False, "aux_loss.kind": "switch",
+            "aux_loss.weight": 0.1, "capacity.factor": 1.0, "capacity.policy": "position",
+        },
+    ),
+    "Megatron-DeepSpeed without drops": (
+        "--num-experts 4 --topk 2 --disable-moe-token-dropping --moe-loss-coeff 0.01 --expert-interval 1",
+        {"layers": None, "capacity": None, "aux_loss.kind": "gshard", "router.normalize": True},
+    ),
+    "MindSpeed": (
+        "--num-experts 4 --first-k-dense-replace 2 --n-shared-experts 2 --moe-ffn-hidden-size 8 --seq-aux "
+        "--moe-aux-loss-coeff 0.1 --norm-topk-prob --moe-router-pre-softmax",
+        {
+            "first_dense_layers": 2, "shared_experts.ffn_size": 16, "aux_loss.kind": "sequence",
+            "router.normalize": True,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_mixtures_of_experts(name):
+    arguments, values = EXPERTS[name]
+    moe = load_tree(of_arguments([*BASE.split(), *arguments.split()], 1).tree(), world_size=1).Model.moe
+    assert {key: attrgetter(key)(moe) for key in values} == values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "degrees"),
+    [
+        ("--expert-model-parallel-size 4", (4, None)),
+        (
+            "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4",
+            (4, 1),
+        ),
+        ("--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --moe-tp-extend-ep", (4, 1)),
+        ("--tensor-model-parallel-size 2 --moe-expert-parallel-size 2", (2, 1)),
+    ],
+)
+def test_degrees_of_experts(arguments, degrees):
+    words = [*BASE.split(), "--num-experts", "8", *arguments.split()]
+    found = load_tree(of_arguments(words, 4).tree(), world_size=4).Distributed
+    assert (found.ep_degree, found.expert_mp_degree) == degrees
+
+
+def test_a_dense_network_says_what_has_no_effect():
+    notes = of_arguments([*BASE.split(), "--moe-router-topk", "2"], 1).notes
+    assert any("moe_router_topk without effect" in note for note in notes)

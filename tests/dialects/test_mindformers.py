@@ -193,6 +193,19 @@ def test_names_of_later_versions() -> None:
     assert any("drop_remainder" in note for note in cfg.warnings)
 
 
+def test_mixtures_of_experts() -> None:
+    options = "moe_config.expert_num=8 moe_config.num_experts_chosen=2 parallel_config.expert_parallel=4 "
+    cfg = loaded("run_gpt2.yaml", options=options + PARALLEL.format(4, 1, 1), world=4)
+    moe = cfg.Model.moe
+    assert moe is not None and moe.capacity is not None
+    assert (moe.num_experts, moe.top_k, moe.capacity.factor, moe.aux_loss.weight) == (8, 2, 1.1, 0.05)
+    assert cfg.Distributed.ep_degree == 4
+    with pytest.raises(ConfigError, match=r"moe_config\.hot_expert_num = 1"):
+        loaded("run_gpt2.yaml", options="moe_config.expert_num=8 moe_config.hot_expert_num=1")
+    dense = of("run_gpt2.yaml", options="moe_config.hot_expert_num=1").translation
+    assert "moe_config.hot_expert_num" in [one.key for one in dense.unused]
+
+
 def test_options_are_read_as_yaml_reads_them() -> None:
     options = "recompute_config.recompute=True optimizer.betas=(0.8,0.9) callbacks.1.save_checkpoint_steps=7"
     cfg = loaded(
@@ -227,7 +240,7 @@ def cases() -> Iterator[tuple[str, list[str], str]]:
             "Model.num_layers = 'x' (argument 3, model.model_config.num_layers)",
         ),
         ("parallel.parallel_mode=2", "parallel.parallel_mode = 2 (argument 3): is not built"),
-        ("moe_config.expert_num=2", "moe_config.expert_num = 2 (argument 3): can only be 1"),
+        ("parallel_config.expert_parallel=2", "moe_config.expert_num is 1, and there are no experts"),
         ("model.model_config.compute_dtype=int8", "must be one of 'float32'"),
         ("context.device_target=TPU", "must be one of 'Ascend', 'GPU', 'CPU'"),
         ("context.max_device_memory=31", 'must be a size like "31GB"'),

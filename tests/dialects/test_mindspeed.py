@@ -189,7 +189,7 @@ def test_a_section_may_stand_in_train_config(tmp_path):
         ("tensor_model_parallel_size: 2", "select_recompute: '[[1]]'\n  recompute: '[[1]]'",
          "recomputed either all in full or all in part"),
         ("load_checkpoint: \"\"", "loss_scale_factor: 4", "the loss scale doubles and halves"),
-        ("qkv_has_bias: False", "moe_config:\n    expert_num: 8", "mixtures of experts are not built"),
+        ("qkv_has_bias: False", "moe_config:\n    expert_num: 8", "Did you mean model_config.moe_config."),
     ],
 )  # fmt: skip
 def test_refusals_name_line_and_key(tmp_path, monkeypatch, old, new, words):

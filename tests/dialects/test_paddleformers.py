@@ -196,7 +196,19 @@ def test_refusals_name_line_and_key(keys, words):
 
 def test_a_network_that_is_not_built():
     Path("model/config.json").write_text(json.dumps({**LLAMA, "model_type": "qwen3_moe"}))
-    assert "config.json.model_type = 'qwen3_moe' (model/config.json:1): must be one of" in refusal()
+    message = refusal()
+    assert "config.json.model_type = 'qwen3_moe' (model/config.json:1): must be one of" in message
+    assert "ppfleetx convert" in message
+
+
+def test_a_mixture_of_experts_is_that_of_a_converted_checkpoint():
+    moe = {"num_experts": 4, "router": {"bias": True}}
+    model = {"vocab_size": 100, "hidden_size": 64, "num_layers": 4, "num_attention_heads": 4, "moe": moe}
+    Path("model/config.yaml").write_text(yaml.safe_dump({"Model": model}))
+    keys = {"expert_model_parallel_size": 2, "use_expert_parallel": True, "moe_router_bias_update_rate": 0.01}
+    cfg = loaded(2, **keys)
+    assert cfg.Distributed.ep_degree == 2
+    assert (cfg.Model.moe.num_experts, cfg.Model.moe.bias_update_rate) == (4, 0.01)
 
 
 def test_command_lines():

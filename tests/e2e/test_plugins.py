@@ -213,17 +213,20 @@ def test_a_task_a_position_embedding_and_a_tokenizer_of_ones_own(
 def _check_conversion(folder: Path) -> None:
     """A model with a part of a plugin is converted and quantised by whoever names the plugin."""
     kinds = "--from ppfleetx --to ppfleetx --dtype bfloat16 --input"
-    commands = {"convert": kinds.split(), "quantize": ["--to", "int8"]}
+    commands = {"convert": kinds.split(), "quantize": ["--to", "int8"], "generate": []}
 
     def run(verb: str, output: str, *words: str, **variables: str):
         command = [sys.executable, "-m", "ppfleetx", verb, *commands[verb], str(folder / "one"), *words]
         variables["PYTHONPATH"] = os.pathsep.join([str(folder), environment().get("PYTHONPATH", "")])
         environ = {**environment(), **variables}
-        return programs.run([*command, "--output", output], timeout=120, cwd=folder, env=environ)
+        where = [] if verb == "generate" else ["--output", output]
+        return programs.run([*command, *where], timeout=120, cwd=folder, env=environ)
 
     refused = run("convert", "none")
     assert refused.returncode == 2 and "position_embedding_type" in refused.stderr
     assert "Traceback" not in refused.stderr and not (folder / "none").exists()
+    refused = run("generate", "", "a")
+    assert refused.returncode == 2 and "needs the plugin parts_plugin" in refused.stderr
     for verb, output, words, variables in (
         ("convert", "argument", ("--plugin", "parts_plugin"), {}),
         ("convert", "variable", (), {"PPFLEETX_PLUGINS": "parts_plugin"}),

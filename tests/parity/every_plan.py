@@ -1,6 +1,6 @@
 """Every legal plan against one card: ``make parity``, or ``python -m tests.parity.every_plan 2 4 -m llama``.
 
-The model ``mixed`` is run on up to 4 processes.
+The models ``mixed`` and ``latent`` are run on up to 4 processes.
 
 Prints one line a plan with the largest relative difference of loss, gradient norm (AdamW, with clipping,
 weight decay, warm-up, accumulation, unequal padding) and final weights (SGD) from the run of one process.
@@ -26,7 +26,7 @@ from tests.parity import experts, pruned, qat
 from tests.parity.comparison import TOLERANCE, Comparison
 from tests.parity.training import MODELS, SEQ_LEN, SIZES
 
-_MOST_OF_MIXED = 4
+_MOST_OF = {"mixed": 4, "latent": 4}
 # The order of passes changes nothing that ranks exchange: a choice of plans is enough.
 ZERO_BUBBLE = [
     replace(plan, pp_schedule="zb_h1")
@@ -79,7 +79,7 @@ def main() -> int:
         comparison = Comparison(pools, Path(directory))
         for size in arguments.sizes:
             for model in (model for model in arguments.models if model in MODELS):
-                if model == "mixed" and size > _MOST_OF_MIXED:
+                if size > _MOST_OF.get(model, size):
                     continue
                 for plan in plans_of(model, size):
                     if arguments.keyword in str(plan):

@@ -69,6 +69,18 @@ MODELS["moe_bias"] = {
     "bias: true, num_groups: 4, top_groups: 2, scale: 1.5}, aux_loss: {kind: switch, weight: 0.1}, "
     "bias_update_rate: 0.01}",
 }
+# DeepSeek's attention; sizes are those of ordinary heads, so that the same plans divide them.
+MODELS["latent"] = {
+    **MODELS["llama"],
+    "num_query_groups": 16,
+    "head_dim": "null",
+    "rotary_interleaved": True,
+    "latent_attention.q_rank": 12,
+    "latent_attention.kv_rank": 10,
+    "latent_attention.rope_head_dim": 4,
+    "latent_attention.nope_head_dim": 3,
+    "latent_attention.value_head_dim": 5,
+}
 OPTIMIZERS = {
     # Small enough steps that a difference in the last digit of a gradient stays one.
     "adamw": {"name": "AdamW", "weight_decay": 0.1, "lr.max_lr": 1e-3, "lr.min_lr": 1e-4},

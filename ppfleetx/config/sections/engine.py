@@ -45,6 +45,10 @@ class GlobalConfig(Section):
     """Sequences per optimizer step on one data-parallel replica; null: from the other batch sizes."""
     micro_batch_size: PositiveInt | None = None
     """Sequences per forward pass; null: `local_batch_size / Engine.accumulate_steps`."""
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+    """A batch that grows, as Megatron-LM's `--rampup-batch-size`: [start, increment, samples]. It begins with
+    `start` sequences a step and grows by `increment`, in equal parts of `samples` sequences, to
+    `global_batch_size`. Each size must be a multiple of `micro_batch_size` x data ranks."""
     allow_tf32: Bool = False
     """On NVIDIA GPUs from Ampere on (compute capability 8.0), let float32 matrix products round what they
     multiply to TF32: several times faster, with relative errors of about 1e-3 instead of 1e-7. Products in

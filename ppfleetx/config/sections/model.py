@@ -31,6 +31,7 @@ from ppfleetx.config.registries import (
     PositionTraits,
 )
 from ppfleetx.config.registry import Registered
+from ppfleetx.config.sections.latent_attention import LatentAttentionConfig
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
@@ -96,6 +97,9 @@ class ModelConfig(Section):
     rotary_percent: UnitFloat = 1.0
     """Part of each head that is turned by its position: its first `int(rotary_percent * head_dim)` features,
     an even number; the others carry no position."""
+    rotary_interleaved: Bool = False
+    """Rotary positions turn neighbouring features (0 and 1, 2 and 3, ...) as pairs, as in DeepSeek and GPT-J;
+    false: feature `i` of the first half of a head with feature `i` of the second half."""
     rope_scaling: RopeScalingConfig | None = None
     """Stretch the rotary frequencies to longer sequences; null: as they are."""
     normalization: Annotated[str, Registered(NORMS)] = "LayerNorm"
@@ -117,6 +121,9 @@ class ModelConfig(Section):
     qk_layernorm: Bool = False
     """Normalise the query and the key of each head before positions turn them. All queries of a layer share
     one gain, and so do all keys."""
+    latent_attention: LatentAttentionConfig | None = None
+    """Make keys and values from one compressed vector per position, as DeepSeek-V2 and V3 do; null: ordinary
+    heads. Needs rotary positions."""
     parallel_residual: Bool = False
     """Attention and the MLP both read the layer's input, each through a norm of its own, and both are added
     to it; false: the MLP reads what attention has been added to."""
@@ -215,12 +222,16 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Width of one head."""
+        """Width of one head; with latent attention, of its query and key."""
+        if self.latent_attention is not None:
+            return self.latent_attention.head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def rotary_size(self) -> int:
         """Features of each head that rotary positions turn."""
+        if self.latent_attention is not None:
+            return self.latent_attention.rope_head_dim
         return int(self.head_size * self.rotary_percent)
 
     @property
@@ -294,7 +305,8 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check_heads(self) -> ModelConfig:
         heads, groups = self.num_attention_heads, self.kv_heads
-        if self.head_dim is None and self.hidden_size % heads:
+        is_ordinary = self.latent_attention is None
+        if is_ordinary and self.head_dim is None and self.hidden_size % heads:
             raise RuleError(
                 ("num_attention_heads", "hidden_size"),
                 f"{heads} heads do not divide the hidden size {self.hidden_size}; "
@@ -305,7 +317,7 @@ class ModelConfig(Section):
                 ("num_query_groups", "num_attention_heads"),
                 f"the number of query groups {groups} must divide the number of heads {heads}",
             )
-        if self.positions.rotates and self.head_size % 2:
+        if is_ordinary and self.positions.rotates and self.head_size % 2:
             raise RuleError(
                 ("head_dim", "position_embedding_type", "hidden_size", "num_attention_heads"),
                 f"rotary positions turn pairs of features: the head width must be even, not {self.head_size}",
@@ -320,6 +332,38 @@ class ModelConfig(Section):
             raise RuleError(
                 ("ffn_hidden_size", "hidden_size"),
                 f"the swiglu width of hidden size {self.hidden_size} would be 0; give Model.ffn_hidden_size",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_latent_attention(self) -> ModelConfig:
+        if self.latent_attention is None:
+            return self
+        if not self.positions.rotates:
+            raise RuleError(
+                ("latent_attention", "position_embedding_type"),
+                "a part of each key carries its position: set position_embedding_type to rope",
+            )
+        others = {
+            "num_query_groups": self.kv_heads != self.num_attention_heads,
+            "head_dim": self.head_dim is not None,
+            "rotary_percent": self.rotary_percent != 1.0,
+            "qk_layernorm": self.qk_layernorm,
+        }
+        for key, is_set in others.items():
+            if is_set:
+                raise RuleError(
+                    (key, "latent_attention"),
+                    "belongs to ordinary heads; latent attention has its own sizes and norms. Leave it out",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_rotary_pairs(self) -> ModelConfig:
+        if self.rotary_interleaved and self.position_embedding_type != "rope":
+            raise RuleError(
+                ("rotary_interleaved", "position_embedding_type"),
+                f"belongs to rotary positions, and position_embedding_type is {self.position_embedding_type}",
             )
         return self
 

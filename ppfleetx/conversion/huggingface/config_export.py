@@ -9,6 +9,7 @@ from ppfleetx.checkpoint.lazy import NAME_OF_DTYPE
 from ppfleetx.config.errors import CheckpointError, UserError, shown
 from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.moe import BalanceLossConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.families import candidates
@@ -76,7 +77,12 @@ def _differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
         for key, value in network(model).items()
         if value != theirs[key]
     ]
-    mine = model.model_copy(update={"vocab_size_divisible_unit": 1})
-    if not found and parameter_shapes(other) != parameter_shapes(mine):
+    if not found and parameter_shapes(_as_stored(other)) != parameter_shapes(_as_stored(model)):
         found.append("its parameters")
     return found
+
+
+def _as_stored(model: ModelConfig) -> ModelConfig:
+    """The network without vocabulary padding and without what training alone keeps."""
+    moe = model.moe and model.moe.model_copy(update={"aux_loss": BalanceLossConfig(kind="none")})
+    return model.model_copy(update={"vocab_size_divisible_unit": 1, "moe": moe})

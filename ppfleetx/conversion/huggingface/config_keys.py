@@ -107,10 +107,13 @@ _WHY = {
     "auto_map": "it brings its own code. Without auto_map it is read as its model_type",
 }
 _LAYER_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}
-_GPT_OSS = (
-    "each of its attention heads has a sink, a learned logit that takes part of the softmax; its experts "
-    "clamp what goes into their gate; and every second layer has a window. None of these is built"
-)
+_REFUSED = {
+    "gpt_oss": "each of its attention heads has a sink, a learned logit that takes part of the softmax; its "
+    "experts clamp what goes into their gate; and every second layer has a window. None of these is built",
+    "olmoe": "it normalises all queries of a layer together, and all keys; Model.qk_layernorm normalises "
+    "those of each head",
+}
+"""Networks that are often asked for, and why they are not read."""
 
 
 def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +124,8 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        why = f": {_GPT_OSS}" if kind == "gpt_oss" else f"; those that are: {', '.join(FAMILIES)}"
+        others = f"; those that are: {', '.join(FAMILIES)}"
+        why = f": {_REFUSED[kind]}" if isinstance(kind, str) and kind in _REFUSED else others
         raise CheckpointError(f"model_type {shown(kind)} is not supported{why}")
     family = FAMILIES[kind]
     check_values(hf_config)

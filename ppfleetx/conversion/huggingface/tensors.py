@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.fused import join_parts, split_parts
@@ -22,6 +24,8 @@ from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.family import Family
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.nn.param_spec import ParamSpec, Part, Shape
+
+_LOAD = "router_load"
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,22 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
     Raises:
         UserError: ``config.json`` is not that of a network of ours.
     """
-    model = section_of(ModelConfig, model_keys(hf_config) | {"vocab_size_divisible_unit": 1})
-    family = FAMILIES[hf_config["model_type"]]
-    return [_rule(family, name, spec) for name, spec in parameter_specs(model).items()]
+    family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(_model(hf_config)).items()
+    return [_rule(family, name, spec) for name, spec in specs if spec.kind != _LOAD]
+
+
+def loads(hf_config: Mapping[str, Any]) -> dict[str, LazyTensor]:
+    """The shares of experts in the step before, which a balancing loss may count by and no file has: as
+    before the first step."""
+    return {
+        name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
+        for name, spec in parameter_specs(_model(hf_config)).items()
+        if spec.kind == _LOAD
+    }
+
+
+def _model(hf_config: Mapping[str, Any]) -> ModelConfig:
+    return section_of(ModelConfig, model_keys(hf_config) | {"vocab_size_divisible_unit": 1})
 
 
 def _rule(family: Family, ours: str, spec: ParamSpec) -> Rule:

@@ -52,9 +52,8 @@ def begin(
     ownership = None
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:
-            batch_size = cfg.batch.global_batch_size
             _refuse_other_tokenizer(cfg, tokenizer)
-            ownership = claim(cfg, start, partial(length.comes_to, start.state, batch_size))
+            ownership = claim(cfg, start, partial(length.comes_to, start.state, cfg.batch))
             if tokenizer is not None:
                 _save_tokenizer(cfg, tokenizer)
     run = gather(ctx, None if ownership is None else ownership.run)[0]

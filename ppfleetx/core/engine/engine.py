@@ -285,7 +285,7 @@ class Engine:
             if moved is not None:
                 return moved
         epoch, batch = self._position()
-        batch_size = self.cfg.batch.global_batch_size
+        batch_size = self.cfg.batch.size_at(self.state.consumed_samples)
         self.state.step = step
         self.state.skipped_steps += output.skipped
         self.state.consumed_samples += batch_size
@@ -321,7 +321,7 @@ class Engine:
             TrainingStoppedError: the run has to end.
         """
         begin = self.state.consumed_samples
-        end, moved = begin + self.cfg.batch.global_batch_size, None
+        end, moved = begin + self.cfg.batch.size_at(begin), None
         if spike.action == "rewind" and self._go_back is not None and not self._guard.gives_up:
             self._saver.complete()
             moved = self._go_back(self, end)

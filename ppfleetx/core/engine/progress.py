@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.errors import CheckpointError, DataError, shown
 from ppfleetx.config.sections.root import RunConfig
 
@@ -128,7 +129,9 @@ class TrainingLength:
         epoch = int(steps_done // self.steps_per_epoch)
         return epoch, int(steps_done - epoch * self.steps_per_epoch)
 
-    def comes_to(self, state: TrainState, global_batch_size: int, epoch: int, step: int) -> bool:
-        """Whether a run at ``state`` will at some point have done exactly this many epochs and steps."""
-        samples = state.consumed_samples + (step - state.step) * global_batch_size
-        return state.step < step <= self.max_steps and self.position(samples / global_batch_size)[0] == epoch
+    def comes_to(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
+        """Whether a run that stands at ``state`` will have done this many epochs and steps at some time."""
+        if not state.step < step <= self.max_steps:
+            return False
+        samples = batch.consumed_after(step - state.step, state.consumed_samples)
+        return self.position(samples / batch.global_batch_size)[0] == epoch

@@ -147,6 +147,10 @@ class Window:
         """Seconds per step."""
         return self._seconds / self._steps
 
+    def whole_batch_cost(self, cfg: RunConfig) -> float:
+        """Seconds that a step with the whole batch takes at this speed; steps of a ramp have fewer tokens."""
+        return cfg.batch.global_batch_size * cfg.Data.Train.dataset.max_seq_len / self.ips_total
+
     @property
     def reader_cost(self) -> float:
         """Seconds per step spent waiting for data."""

@@ -166,8 +166,9 @@ def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
 def cache_bytes(cfg: RunConfig, item_size: int) -> int:
     """Bytes of the keys and values of one sequence as long as the model takes."""
     model = cfg.Model
-    per_position = 2 * model.num_layers * model.kv_heads * model.head_size * item_size
-    return per_position * model.max_position_embeddings
+    latent = model.latent_attention
+    width = 2 * model.kv_heads * model.head_size if latent is None else latent.kv_rank + latent.rope_head_dim
+    return model.num_layers * width * item_size * model.max_position_embeddings
 
 
 def serve(service: Service, listener: socket.socket) -> None:

@@ -11,6 +11,7 @@ from ppfleetx.config.reading.parse import parse_yaml, read_text, read_yaml, show
 from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name, without_launcher, world_of
 from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
+from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translate import Rule, translate
@@ -33,6 +34,7 @@ def rules(world_size: int | None) -> list[Rule]:
     return [
         network_rules.required,
         network_rules.network,
+        experts,
         network_rules.vocabulary,
         network_rules.data,
         run_rules.batches,

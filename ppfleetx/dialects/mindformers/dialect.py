@@ -19,6 +19,7 @@ _RULES = (
     rules.network,
     rules.device,
     rules.degrees,
+    rules.experts,
     rules.batch,
     rules.recompute,
     rules.data,

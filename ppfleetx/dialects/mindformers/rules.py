@@ -16,6 +16,14 @@ from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
 
 _DEVICES = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
 _TYPES = ("float32", "float16", "bfloat16")
+_DECIDING = ("num_experts_chosen", "aux_loss_factor", "capacity_factor", "norm_topk_prob")
+_EXPERTS = frozenset(
+    f"moe_config.{name}"
+    for name in (
+        *_DECIDING, "expert_num", "routing_policy", "expert_group_size", "group_wise_a2a",
+        "comp_comm_parallel", "comp_comm_parallel_degree",
+    )
+)  # fmt: skip
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*GB", re.ASCII)
 
 
@@ -76,6 +84,40 @@ def _precision(run: Translation, on_cpu: bool) -> None:
     run.put("Engine.mix_precision.dtype", compute, *origins, why=why)
     run.put("Engine.mix_precision.level", "O2", weights_key, why="float32 masters")
     run.put("Engine.mix_precision.hysteresis", 1, why="DynamicLossScaleUpdateCell halves at each overflow")
+
+
+def experts(run: Translation) -> None:
+    """``moe_config``: all layers are mixtures of experts, or none."""
+    number = run.integer("moe_config.expert_num", 1, least=1)
+    parallel = "parallel_config.expert_parallel"
+    degree = run.integer(parallel, 1, least=1)
+    if number == 1:
+        if degree > 1:
+            raise run.error(parallel, "must be 1: moe_config.expert_num is 1, and there are no experts")
+        of_experts = (name for name in run.given if name.startswith("moe_config."))
+        run.unused.extend(run.given[name] for name in of_experts)
+        return
+    if other := [name for name in run.given if name.startswith("moe_config.") and name not in _EXPERTS]:
+        raise run.error(other[0], "is not built")
+    chosen, weight, factor, normalize = (f"moe_config.{name}" for name in _DECIDING)
+    top_k = run.integer(chosen, 1, least=1)
+    for key, value, name in (
+        ("num_experts", number, "moe_config.expert_num"),
+        ("top_k", top_k, chosen),
+        ("router.normalize", top_k > 1 and run.flag(normalize, True), normalize),
+        ("aux_loss.kind", "switch", weight),
+        ("aux_loss.weight", run.number(weight, 0.05, least=0), weight),
+        ("capacity.factor", run.number(factor, 1.1, least=0), factor),
+        ("capacity.policy", "position", factor),
+    ):
+        why = "" if name in run else "the default of MoEConfig"
+        run.put(f"Model.moe.{key}", value, name, why=why)
+    if degree > 1:
+        run.put("Distributed.ep_degree", degree, parallel)
+    run.notes.append(
+        "the balancing loss takes the experts' shares from the step before, and capacity is counted in each "
+        "sequence, so that neither depends on plan and micro batches, as both do there"
+    )
 
 
 def degrees(run: Translation) -> None:

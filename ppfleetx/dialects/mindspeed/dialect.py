@@ -12,6 +12,7 @@ from ppfleetx.config.reading.parse import read_yaml, shown_path
 from ppfleetx.dialects.given import Given, given_arguments, given_in, normal_name, without_launcher, world_of
 from ppfleetx.dialects.megatron import network_rules, run_rules
 from ppfleetx.dialects.megatron.dialect import FLAGS, MANY
+from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.megatron.network_rules import TENSOR
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.mindspeed.keys import ALIASES, LLM, PRECISION, TABLE, documented, plain
@@ -67,6 +68,7 @@ def _rules(world_size: int | None) -> list[Rule]:
         network_rules.required,
         _network,
         network_rules.network,
+        experts,
         network_rules.vocabulary,
         network_rules.data,
         run_rules.batches,

@@ -14,7 +14,8 @@ LLM, PRECISION = "model_config.llm", "accelerate_config.precision"
 _FILE = read_file("mindspeed")
 OWN = tables_of(_FILE)["own"]
 _SECTIONS = {
-    "model_config": "model recomputation",
+    "model_config": "model experts recomputation",
+    "model_config.moe_config": "experts",
     "training_config": "training profiler parallelism others",
     "dataset_config": "data",
     "optimizer_config": "optimizer training parallelism others",

@@ -69,6 +69,7 @@ def _translated(given: list[Given], place: str, world_size: int | None) -> Trans
 def _rules(world_size: int | None) -> list[Rule]:
     return [
         rules.network,
+        rules.balancing,
         rules.batches,
         rules.precision,
         rules.optimizer,

@@ -16,12 +16,15 @@ _DEGREES = {
     "Distributed.mp_degree": ("tensor_model_parallel_size", "tensor_parallel_degree"),
     "Distributed.pp_degree": ("pipeline_model_parallel_size", "pipeline_parallel_degree"),
     "Distributed.sep_degree": ("sep_parallel_size", "sep_parallel_degree"),
+    "Distributed.ep_degree": ("expert_model_parallel_size", "expert_parallel_degree"),
+    "Distributed.expert_mp_degree": ("expert_tensor_model_parallel_size", "expert_tensor_parallel_degree"),
     "Model.virtual_pp_degree": ("virtual_pp_degree", "virtual_pipeline_model_parallel_size"),
 }
 _SHARDING = ("sharding_parallel_size", "sharding_parallel_degree", "sharding_degree")
 _DATA = ("data_parallel_size", "data_parallel_degree")
 
 CONFIG = "config.json"
+_KINDS = ("gpt2", "llama")
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu": "relu"}
 
 
@@ -30,7 +33,13 @@ def network(run: Translation) -> None:
     kind_key = f"{CONFIG}.model_type"
     if kind_key not in run:
         return
-    kind = run.choice(kind_key, ("gpt2", "llama"))
+    kind = run.value(kind_key)
+    if kind not in _KINDS:
+        raise run.error(
+            kind_key,
+            f"must be one of {', '.join(_KINDS)}; convert the weights of another network (ppfleetx "
+            "convert) and name the result, whose config.yaml is read",
+        )
     origins = run.origins(kind_key)
     act = _ACTIVATIONS[run.choice(f"{CONFIG}.activation_function", _ACTIVATIONS, "gelu_new")]
     shape = {
@@ -61,6 +70,13 @@ def network(run: Translation) -> None:
     _unless(run, "Model.attention_probs_dropout_prob", attention, run.origins(*names))
 
 
+def balancing(run: Translation) -> None:
+    """The update of a router's bias, which only a network with such a bias has."""
+    name, has_bias = "moe_router_bias_update_rate", "config.yaml.Model.moe.router.bias"
+    if run.value(has_bias) is True:
+        run.replace("Model.moe.bias_update_rate", run.number(name, least=0.0), name)
+
+
 def _unless(run: Translation, key: str, value: float, origins: tuple) -> None:
     """Set what an argument of the run has not set."""
     if key not in run.native:
@@ -73,11 +89,11 @@ def plan_rule(world_size: int | None) -> Rule:
     def plan(run: Translation) -> None:
         degrees = {key: _degree(run, names) for key, names in _DEGREES.items()}
         for key, value in degrees.items():
-            if value is not None:
+            if value is not None and (value > 1 or "expert" not in _DEGREES[key][0]):
                 run.put(key, value, *_DEGREES[key])
         if run.value("sequence_parallel") in (True, 1) and (degrees["Distributed.mp_degree"] or 1) > 1:
             run.put("Model.sequence_parallel", True, "sequence_parallel")
-        model = math.prod(value or 1 for key, value in degrees.items() if key.startswith("Distributed."))
+        model = math.prod(degrees[f"Distributed.{axis}_degree"] or 1 for axis in ("mp", "pp", "sep"))
         if world_size is not None and world_size % model:
             raise ConfigError(
                 f"the job has {world_size} processes, which {model} (tensor x pipeline x sep) do not divide",

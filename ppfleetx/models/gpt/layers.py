@@ -14,7 +14,7 @@ from paddle import nn
 
 from ppfleetx.config.registry import load_target
 from ppfleetx.models.gpt.spec import BlockSpec, EmbeddingSpec, HeadSpec
-from ppfleetx.nn.attention import Attention, KeyValueCache
+from ppfleetx.nn.attention import KeyValueCache
 from ppfleetx.nn.chunked_loss import LogitsInPieces, PieceHead, PieceTarget
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.layer_spec import NormSpec
@@ -128,7 +128,7 @@ class Block(nn.Layer):
             return None if spec is None else factory.norm(spec)
 
         self.input_norm = factory.norm(spec.input_norm)
-        self.attention = Attention(
+        self.attention = load_target(spec.attention.layer)(
             factory,
             spec.attention,
             layer_index=layer_index,

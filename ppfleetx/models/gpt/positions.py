@@ -14,7 +14,13 @@ def learned_absolute(cfg: ModelConfig) -> Positions:
 
 def rope(cfg: ModelConfig) -> Positions:
     """Rotary positions (Su et al., 2021), stretched as ``Model.rope_scaling`` says."""
-    rotary = RotaryEmbedding(cfg.rotary_size, cfg.max_position_embeddings, cfg.rotary_base, cfg.rope_scaling)
+    rotary = RotaryEmbedding(
+        cfg.rotary_size,
+        cfg.max_position_embeddings,
+        cfg.rotary_base,
+        cfg.rope_scaling,
+        interleaved=cfg.rotary_interleaved,
+    )
     return Positions(rotary=rotary)
 
 

@@ -18,10 +18,12 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.nn.attention_spec import AttentionSpec
 from ppfleetx.nn.cost import Operation, Recompute, Work, dropout_step, elementwise, residual
 from ppfleetx.nn.init import Normal
+from ppfleetx.nn.latent_attention_spec import LatentAttentionSpec
 from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, TableSpec, within
 from ppfleetx.nn.mlp_spec import MLPSpec
 from ppfleetx.nn.moe_spec import MoESpec
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, dense
+from ppfleetx.nn.rope_scaling import score_factor
 from ppfleetx.nn.tape import Step, Tape
 from ppfleetx.nn.transforms import transformed
 from ppfleetx.utils.log import get_logger
@@ -83,7 +85,7 @@ class BlockSpec:
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.models.gpt.layers:Block"
 
     input_norm: NormSpec
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     attention_post_norm: NormSpec | None
     mlp_norm: NormSpec
     mlp: MLPSpec | MoESpec
@@ -312,26 +314,10 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
     def norm(gain: float = 1.0) -> NormSpec:
         return NormSpec(cfg.normalization, h, cfg.norm_epsilon, gain)
 
-    head_norm = NormSpec(cfg.normalization, cfg.head_size, cfg.norm_epsilon, inside_heads=True)
-    attention = AttentionSpec(
-        hidden_size=h,
-        num_heads=cfg.num_attention_heads,
-        num_kv_heads=cfg.kv_heads,
-        head_dim=cfg.head_size,
-        qkv_bias=cfg.has_qkv_bias,
-        output_bias=cfg.has_out_proj_bias,
-        init=Normal(std),
-        output_init=output_init,
-        dropout=cfg.attention_probs_dropout_prob,
-        window=cfg.attention_window,
-        head_norm=head_norm if cfg.qk_layernorm else None,
-        rotary_size=cfg.rotary_size if cfg.positions.rotates else None,
-        softmax_in_fp32=cfg.softmax_in_fp32,
-    )
     mlp = MLPSpec(h, cfg.ffn_size, cfg.hidden_act, cfg.has_mlp_bias, Normal(std), output_init)
     one = block(
         input_norm=norm(),
-        attention=attention,
+        attention=attention_spec(cfg, output_init),
         attention_post_norm=norm(cfg.attn_post_norm_scale) if cfg.sandwich_norm else None,
         mlp_norm=norm(),
         mlp=mlp,
@@ -362,6 +348,46 @@ def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
     shared = cfg.moe.shared_experts
     shared_mlp = None if shared is None else replace(mlp, ffn_hidden_size=shared.ffn_size)
     return MoESpec(cfg.moe, len(cfg.moe.mixture_layers(cfg.num_layers)), expert, shared_mlp)
+
+
+def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | LatentAttentionSpec:
+    """The attention of the ``Model`` section."""
+    init, latent = Normal(cfg.initializer_range), cfg.latent_attention
+    if latent is not None:
+        return LatentAttentionSpec(
+            hidden_size=cfg.hidden_size,
+            num_heads=cfg.num_attention_heads,
+            q_rank=latent.q_rank,
+            kv_rank=latent.kv_rank,
+            rope_head_dim=latent.rope_head_dim,
+            nope_head_dim=latent.nope_head_dim,
+            value_head_dim=latent.value_head_dim,
+            norm=(cfg.normalization, latent.norm_epsilon),
+            down_bias=cfg.has_qkv_bias,
+            output_bias=cfg.has_out_proj_bias,
+            init=init,
+            output_init=output_init,
+            dropout=cfg.attention_probs_dropout_prob,
+            window=cfg.attention_window,
+            score_factor=score_factor(cfg.rope_scaling),
+            softmax_in_fp32=cfg.softmax_in_fp32,
+        )
+    head_norm = NormSpec(cfg.normalization, cfg.head_size, cfg.norm_epsilon, inside_heads=True)
+    return AttentionSpec(
+        hidden_size=cfg.hidden_size,
+        num_heads=cfg.num_attention_heads,
+        num_kv_heads=cfg.kv_heads,
+        head_dim=cfg.head_size,
+        qkv_bias=cfg.has_qkv_bias,
+        output_bias=cfg.has_out_proj_bias,
+        init=init,
+        output_init=output_init,
+        dropout=cfg.attention_probs_dropout_prob,
+        window=cfg.attention_window,
+        head_norm=head_norm if cfg.qk_layernorm else None,
+        rotary_size=cfg.rotary_size if cfg.positions.rotates else None,
+        softmax_in_fp32=cfg.softmax_in_fp32,
+    )
 
 
 def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
@@ -471,5 +497,5 @@ def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
     """
     blocks = model_spec(model).blocks
     matrices = sum(matrix_size(block) for block in blocks) + model.hidden_size * model.padded_vocab_size
-    scores = batch_size * seq_len**2 * sum(block.attention.q_width for block in blocks)
-    return 6 * (batch_size * seq_len * matrices + scores)
+    scores = batch_size * seq_len**2 * sum(block.attention.score_width for block in blocks)
+    return 6 * batch_size * seq_len * matrices + 3 * scores

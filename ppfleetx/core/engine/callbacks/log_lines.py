@@ -34,7 +34,7 @@ class TrainLog(Callback):
         self._window.add(record)
         if record.step % self._logging_freq == 0 or record.step == run.max_steps:
             utilization = device_utilization(run.cfg, run.ctx.device)
-            rates = {} if utilization is None else utilization.rates(self._window.batch_cost)
+            rates = {} if utilization is None else utilization.rates(self._window.whole_batch_cost(run.cfg))
             get_logger().info(train_line(record, self._window, rates))
             if record.sources:
                 get_logger().info(sources_line(record))
@@ -96,15 +96,15 @@ class MegatronLog(Callback):
     """Logs `` iteration N/ TOTAL | consumed samples: ... |`` every ``logging_freq`` steps, and a line for
     each evaluation, as Megatron-LM does; times and speeds are means since the last line."""
 
-    def __init__(self, logging_freq: int, batch_size: int) -> None:
-        self._logging_freq, self._batch_size = logging_freq, batch_size
+    def __init__(self, logging_freq: int) -> None:
+        self._logging_freq = logging_freq
         self._window = Window()
         self._skipped = 0
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MegatronLog:
-        """For every run."""
-        return cls(setup.cfg.Engine.logging_freq, setup.cfg.batch.global_batch_size)
+        """For any run."""
+        return cls(setup.cfg.Engine.logging_freq)
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._window.add(record)
@@ -112,12 +112,13 @@ class MegatronLog(Callback):
         if record.step % self._logging_freq and record.step != run.max_steps:
             return
         seconds = self._window.batch_cost
+        batch_size = record.num_tokens // run.cfg.Data.Train.dataset.max_seq_len
         scale = "" if record.loss_scale is None else f" loss scale: {record.loss_scale:.1f} |"
         get_logger().info(
             f" iteration {record.step:8d}/{run.max_steps:8d} | consumed samples: "
             f"{run.state.consumed_samples:12d} | elapsed time per iteration (ms): {1000 * seconds:.1f} | "
-            f"samples/sec: {self._batch_size / seconds:.3f} | learning rate: {record.lr:.6E} | "
-            f"global batch size: {self._batch_size:5d} | lm loss: {record.loss:.6E} |{scale} "
+            f"samples/sec: {batch_size / seconds:.3f} | learning rate: {record.lr:.6E} | "
+            f"global batch size: {batch_size:5d} | lm loss: {record.loss:.6E} |{scale} "
             f"grad norm: {record.grad_norm:.3f} | number of skipped iterations: {self._skipped:3d} | "
             f"number of nan iterations:   0 |"
         )

@@ -76,7 +76,7 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
         "batch_cost": window.batch_cost,
         "ips_total": window.ips_total,
         "ips": window.ips,
-        **({} if utilization is None else utilization.rates(window.batch_cost)),
+        **({} if utilization is None else utilization.rates(window.whole_batch_cost(run.cfg))),
         **_scaling(record, run.state.skipped_steps),
         **_sources(record),
         **_metrics(record.own_metrics),

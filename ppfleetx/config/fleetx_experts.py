@@ -1,0 +1,134 @@
+"""FleetX's keys of mixtures of experts, in both of its layouts, rewritten as ``Model.moe``.
+
+Its gates weight experts by raw logits, count some choices twice and scale their loss by the number of experts
+on a rank. The names are taken over, the formulas are those of this program, and a warning says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.reading.tree import Node, plain_value
+
+_LOSSES = {"gshard": "gshard", "switch": "switch", "naive": "none"}
+# Of the later layout (examples/transformer), beside num_experts.
+_FLAT = (
+    "expert_interval", "topk", "moe_use_residual", "moe_train_capacity_factor", "moe_eval_capacity_factor",
+    "moe_min_capacity", "moe_token_dropping", "enable_expert_tensor_parallelism", "balance_loss_weight",
+)  # fmt: skip
+
+
+def rewrite_experts(tree: Node) -> list[str]:
+    """Rewrite the keys of experts of a whole configuration in place, and return warnings.
+
+    Raises:
+        ConfigError: what they ask for cannot be had, with key, value and place.
+    """
+    model, engine = _section(tree, "Model"), _section(tree, "Engine")
+    given, flat = model.pop("moe_configs", None), {key: model.pop(key) for key in _FLAT if key in model}
+    number = model.pop("num_experts", None)
+    weight = engine.pop("balance_loss_weight", None) or flat.get("balance_loss_weight")
+    for key, dense in (("module", "GPTModule"), ("name", "GPT")):
+        if key in model and model[key].value in ("MoEModule", "MoE"):
+            model[key] = Node(dense, model[key].place)
+    if given is not None and given.value is not None:
+        keys, place = given.value if isinstance(given.value, dict) else {}, given.place
+        moe, degree = _of_section(keys, _section(tree, "Distributed"))
+    elif number is not None and _count("Model.num_experts", number) > 1:
+        place, degree = number.place, 1
+        moe = _of_flat(number, flat, model)
+    else:
+        return []
+    if moe["aux_loss"]["kind"] != "none" and weight is not None:
+        moe["aux_loss"]["weight"] = weight.value
+    model["moe"] = _node(moe, place)
+    if degree > 1:
+        _section(tree, "Distributed")["ep_degree"] = Node(degree, place)
+    return [
+        f"FleetX's experts ({place}) are read as Model.moe ({_flow(moe)}), by formulas that do not depend on "
+        "the plan: experts are weighted by probabilities, and the balancing loss is E sum(f P)"
+    ]
+
+
+def _of_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:
+    """``moe_configs``: every layer is a mixture, and its number of experts is that of one rank."""
+    gate = plain_value(keys["gate"]) if "gate" in keys else "gshard"
+    if gate not in _LOSSES:
+        raise ConfigError(
+            f"must be one of {', '.join(_LOSSES)}",
+            key="Model.moe_configs.gate",
+            value=gate,
+            place=keys["gate"].place,
+        )
+    degree = 1
+    for key in ("dp_degree", "mp_degree"):
+        node = distributed.get(key)
+        if node is None or node.value is None:
+            continue
+        degree *= _count(f"Distributed.{key}", node)
+    each = _count("Model.moe_configs.num_experts", keys["num_experts"]) if "num_experts" in keys else 1
+    top_k = _count("Model.moe_configs.top_k", keys["top_k"]) if "top_k" in keys else 2
+    moe = {
+        "num_experts": each * degree,
+        "top_k": 1 if gate == "switch" else top_k,
+        "router": {"normalize": gate != "switch"},
+        "aux_loss": {"kind": _LOSSES[gate]},
+    }
+    return moe, degree
+
+
+def _of_flat(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
+    """Keys beside the sizes of the network, with DeepSpeed's names."""
+    residual = flat.get("moe_use_residual")
+    if residual is not None and residual.value is True:
+        raise ConfigError(
+            "a dense block beside the experts, weighted, is not built; Model.moe.shared_experts is",
+            key="Model.moe_use_residual",
+            value=True,
+            place=residual.place,
+        )
+
+    def count(key: str, default: int) -> int:
+        return _count(f"Model.{key}", flat[key]) if flat.get(key) else default
+
+    interval, top_k = count("expert_interval", 2), count("topk", 1)
+    layers = _count("Model.num_layers", model["num_layers"]) if "num_layers" in model else 0
+    drops = flat.get("moe_token_dropping")
+    factor = flat.get("moe_train_capacity_factor")
+    moe: dict[str, Any] = {
+        "num_experts": _count("Model.num_experts", number),
+        "top_k": top_k,
+        "layers": list(range(interval - 1, layers, interval)),
+        "router": {"normalize": top_k > 1},
+        "aux_loss": {"kind": "switch" if top_k == 1 else "gshard"},
+    }
+    if drops is None or drops.value is not False:
+        moe["capacity"] = {"factor": 1.0 if factor is None else factor.value, "policy": "position"}
+    return moe
+
+
+def _section(tree: Node, name: str) -> dict[str, Node]:
+    """The keys of a section; of one that is absent, a mapping that is thrown away."""
+    node = tree.value.get(name)
+    return node.value if node is not None and isinstance(node.value, dict) else {}
+
+
+def _count(key: str, node: Node) -> int:
+    """A number of at least 1; FleetX's own file has a comma behind one."""
+    text = str(node.value).rstrip(",")
+    if isinstance(node.value, bool) or not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            "must be an integer of at least 1", key=key, value=plain_value(node), place=node.place
+        )
+    return int(text)
+
+
+def _node(value: Any, place: str) -> Node:
+    if isinstance(value, dict):
+        return Node({key: _node(child, place) for key, child in value.items()}, place)
+    return Node([_node(child, place) for child in value] if isinstance(value, list) else value, place)
+
+
+def _flow(moe: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in moe.items() if not isinstance(value, dict | list))

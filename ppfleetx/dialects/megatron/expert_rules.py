@@ -1,0 +1,249 @@
+"""Rules of Megatron's arguments that are read together: mixtures of experts.
+
+Megatron-DeepSpeed has arguments of its own for them, with other defaults.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from ppfleetx.dialects.megatron.network_rules import TENSOR
+from ppfleetx.dialects.translation import Translation
+
+_DEEPSPEED = (
+    "deepspeed", "topk", "expert_interval", "moe_loss_coeff", "moe_train_capacity_factor",
+    "moe_eval_capacity_factor", "moe_min_capacity", "disable_moe_token_dropping", "moe_expert_parallel_size",
+    "enable_expert_tensor_parallelism",
+)  # fmt: skip
+"""Arguments that Megatron-DeepSpeed alone has."""
+_LOSSES = {
+    "aux_loss": "switch",
+    "seq_aux_loss": "sequence",
+    "global_aux_loss": "switch",
+    "none": "none",
+}
+_MAX_PATTERN = 10_000
+
+
+def experts(run: Translation) -> None:
+    """``Model.moe``, and how experts are shared out."""
+    number = _num_experts(run)
+    if number < 2:
+        if idle := [name for name in run.given if name.startswith("moe_")]:
+            run.notes.append(f"the network is dense, and {', '.join(idle)} without effect: no num_experts")
+        return
+    run.put("Model.moe.num_experts", number, "num_experts")
+    is_deepspeed = any(name in run for name in _DEEPSPEED)
+    _layers(run, is_deepspeed)
+    _widths(run)
+    _choice(run, is_deepspeed)
+    _losses(run, is_deepspeed)
+    _capacity(run, is_deepspeed)
+    _degrees(run, is_deepspeed)
+
+
+def _num_experts(run: Translation) -> int:
+    """How many; 0 or 1: the network is dense."""
+    value = run.value("num_experts", 0)
+    numbers = set(value if isinstance(value, list) else [value])
+    if len(numbers) != 1:
+        raise run.error("num_experts", "all mixtures have the same number of experts")
+    (number,) = numbers
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise run.error("num_experts", "must be an integer of at least 0")
+    return number
+
+
+def _layers(run: Translation, is_deepspeed: bool) -> None:
+    names = ("expert_interval",) if is_deepspeed else ("moe_layer_freq", "first_k_dense_replace")
+    total = run.integer("num_layers", least=1)
+    if is_deepspeed:
+        interval = run.integer("expert_interval", 2, least=1)
+        mixtures = [layer for layer in range(total) if (layer + 1) % interval == 0]
+    else:
+        pattern = _pattern(run, total)
+        first = run.integer("first_k_dense_replace", 0, least=0)
+        mixtures = [layer for layer in range(total) if pattern[layer] and layer >= first]
+    if len(mixtures) == total:
+        return
+    if "noop_layers" in run:
+        raise run.conflict(("noop_layers", *names), "with empty places every layer is a mixture")
+    origins = run.origins(*names)
+    why = "" if origins else "its default: every second layer"
+    if mixtures == list(range(total - len(mixtures), total)):
+        run.put("Model.moe.first_dense_layers", total - len(mixtures), *origins, why=why)
+    else:
+        run.put("Model.moe.layers", mixtures, *origins, why=why)
+
+
+def _pattern(run: Translation, total: int) -> list[int]:
+    """For each layer whether it is a mixture: every n-th from layer 0 on, or as a list of 0 and 1 says."""
+    value = run.value("moe_layer_freq", 1)
+    if isinstance(value, str) and not value.strip().isdecimal():
+        try:
+            value = _list_of(ast.parse(value.strip(), mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError):
+            rule = "must be an integer, or lists of 0 and 1 with + and *, as in ([0]*1+[1]*26)"
+            raise run.error("moe_layer_freq", rule) from None
+    if isinstance(value, list):
+        if len(value) != total or not {*value} <= {0, 1}:
+            raise run.error("moe_layer_freq", f"must have a 0 or a 1 for each of the {total} layers")
+        return value
+    every = int(value) if isinstance(value, str) else run.integer("moe_layer_freq", 1)
+    if every < 1:
+        raise run.error("moe_layer_freq", "must be at least 1")
+    return [int(layer % every == 0) for layer in range(total)]
+
+
+def _list_of(node: ast.expr) -> list[int]:
+    """The list that a sum of repeated lists stands for. Raises ValueError for anything else."""
+    match node:
+        case ast.List(elts=elements):
+            return [_number_of(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _list_of(left) + _list_of(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            part, times = _list_of(left), _number_of(right)
+            if len(part) * times <= _MAX_PATTERN:
+                return part * times
+    raise ValueError("not a sum of lists")
+
+
+def _number_of(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError("not a number")
+
+
+def _widths(run: Translation) -> None:
+    width = run.integer("moe_ffn_hidden_size", least=1)
+    if width is not None:
+        run.put("Model.moe.expert_ffn_size", width, "moe_ffn_hidden_size")
+    shared = run.integer("moe_shared_expert_intermediate_size", least=1)
+    names = ["moe_shared_expert_intermediate_size"]
+    if number := run.integer("n_shared_experts", 0, least=0):
+        names = ["n_shared_experts", "moe_ffn_hidden_size"]
+        if width is None:
+            raise run.error("n_shared_experts", "needs moe_ffn_hidden_size, the width of each")
+        if shared not in (None, number * width):
+            raise run.conflict((names[0], "moe_shared_expert_intermediate_size"), "widths differ")
+        shared = number * width
+    if shared is None:
+        return
+    run.put("Model.moe.shared_experts.ffn_size", shared, *names)
+    if run.flag("moe_shared_expert_gate", False):
+        run.put("Model.moe.shared_experts.gate", True, "moe_shared_expert_gate")
+
+
+def _choice(run: Translation, is_deepspeed: bool) -> None:
+    """How many experts a token goes to, and with what weights."""
+    name = "topk" if is_deepspeed else "moe_router_topk"
+    top_k = run.integer(name, 1 if is_deepspeed else 2, least=1)
+    run.put("Model.moe.top_k", top_k, name, why="" if name in run else "its default")
+    score = run.choice("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
+    names = ("moe_router_score_function", "moe_router_pre_softmax", "norm_topk_prob")
+    run.put("Model.moe.router.score", score, names[0])
+    where_several = score == "sigmoid" or is_deepspeed
+    normalize = top_k > 1 if where_several else not run.flag("moe_router_pre_softmax", False)
+    normalize = normalize or run.flag("norm_topk_prob", False)
+    run.put("Model.moe.router.normalize", normalize, *names)
+    for name in ("moe_router_topk_scaling_factor", "routed_scaling_factor"):
+        run.put("Model.moe.router.scale", run.number(name), name)
+    jitter = "moe_input_jitter_eps"
+    run.put("Model.moe.router.jitter", run.number(jitter, least=0), jitter)
+    if run.flag("moe_router_enable_expert_bias", False):
+        origins = run.origins("moe_router_enable_expert_bias")
+        run.put("Model.moe.router.bias", True, *origins)
+        rate = run.number("moe_router_bias_update_rate", 1e-3, least=0)
+        run.put("Model.moe.bias_update_rate", rate, "moe_router_bias_update_rate")
+    _groups(run, top_k)
+
+
+def _groups(run: Translation, top_k: int) -> None:
+    names = ("moe_router_num_groups", "moe_router_group_topk")
+    groups, top = (run.integer(name, least=1) for name in names)
+    if groups in (None, 1):
+        return
+    if top is None:
+        raise run.error(names[0], "needs moe_router_group_topk, the number of groups that are chosen")
+    best = top_k // top
+    if best not in (1, 2):
+        raise run.conflict(
+            names[::-1],
+            f"Megatron adds up the best {best} experts of a group (moe_router_topk / moe_router_group_topk); "
+            "here a group's score is its best expert's or the sum of its best two",
+        )
+    score = {1: "max", 2: "top2"}[best]
+    for key, value in (("num_groups", groups), ("top_groups", top), ("group_score", score)):
+        run.put(f"Model.moe.router.{key}", value, *names)
+
+
+def _losses(run: Translation, is_deepspeed: bool) -> None:
+    name = "moe_loss_coeff" if is_deepspeed else "moe_aux_loss_coeff"
+    weight = _only_one(run, name, 0.1 if is_deepspeed else 0.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
+        raise run.error(name, "must be a number of at least 0")
+    z_loss, kinds = "moe_z_loss_coeff", "moe_router_load_balancing_type"
+    run.put("Model.moe.z_loss_weight", run.number(z_loss, least=0), z_loss)
+    kind = _only_one(run, kinds, "aux_loss")
+    if kind not in _LOSSES:
+        raise run.error(kinds, f"must be one of {', '.join(_LOSSES)}; others are not built")
+    top_k = run.integer("topk", 1)
+    loss = ("gshard" if top_k > 1 else "switch") if is_deepspeed else _LOSSES[kind]
+    if run.flag("seq_aux", False):
+        loss = "sequence"
+    if not weight or loss == "none":
+        run.put("Model.moe.aux_loss.kind", "none", name, kinds, why="no weight")
+        return
+    run.put("Model.moe.aux_loss.kind", loss, kinds, "seq_aux")
+    why = "" if name in run else "its default"
+    run.put("Model.moe.aux_loss.weight", float(weight), name, why=why)
+    if loss != "sequence":
+        run.notes.append(
+            f"the balancing loss {loss} takes the experts' shares from the step before, so that it does not "
+            "depend on plan and micro batches; there they are those of a micro batch on a rank"
+        )
+
+
+def _only_one(run: Translation, name: str, default: Any) -> Any:
+    value = run.value(name, default)
+    if not isinstance(value, list):
+        return value
+    if len(value) != 1:
+        raise run.error(name, "one balancing loss at a time is built")
+    return value[0]
+
+
+def _capacity(run: Translation, is_deepspeed: bool) -> None:
+    names = ("moe_train_capacity_factor", "disable_moe_token_dropping")
+    if not is_deepspeed:
+        names = ("moe_expert_capacity_factor", "moe_token_drop_policy")
+    factor = run.number(names[0], 1.0 if is_deepspeed else None)
+    if factor is None or factor < 0 or (is_deepspeed and run.flag(names[1], False)):
+        return  # nothing is dropped
+    policy = "position" if is_deepspeed else run.choice(names[1], ("probs", "position"), "probs")
+    origins = run.origins(*names)
+    run.put("Model.moe.capacity.factor", factor, *origins, why="" if names[0] in run else "its default")
+    run.put("Model.moe.capacity.policy", policy, *origins, why="its default" if not origins else "")
+    run.notes.append(
+        "the capacity of an expert is counted in each sequence, so that every plan drops the same tokens; "
+        "there it is counted in a micro batch on a rank. Evaluation drops none"
+    )
+
+
+def _degrees(run: Translation, is_deepspeed: bool) -> None:
+    name = "moe_expert_parallel_size" if is_deepspeed else "expert_model_parallel_size"
+    degree, origins = run.integer(name, 1, least=1), run.origins(name)
+    sliced = run.integer("expert_tensor_parallel_size", least=1)
+    why = ""
+    if is_deepspeed and not run.flag("enable_expert_tensor_parallelism", False):
+        sliced, why = 1, "experts are whole without enable_expert_tensor_parallelism"
+    if run.flag("moe_tp_extend_ep", False):
+        degree, sliced = degree * run.integer(TENSOR, 1, least=1), 1
+        origins, why = run.origins(name, "moe_tp_extend_ep", TENSOR), "tensor ranks hold whole experts"
+    if degree > 1:
+        run.put("Distributed.ep_degree", degree, *origins)
+    if sliced is not None and sliced != run.integer(TENSOR, 1, least=1):
+        origins = run.origins("expert_tensor_parallel_size", "moe_tp_extend_ep")
+        run.put("Distributed.expert_mp_degree", sliced, *origins, why=why)

@@ -1,0 +1,154 @@
+"""Multi-head latent attention: keys and values made from one compressed vector per position.
+
+Shape letters: s positions, b batch, n heads held here, c width of the compressed keys and values, t features
+that positions turn, p those they do not, v width of a head's value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from ppfleetx.nn.attention import HeadAttention, KeyValueCache, joined
+from ppfleetx.nn.latent_attention_spec import LatentAttentionSpec
+from ppfleetx.nn.stage import LayerFactory
+
+
+class LatentAttention(HeadAttention):
+    """Causal self-attention on ``[s, b, h]`` (DeepSeek-AI, "DeepSeek-V2", 2024).
+
+    A cache holds compressed vectors and turned parts of keys, as one key/value head. Positions that follow
+    cached ones attend to them as they are: the projections to keys and to values are linear, so that they
+    can be done to queries and to the context instead.
+    """
+
+    def __init__(self, factory: LayerFactory, spec: LatentAttentionSpec, **options: Any) -> None:
+        super().__init__(factory, spec, **options)
+        self.spec = spec
+        self.num_heads = factory.local_count(spec.num_heads, "attention heads")
+        self.q_down = None if spec.q_down is None else factory.linear(spec.q_down)
+        self.q_norm = None if spec.q_norm is None else factory.norm(spec.q_norm)
+        self.q_up = factory.linear(spec.q_up)
+        self.kv_down = factory.linear(spec.kv_down)
+        self.kv_norm = factory.norm(spec.kv_norm)
+        self.kv_up = factory.linear(spec.kv_up)
+        self.out_proj = factory.linear(spec.out_proj)
+        self._absorbed: tuple[paddle.Tensor, paddle.Tensor] | None = None
+
+    def forward(
+        self,
+        hidden: paddle.Tensor,
+        position_ids: paddle.Tensor,
+        document_start: paddle.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> paddle.Tensor:
+        """Attend; arguments as in :meth:`Attention.forward`."""
+        position_ids = self.strategy.positions(position_ids)
+        if document_start is not None:
+            document_start = self.strategy.positions_inside(document_start)
+        query = self._queries(hidden, position_ids)
+        compressed, turned = self._compressed(hidden, position_ids)
+        if cache is None:
+            context = self.whole(*self._enter(query, *self._heads(compressed, turned)), document_start)
+            return self.out_proj(self.strategy.leave(context))
+        own = compressed.transpose([1, 0, 2]).unsqueeze(1)
+        held, held_turned, penalty = cache.update(self.layer_index, own, turned, self.window)
+        if held is own:  # there are no earlier positions
+            heads = self._heads(compressed, turned)
+            context = self.attend_heads(query, *heads, document_start, penalty)
+        else:
+            context = self._attend_compressed(query, held, held_turned, document_start, penalty)
+        return self.out_proj(joined(context))
+
+    def _queries(self, hidden: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
+        """``[b, n, 1, s, p + t]``, turned."""
+        if self.q_down is not None:
+            hidden = self.q_norm(self.q_down(hidden))
+        query = self.q_up(hidden).reshape([0, 0, self.num_heads, self.spec.head_dim])
+        still, turning = self._cut(query.transpose([1, 2, 0, 3]).unsqueeze(2))
+        query = paddle.concat([still, self.rotary.rotate(turning, position_ids)], axis=-1)
+        return query if self.spec.score_factor == 1.0 else query * self.spec.score_factor
+
+    def _cut(self, heads: paddle.Tensor) -> list[paddle.Tensor]:
+        """What positions do not turn of each head, and what they turn."""
+        return heads.split([self.spec.nope_head_dim, self.spec.rope_head_dim], axis=-1)
+
+    def _compressed(
+        self, hidden: paddle.Tensor, position_ids: paddle.Tensor
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """Compressed keys and values ``[s, b, c]``, of the positions in ``hidden``, and the part of the keys
+        that is turned ``[b, 1, s, t]``, of the positions in heads."""
+        compressed, turning = self.kv_down(hidden).split(
+            [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
+        )
+        # Every rank has this part of all heads' keys, and gets back the sum of its heads' gradients. Turned
+        # in this order of dimensions, the gradient lies in one piece, as collectives need it.
+        turning = self.factory.enter_head(turning)
+        length, rows, width = turning.shape
+        places = position_ids.transpose([1, 0]).reshape([1, -1])
+        turned = self.rotary.rotate(turning.reshape([1, 1, 1, -1, width]), places)
+        turned = turned.reshape([length, rows, width]).transpose([1, 0, 2]).unsqueeze(1)
+        return self.kv_norm(compressed), turned
+
+    def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """Keys ``[b, n, s, p + t]`` and values ``[b, n, s, v]``."""
+        width = self.spec.nope_head_dim + self.spec.value_head_dim
+        both = self.kv_up(compressed).reshape([0, 0, self.num_heads, width]).transpose([1, 2, 0, 3])
+        still, value = both.split([self.spec.nope_head_dim, self.spec.value_head_dim], axis=-1)
+        turned = turned.expand([-1, self.num_heads, -1, -1])
+        return paddle.concat([still, turned], axis=-1), value
+
+    def _enter(
+        self, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
+    ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
+        """Heads and positions that attention works on, when ranks have other positions of the sequences."""
+        if self.strategy.group is None:
+            return query, key, value
+        packed = paddle.concat([query.squeeze(2), key, value], axis=-1).transpose([2, 0, 1, 3])
+        packed = self.strategy.enter(packed.unsqueeze(3)).squeeze(3).transpose([1, 2, 0, 3])
+        sizes = [self.spec.head_dim, self.spec.head_dim, self.spec.value_head_dim]
+        query, key, value = packed.split(sizes, axis=-1)
+        return query.unsqueeze(2), key, value
+
+    def _attend_compressed(
+        self,
+        query: paddle.Tensor,
+        compressed: paddle.Tensor,
+        turned: paddle.Tensor,
+        document_start: paddle.Tensor | None,
+        penalty: paddle.Tensor | None,
+    ) -> paddle.Tensor:
+        """Context ``[b, n, 1, s, v]`` of cached ``compressed [b, 1, k, c]`` and ``turned [b, 1, k, t]``: all
+        queries share one key and one value, which is a part of it."""
+        to_keys, to_values = self._absorb()
+        still, turning = self._cut(query.squeeze(2))
+        latent = _of_each_head(still, to_keys)
+        key = paddle.concat([compressed, turned], axis=-1)
+        # Scores are divided by the root of this key's width; they belong to one of head_dim.
+        factor = (key.shape[-1] / self.spec.head_dim) ** 0.5
+        query = (paddle.concat([latent, turning], axis=-1) * factor).unsqueeze(1)
+        context = self.attend_heads(query, key, compressed, document_start, penalty)
+        return _of_each_head(context.squeeze(1), to_values).unsqueeze(2)
+
+    def _absorb(self) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """The projection to keys ``[n, p, c]`` and the one to values ``[n, c, v]``, kept where weights no
+        longer change."""
+        if self._absorbed is not None:
+            return self._absorbed
+        spec = self.spec
+        # What the linear does to the unit vectors is its matrix, quantised, adapted or not.
+        unit = paddle.eye(spec.kv_rank, dtype=self.kv_norm.weight.dtype)
+        matrix = self.kv_up(unit.unsqueeze(1)).reshape([spec.kv_rank, self.num_heads, -1])
+        to_keys, to_values = matrix.split([spec.nope_head_dim, spec.value_head_dim], axis=-1)
+        found = to_keys.transpose([1, 2, 0]).contiguous(), to_values.transpose([1, 0, 2]).contiguous()
+        if self.factory.keeps_weights and paddle.in_dynamic_mode() and not paddle.is_grad_enabled():
+            self._absorbed = found
+        return found
+
+
+def _of_each_head(x: paddle.Tensor, matrices: paddle.Tensor) -> paddle.Tensor:
+    """``x [b, n, s, i]`` times ``matrices [n, i, o]``: ``[b, n, s, o]``."""
+    rows, heads, length, _ = x.shape
+    product = paddle.matmul(x.transpose([1, 0, 2, 3]).reshape([heads, -1, matrices.shape[1]]), matrices)
+    return product.reshape([heads, rows, length, -1]).transpose([1, 0, 2, 3])

@@ -1,0 +1,236 @@
+"""Mixtures of experts, against transformers in float64 (recipe: tests/goldens/make_hf_moe.py)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from ppfleetx.checkpoint.weights import fitted
+from ppfleetx.checkpoint.weights_only import read_ppfleetx
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.convert import Conversion, check_logits, convert
+from ppfleetx.conversion.huggingface.config_export import hf_config
+from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys
+from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
+from ppfleetx.conversion.logits import our_logits
+from ppfleetx.models.gpt.spec import parameter_count
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+ALL = pytest.mark.parametrize("name", NAMES)
+CLOSE = 1e-5
+
+
+def golden(name):
+    with np.load(GOLDENS / "hf_moe.npz") as stored:
+        mine = {
+            key.removeprefix(f"{name}/"): stored[key] for key in stored.files if key.startswith(f"{name}/")
+        }
+    config = json.loads(str(mine["config"]))
+    weights = {
+        key.removeprefix("w/"): value.astype(np.float32) for key, value in mine.items() if key[:2] == "w/"
+    }
+    return config, weights, mine
+
+
+def write(directory, name, change=None, **keys):
+    """The golden model as a directory. ``change`` changes its tensors in place, ``keys`` its config.json."""
+    config, weights, _ = golden(name)
+    if change is not None:
+        change(weights)
+    directory.mkdir(parents=True)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config | keys))
+    return directory
+
+
+@ALL
+def test_there_and_back(tmp_path, name):
+    config, weights, mine = golden(name)
+    source = write(tmp_path / "hf", name)
+    there = Conversion("hf", "ppfleetx", source, tmp_path / "ours")
+    assert check_logits(there, convert(there)) < CLOSE
+    ours = read_ppfleetx(tmp_path / "ours")
+    model = ModelConfig(**ours.model)
+    logits, seen = our_logits(ours, model, mine["input_ids"]), mine["attention_mask"] == 1
+    np.testing.assert_allclose(logits[seen], mine["logits"][seen], rtol=0, atol=CLOSE)
+
+    convert(Conversion("ppfleetx", "hf", tmp_path / "ours", tmp_path / "back"))
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    for key, value in found.items():
+        np.testing.assert_array_equal(value, weights[key], err_msg=key)
+    after = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {key: after[key] for key in config.keys() - {"dtype"}}.items() <= config.items()
+
+    # What is trained here has no config.json: one is made.
+    write_hf(fitted(ours, model), model, tmp_path / "made")
+    made = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert made["model_type"] == name
+    again = read_hf(tmp_path / "made")
+    np.testing.assert_array_equal(our_logits(again, ModelConfig(**again.model), mine["input_ids"]), logits)
+
+
+def drop(name):
+    return lambda weights: weights.pop(name)
+
+
+def add(name, like):
+    return lambda weights: weights.update({name: weights[like]})
+
+
+EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (drop(EXPERT.format(3)), f"lacks the tensor {EXPERT.format(3)}"),
+        (add(EXPERT.format(8), EXPERT.format(0)), f"does not have: {EXPERT.format(8)}"),
+        (drop("model.layers.1.mlp.gate.weight"), r"lacks the tensor model.layers.1.mlp.gate.weight"),
+        (
+            lambda weights: weights.update({EXPERT.format(2): weights[EXPERT.format(2)][:, 1:]}),
+            f"{EXPERT.format(2)} has shape .16, 31., its config.json asks for .16, 32.",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(tmp_path, change, words):
+    source = write(tmp_path / "hf", "qwen3_moe", change)
+    with pytest.raises(CheckpointError, match=words):
+        convert(Conversion("hf", "ppfleetx", source, tmp_path / "ours"))
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    "name, keys, words",
+    [
+        ("qwen3_moe", {"num_local_experts": 2}, "cannot choose 3 of 2 experts"),
+        ("qwen3_moe", {"num_experts": 4}, r"num_local_experts \(8\) and num_experts \(4\) are the same key"),
+        ("qwen3_moe", {"num_experts_per_tok": "all"}, "num_experts_per_tok = 'all'"),
+        ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
+        ("glm4_moe", {"n_group": 3}, "8 experts do not divide into 3 groups"),
+        ("glm4_moe", {"topk_method": "greedy"}, "topk_method"),
+        ("mixtral", {"norm_topk_prob": True}, "norm_topk_prob: True of this mixtral"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act"),
+        ("mixtral", {"model_type": "gpt_oss"}, "each of its attention heads has a sink"),
+        ("mixtral", {"model_type": "olmoe"}, "normalises all queries of a layer together"),
+    ],
+)
+def test_what_is_another_network_is_refused(tmp_path, name, keys, words):
+    source = write(tmp_path / "hf", name, **keys)
+    with pytest.raises(CheckpointError, match=words):
+        read_hf(source)
+
+
+@pytest.mark.parametrize(
+    "keys, layers",
+    [
+        ({"decoder_sparse_step": 1}, (0, 1, 2)),
+        ({"decoder_sparse_step": 2}, (1,)),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0]}, (1, 2)),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [1]}, (0, 2)),
+    ],
+)
+def test_which_layers_are_mixtures(keys, layers):
+    config, *_ = golden("qwen3_moe")
+    assert ModelConfig(**model_keys(config | keys)).moe.mixture_layers(3) == layers
+
+
+def test_transformers_balances_where_router_logits_are_put_out():
+    config, *_ = golden("mixtral")
+    assert model_keys(config)["moe"]["aux_loss"] == {"kind": "pooled", "weight": 0.02}
+    assert model_keys(config | {"output_router_logits": False})["moe"]["aux_loss"]["kind"] == "none"
+
+
+def test_layers_that_predict_several_tokens_are_left_out(tmp_path):
+    def further(weights):
+        weights["model.layers.2.eh_proj.weight"] = weights["model.layers.2.mlp.gate.weight"] = np.zeros(
+            (2, 2)
+        )
+
+    source = write(tmp_path / "hf", "glm4_moe", further, num_nextn_predict_layers=1)
+    assert "num_nextn_predict_layers" in " ".join(read_hf(source).notes)
+    convert(Conversion("hf", "hf", source, tmp_path / "back"))
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == golden("glm4_moe")[1].keys()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    with pytest.raises(CheckpointError, match=r"does not have: model\.layers\.2\."):
+        read_hf(write(tmp_path / "other", "glm4_moe", further, num_nextn_predict_layers=0))
+
+
+def test_the_bias_of_a_router_stays_float32(tmp_path):
+    """Its steps are lost in 16 bits, and transformers keeps it so too."""
+    source = write(tmp_path / "hf", "glm4_moe")
+    convert(Conversion("hf", "ppfleetx", source, tmp_path / "ours", dtype="bfloat16"))
+    convert(Conversion("ppfleetx", "hf", tmp_path / "ours", tmp_path / "back"))
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    with safe_open(tmp_path / "back" / "model.safetensors", "numpy") as found:
+        types = {name: found.get_slice(name).get_dtype() for name in found.keys()}  # noqa: SIM118
+    assert types.pop(bias) == "F32" and set(types.values()) == {"BF16"}
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+# config.json as it is published.
+PUBLISHED = {
+    "Mixtral-8x7B": {
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+        "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
+    "Qwen1.5-MoE-A2.7B": {
+        "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192,
+        "max_window_layers": 21, "model_type": "qwen2_moe", "moe_intermediate_size": 1408,
+        "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+        "num_hidden_layers": 24, "num_key_value_heads": 16, "output_router_logits": False,
+        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0", "use_cache": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "GLM-4.5-Air": {
+        "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "pad_token_id": 151329, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "partial_rotary_factor": 0.5,
+        "initializer_range": 0.02, "intermediate_size": 10944, "max_position_embeddings": 131072,
+        "model_type": "glm4_moe", "moe_intermediate_size": 1408, "norm_topk_prob": True,
+        "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128,
+        "n_shared_experts": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1, "num_hidden_layers": 46, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.54.0",
+        "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+    },
+}  # fmt: skip
+BILLIONS = {"Mixtral-8x7B": 46.7, "Qwen1.5-MoE-A2.7B": 14.3, "Qwen3-30B-A3B": 30.5, "GLM-4.5-Air": 106.9}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_have_no_key_that_is_not_known(name):
+    config = PUBLISHED[name]
+    model = ModelConfig(**model_keys(config))
+    assert unknown_keys(config) == []
+    assert parameter_count(model) / 1e9 == pytest.approx(BILLIONS[name], abs=0.06)
+    assert hf_config(model, "BF16")["model_type"] == config["model_type"]

@@ -1,0 +1,87 @@
+"""A batch that grows (``Global.rampup_batch_size``): the sizes, each sample once, resumption, other plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppfleetx.config.batch import BatchRamp, resolve_batch
+from ppfleetx.config.fields import RuleError
+from ppfleetx.data.sampler import GlobalBatchSampler
+from tests.e2e.conftest import Tool
+
+RAMP = (
+    "Global.global_batch_size=8",
+    "Global.local_batch_size=null",
+    "Global.micro_batch_size=2",
+    "Global.rampup_batch_size=[2,2,12]",
+    "Engine.eval_freq=0",
+    "Engine.logging_freq=1",
+)
+
+
+def records(output_dir: Path) -> list[tuple[int, int, float]]:
+    """(step, samples consumed, loss) of each step."""
+    lines = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["consumed_samples"], line["loss"]) for line in lines if "lr" in line]
+
+
+def test_sizes_are_those_of_megatron() -> None:
+    ramp = BatchRamp(start=16, increment=8, samples=300, full=40)
+    consumed, sizes = 0, []
+    while consumed < 400:
+        sizes.append(ramp.size_at(consumed))
+        consumed += sizes[-1]
+    by_formula = []
+    consumed = 0
+    while consumed < 400:  # Megatron-LM: steps of the ramp last samples / number of increments
+        steps = int(consumed / (300 / ((40 - 16) // 8)))
+        by_formula.append(40 if consumed > 300 else min(40, 16 + steps * 8))
+        consumed += by_formula[-1]
+    assert sizes == by_formula
+    plan = resolve_batch(40, None, 8, None, data_size=1, ramp=(16, 8, 300))
+    assert [plan.consumed_after(n) for n in (1, 2, len(sizes))] == [16, 32, consumed]
+    assert plan.consumed_after(2, 400) == 480
+
+
+def test_no_sample_is_skipped_or_read_twice_by_any_number_of_ranks() -> None:
+    ramp = BatchRamp(start=4, increment=4, samples=30, full=12)
+    for data_size in (1, 2):
+        seen = []
+        samplers = [
+            GlobalBatchSampler(1000, 12, 2, rank, data_size, size_at=ramp.size_at)
+            for rank in range(data_size)
+        ]
+        for step in range(8):
+            batch = [list(sampler.micro_batches(step)) for sampler in samplers]
+            seen += [int(i) for parts in zip(*batch, strict=True) for part in parts for i in part]
+        assert seen == list(range(len(seen)))
+        later = GlobalBatchSampler(1000, 12, 2, consumed_samples=8, size_at=ramp.size_at)
+        assert later.global_batch(0).tolist() == list(range(8, 8 + ramp.size_at(8)))
+
+
+@pytest.mark.parametrize("ramp", [(8, 2, 10), (2, 4, 10), (3, 5, 10), (2, 3, 10)])
+def test_ramps_that_lead_nowhere_are_refused(ramp: tuple[int, int, int]) -> None:
+    with pytest.raises(RuleError):
+        resolve_batch(8, None, 2, None, data_size=1, ramp=ramp)
+
+
+def test_a_run_resumes_within_the_ramp_and_any_plan_trains_the_same(tool: Tool, tmp_path: Path) -> None:
+    whole, halves, wide = tmp_path / "whole", tmp_path / "halves", tmp_path / "wide"
+    tool.ok(whole, *RAMP, "Engine.max_steps=6")
+    assert [consumed for _, consumed, _ in records(whole)] == [2, 4, 8, 14, 22, 30]
+    tool.ok(halves, *RAMP, "Engine.max_steps=2", "Optimizer.lr.decay_steps=6")
+    tool.ok(halves, *RAMP, "Engine.max_steps=6", "Optimizer.lr.decay_steps=6", "Engine.save_load.resume=auto")
+    assert records(halves) == records(whole)
+    one_each = [word.replace("micro_batch_size=2", "micro_batch_size=1") for word in RAMP]
+    tool.ok(wide, *one_each, "Engine.max_steps=6")
+    for one, other in zip(records(whole), records(wide), strict=True):
+        assert one[:2] == other[:2]
+        assert one[2] == pytest.approx(other[2], rel=1e-5)
+
+
+def test_epochs_are_refused(tool: Tool, tmp_path: Path) -> None:
+    message = tool.refused(tmp_path / "run", *RAMP, "Engine.run_mode=epoch")
+    assert "Global.rampup_batch_size" in message and "run_mode" in message

@@ -1,0 +1,271 @@
+"""Tiny checkpoints with mixtures of experts, computed by transformers in float64.
+
+usage: python make_hf_moe.py [--spec spec.json] [--out hf_moe.npz]
+
+Keys in the file, for each model NAME:
+  NAME/config              config.json as a JSON string (as save_pretrained writes it)
+  NAME/w/<tensor>          weights under the names of the checkpoint on disk, float16 values (exact)
+  NAME/input_ids, labels, attention_mask   labels are -100 where not counted; the shift is the model's own
+  NAME/logits              float64, with the attention mask
+  NAME/ce                  mean cross entropy over counted labels
+  NAME/aux                 load balancing loss before its coefficient (NaN where the model has none)
+  NAME/aux_nomask          the same where no attention_mask is given (other inputs equal)
+  NAME/loss                ce + router_aux_loss_coef * aux: what is differentiated
+  NAME/router_logits/<i>   of the i-th mixture layer, [tokens, experts]
+  NAME/g/<tensor>          gradients of routers, one expert, the shared expert's gate (names on disk)
+  NAME/gnorm               JSON: L2 norm of every gradient (names in memory)
+  NAME/difference_f32      largest change of a logit when transformers itself runs in float32
+"""
+
+import argparse
+import importlib
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from f64 import double
+from safetensors.numpy import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HERE = Path(__file__).parent
+COMMON = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SPEC = {
+    "mixtral": {
+        "model_type": "mixtral",
+        "seed": 11,
+        "intermediate_size": 40,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.02,
+        "output_router_logits": True,
+        "rope_theta": 1e4,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "seed": 12,
+        "num_hidden_layers": 3,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 1,
+        "router_aux_loss_coef": 0.05,
+        "output_router_logits": True,
+        "qkv_bias": True,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "seed": 13,
+        "num_hidden_layers": 3,
+        "intermediate_size": 48,
+        "head_dim": 16,
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.03,
+        "output_router_logits": True,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "seed": 14,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 10,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "seed": 15,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "head_dim": 16,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    },
+}
+ROUTERS = ("gate.weight", "shared_expert_gate.weight")
+
+
+def build(spec):
+    spec = {**COMMON, **spec}
+    seed, kind = spec.pop("seed"), spec.pop("model_type")
+    batch, length = spec.pop("batch", 2), spec.pop("length", 13)
+    config = AutoConfig.for_model(kind, **spec)
+    config._attn_implementation = "sdpa"
+    config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        tensors = [
+            *model.named_parameters(),
+            *((n, b) for n, b in model.named_buffers() if "correction_bias" in n),
+        ]
+        for name, value in sorted(tensors):
+            size = 0.05 if "correction_bias" in name else 0.35 if "gate.weight" in name else 0.12
+            new = torch.randn(value.shape, generator=generator, dtype=torch.float32) * size
+            if name.endswith("norm.weight") or "layernorm" in name:
+                new = 1 + new
+            value.copy_(new.half().double())
+    ids = torch.randint(3, config.vocab_size, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[-1, length - 4 :] = 0  # padding on the right
+    labels = ids.clone()
+    labels[mask == 0] = -100
+    labels[0, :3] = -100  # a prompt
+    ids[mask == 0] = 0
+    return model, config, ids, labels, mask
+
+
+def run(name, spec):
+    model, config, ids, labels, mask = build(spec)
+    module = importlib.import_module(type(model).__module__)
+    rope = importlib.import_module("transformers.modeling_rope_utils")
+    loss_utils = importlib.import_module("transformers.loss.loss_utils")
+    out = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        disk = {}
+        for file in Path(folder).glob("*.safetensors"):
+            disk.update(load_file(file))
+        stored = json.loads((Path(folder) / "config.json").read_text())
+        stored["dtype"] = "float32"
+        out["config"] = np.array(json.dumps(stored, sort_keys=True))
+    for key, value in disk.items():
+        half = value.astype(np.float16)
+        assert (half.astype(np.float64) == value).all(), key
+        out["w/" + key] = half
+    # rotary tables of float64
+    with double([module, rope, loss_utils]):
+        for m in model.modules():
+            if hasattr(m, "inv_freq") and hasattr(
+                m, "rope_init_fn" if hasattr(m, "rope_init_fn") else "inv_freq"
+            ):
+                fresh = type(m)(config)
+                m.inv_freq = fresh.inv_freq.double()
+                if hasattr(m, "original_inv_freq"):
+                    m.original_inv_freq = m.inv_freq
+        seen = []
+        hooks = [
+            m.register_forward_hook(
+                lambda _m, _i, o: seen.append(o[0].detach()) if isinstance(o, tuple) else None
+            )
+            for n, m in model.named_modules()
+            if n.endswith(("mlp.gate", "moe.gate"))
+        ]
+        result = model(input_ids=ids, attention_mask=mask, labels=labels)
+        for h in hooks:
+            h.remove()
+        aux = getattr(result, "aux_loss", None)
+        loss = result.loss
+        ce = loss - (config.router_aux_loss_coef * aux if aux is not None else 0.0)
+        loss.backward()
+        with torch.no_grad():
+            other = model(input_ids=ids, labels=labels)
+        assert loss.dtype == torch.float64 and result.logits.dtype == torch.float64
+    out["input_ids"], out["labels"], out["attention_mask"] = (
+        t.numpy().astype(np.int32) for t in (ids, labels, mask)
+    )
+    out["logits"] = result.logits.detach().numpy()
+    out["loss"], out["ce"] = np.float64(loss.item()), np.float64(ce.item())
+    out["aux"] = np.float64(aux.item() if aux is not None else np.nan)
+    out["aux_nomask"] = np.float64(getattr(other, "aux_loss", None).item() if aux is not None else np.nan)
+    for i, r in enumerate(seen):
+        out[f"router_logits/{i}"] = r.reshape(-1, r.shape[-1]).double().numpy()
+    # gradients under the names on disk: save a copy of the model whose weights are the gradients
+    norms = {}
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            norms[n] = float(p.grad.norm()) if p.grad is not None else 0.0
+            p.copy_(p.grad if p.grad is not None else torch.zeros_like(p))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        grads = {}
+        for file in Path(folder).glob("*.safetensors"):
+            grads.update(load_file(file))
+    last = max(int(k.split(".")[2]) for k in grads if ".experts." in k)
+    for key, value in grads.items():
+        if key.endswith(ROUTERS) or (f"layers.{last}." in key and ".experts.1." in key):
+            out["g/" + key] = value
+    out["gnorm"] = np.array(json.dumps(norms, sort_keys=True))
+    # transformers as it is, in float32
+    model32, _, _, _, _ = build(spec)
+    with torch.no_grad():
+        plain = model32.float()(input_ids=ids, attention_mask=mask).logits
+    out["difference_f32"] = np.float64(
+        (plain.double().numpy() - out["logits"])[mask.numpy() == 1].__abs__().max()
+    )
+    print(
+        name,
+        "loss",
+        out["loss"],
+        "aux",
+        out["aux"],
+        out["aux_nomask"],
+        "routers",
+        len(seen),
+        "f32",
+        out["difference_f32"],
+        "grads",
+        [k for k in out if k.startswith("g/")][:2],
+        len(disk),
+    )
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec")
+    parser.add_argument("--out", default=str(HERE / "hf_moe.npz"))
+    args = parser.parse_args()
+    spec = json.loads(Path(args.spec).read_text()) if args.spec else SPEC
+    torch.set_num_threads(1)
+    everything = {f"{name}/{k}": v for name, s in spec.items() for k, v in run(name, s).items()}
+    np.savez_compressed(args.out, **everything)
+    print(args.out, Path(args.out).stat().st_size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Latent attention against transformers (goldens: tests/goldens/make_hf_latent.py), and with a cache."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.models.gpt.positions import rope
+from ppfleetx.models.gpt.spec import model_spec
+from ppfleetx.models.gpt.stages import kernel_options
+from ppfleetx.nn.factory import LocalFactory
+from ppfleetx.nn.latent_attention import LatentAttention
+from tests.generation.hf_weights import random_weight
+from tests.models.gpt_builders import GrowingCache, build, random_tokens, tiny_config
+
+STORED = np.load(Path(__file__).parents[1] / "goldens/hf_latent.npz")
+CASES = json.loads(str(STORED["cases"]))
+THEIRS = {
+    "q_down": "q_a_proj",
+    "q_norm": "q_a_layernorm",
+    "q_up": "q_b_proj",
+    "kv_down": "kv_a_proj_with_mqa",
+    "kv_norm": "kv_a_layernorm",
+    "kv_up": "kv_b_proj",
+    "out_proj": "o_proj",
+}
+LATENT = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "hidden_act": "swiglu",
+    "add_bias_linear": False,
+    "latent_attention": {
+        "q_rank": 10,
+        "kv_rank": 9,
+        "rope_head_dim": 4,
+        "nope_head_dim": 5,
+        "value_head_dim": 7,
+    },
+}
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+}
+
+
+def config_of(case: dict) -> ModelConfig:
+    """The ``Model`` section of a config.json of transformers."""
+    scaling = dict(case.get("rope_parameters", {}))
+    if scaling:
+        scaling["type"] = scaling.pop("rope_type")
+        del scaling["rope_theta"]
+    return tiny_config(
+        hidden_size=case["hidden_size"],
+        num_attention_heads=case["num_attention_heads"],
+        max_position_embeddings=64,
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        rotary_interleaved=case.get("rope_interleave", True),
+        rope_scaling=scaling or None,
+        add_bias_linear=case.get("attention_bias", False),
+        latent_attention={
+            "q_rank": case["q_lora_rank"],
+            "kv_rank": case["kv_lora_rank"],
+            "rope_head_dim": case["qk_rope_head_dim"],
+            "nope_head_dim": case["qk_nope_head_dim"],
+            "value_head_dim": case["v_head_dim"],
+        },
+    )
+
+
+def weight_of(name: str, case: dict, shape: list[int]) -> np.ndarray:
+    layer, kind = name.rsplit(".", 1)
+    theirs = "q_proj" if layer == "q_up" and case["q_lora_rank"] is None else THEIRS[layer]
+    return random_weight(f"{theirs}.{kind}", shape[::-1]).T
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_gradient_are_those_of_transformers(name):
+    case = CASES[name]
+    cfg = config_of(case)
+    layer = LatentAttention(
+        LocalFactory(),
+        model_spec(cfg).blocks[0].attention,
+        layer_index=0,
+        rotary=rope(cfg).rotary,
+        options=kernel_options(cfg),
+    )
+    for path, parameter in layer.named_parameters():
+        parameter.set_value(weight_of(path, case, parameter.shape))
+    expected, gradient = STORED[f"{name}/output"], STORED[f"{name}/gradient"]
+    hidden = paddle.to_tensor(10 * random_weight("hidden", expected.shape), stop_gradient=False)
+    positions = paddle.arange(expected.shape[1]).expand(expected.shape[:2])
+    output = layer(hidden.transpose([1, 0, 2]), positions).transpose([1, 0, 2])
+    (output * paddle.to_tensor(random_weight("up", expected.shape))).sum().backward()
+    for got, wanted in ((output, expected), (hidden.grad, gradient)):
+        np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
+
+
+VARIANTS = {
+    "plain": {},
+    "queries from hidden states": {"latent_attention": {**LATENT["latent_attention"], "q_rank": None}},
+    "neighbours": {"rotary_interleaved": True},
+    "yarn": {"rope_scaling": YARN},
+    "window": {"attention_window": 3},
+    "LayerNorm and biases": {"normalization": "LayerNorm", "add_bias_linear": True},
+}
+
+
+@pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 6]], ids=str)
+def test_a_cache_of_compressed_values_gives_what_a_whole_pass_gives(keys, chunks):
+    tokens, model = random_tokens(length=12), build(tiny_config(**{**LATENT, **keys}))
+    for parameter in model.parameters():  # wide, so that attention is not uniform
+        parameter.set_value(parameter * 10 if parameter.ndim > 1 else parameter)
+    parts, cache, start = [], GrowingCache(), 0
+    with paddle.no_grad():
+        whole = model(tokens).numpy()
+        for width in chunks:
+            positions = paddle.arange(start, start + width).unsqueeze(0).expand([2, width])
+            parts.append(model(tokens[:, start : start + width], positions, cache=cache).numpy())
+            start += width
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=0, atol=1e-5 * np.abs(whole).max())
+    compressed, turned = cache.pairs[0]
+    assert (compressed.shape, turned.shape) == ([2, 1, 12, 9], [2, 1, 12, 4])
+
+
+def test_neighbours_are_halves_in_another_order():
+    """Equal scores, with the features of queries and keys that are turned in the order of the pairs."""
+    x = paddle.randn([2, 1, 3, 5, 6])
+    positions = paddle.arange(5).expand([2, 5])
+    order = paddle.to_tensor([0, 2, 4, 1, 3, 5])
+    keys = {"position_embedding_type": "rope", "head_dim": 6}
+    halves, neighbours = (rope(tiny_config(**keys, rotary_interleaved=flag)).rotary for flag in (False, True))
+    expected = halves.rotate(x.index_select(order, -1), positions)
+    got = neighbours.rotate(x, positions).index_select(order, -1)
+    np.testing.assert_allclose(got.numpy(), expected.numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "blamed"),
+    [
+        ({"position_embedding_type": "learned_absolute"}, "latent_attention, position_embedding_type"),
+        ({"num_query_groups": 2}, "num_query_groups"),
+        ({"head_dim": 8}, "head_dim"),
+        ({"rotary_percent": 0.5}, "rotary_percent"),
+        ({"qk_layernorm": True}, "qk_layernorm"),
+        ({"latent_attention": {**LATENT["latent_attention"], "rope_head_dim": 3}}, "rope_head_dim"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_keys_of_other_heads_are_refused(keys, blamed):
+    with pytest.raises(ValueError, match=blamed):
+        tiny_config(**{**LATENT, **keys})
