@@ -157,8 +157,11 @@ class Route:
 
     @property
     def local_counts(self) -> np.ndarray:
-        """Rows that each expert of this rank gets."""
-        return self.table.sum((0, 1))
+        """Rows that each expert of this rank gets. The first gets one of zeros if there are none: not every
+        operator of every device takes a tensor without elements."""
+        counts = self.table.sum((0, 1))
+        counts[0] += not counts.any()
+        return counts
 
     @property
     def _received(self) -> np.ndarray:
@@ -189,12 +192,16 @@ class Route:
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
         """Rows that have come along ``ep`` to all ranks along ``emp``: sorted by expert again."""
+        if not self._longest:
+            return paddle.zeros([1, *rows.shape[1:]], rows.dtype)
         if self.emp is not None:
             rows = gather_rows(rows, self._longest, self.emp)
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
         """The opposite of :meth:`spread`: what the ranks along ``emp`` have is added up."""
+        if not self._longest:
+            return rows[:0]
         rows = rows.index_select(self._place)
         if self.emp is None:
             return rows
