@@ -147,6 +147,13 @@ def check_plan(cfg: RunConfig) -> None:
     if plan.sequence_parallel:
         why = "does not split sequences; give -o Model.sequence_parallel=False (results are equal)"
         raise _refusal(cfg, "Model.sequence_parallel", True, why)
+    if plan.mp % (plan.ep * plan.emp):  # data ranks have other prompts, and end after other numbers of tokens
+        why = f"divides experts among tensor-parallel ranks alone (mp_degree {plan.mp}); "
+        why += (
+            "give -o Distributed.ep_degree=1 -o Distributed.expert_mp_degree=null: a checkpoint of any plan "
+        )
+        why += "can be loaded"
+        raise _refusal(cfg, "Distributed.ep_degree", plan.ep, why)
     if plan.sharding > 1 and plan.sharding_stage == 3:
         key = "Distributed.sharding.sharding_stage"
         why = "needs the whole model in each data-parallel rank; "

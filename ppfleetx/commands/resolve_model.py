@@ -309,7 +309,7 @@ def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
     """
     notes = []
     plan = cfg.plan
-    if plan.world_size not in (1, processes) or plan.mp * plan.pp * plan.sep > 1:
+    if plan.world_size not in (1, processes) or plan.mp * plan.pp * plan.sep * plan.ep > 1:
         notes.append(f"the plan of the configuration ({plan}) is not used: a process holds the whole model")
     if cfg.Engine.mix_precision.enable:
         notes.append("Engine.mix_precision is disabled: the model computes in float32")

@@ -127,6 +127,10 @@ _NAMES = {
     "pipeline_parallel pipeline_stage num_stages pp_size pp",
     "Distributed.sep_degree": "context_parallel context_parallel_size context_parallel_degree "
     "sep_parallel_degree sequence_parallel_size ulysses_degree cp_size cp",
+    "Distributed.ep_degree": "expert_parallel expert_parallel_degree expert_model_parallel_size "
+    "expert_parallel_size expert_model_parallel_degree ep_size ep",
+    "Distributed.expert_mp_degree": "expert_tensor_parallel_size expert_tensor_parallel_degree "
+    "expert_tensor_model_parallel_size etp_size etp",
     "Distributed.sharding.sharding_degree": "sharding_parallel_degree sharding_parallel_size "
     "optimizer_weight_shard_size",
     "Distributed.sharding.sharding_stage": "zero_stage zero_optimization sharding_level",
