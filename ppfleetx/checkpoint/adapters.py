@@ -180,6 +180,7 @@ def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     Args:
         tensors: by canonical name. ``X.weight``, int8 ``[k, n]`` or pairs uint8 ``[k / 2, n]``, has
             ``X.scale``: ``[g, n]`` for g groups of input features, or ``[k, 1]`` for the rows of a table.
+            Those of experts have one dimension more in front.
     """
     scales = {
         name: f"{name.removesuffix('.weight')}.scale"
@@ -194,17 +195,18 @@ def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def _wide(stored: LazyTensor, scale: LazyTensor) -> LazyTensor:
-    rows, columns = stored.shape
-    shape = (rows * _FEATURES_IN_A_ROW[stored.dtype], columns)
+    *experts, rows, columns = stored.shape
+    shape = (*experts, rows * _FEATURES_IN_A_ROW[stored.dtype], columns)
 
     def load() -> np.ndarray:
         levels = stored.read()
         if stored.dtype == "U8":
-            halves = np.stack([levels & 15, levels >> 4], axis=1).reshape(shape).astype(np.int8)
+            halves = np.stack([levels & 15, levels >> 4], axis=-2).reshape(shape).astype(np.int8)
             levels = np.where(halves > 7, halves - 16, halves)
         values, steps = levels.astype(np.float32), scale.read().astype(np.float32)
-        if steps.shape[1] != columns:
+        if steps.shape[-1] != columns:
             return values * steps
-        return (values.reshape(len(steps), -1, columns) * steps[:, np.newaxis]).reshape(shape)
+        grouped = values.reshape(*steps.shape[:-1], -1, columns)
+        return (grouped * steps[..., np.newaxis, :]).reshape(shape)
 
     return LazyTensor("F32", shape, load)

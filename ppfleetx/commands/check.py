@@ -19,7 +19,13 @@ from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.without_effect import without_effect
-from ppfleetx.models.gpt.spec import flops_per_step, parameter_count, parameter_specs, trained_count
+from ppfleetx.models.gpt.spec import (
+    active_count,
+    flops_per_step,
+    parameter_count,
+    parameter_specs,
+    trained_count,
+)
 from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.report import memory_lines
@@ -198,8 +204,20 @@ def _model_lines(cfg: RunConfig) -> list[str]:
             f"{model.max_position_embeddings} ({_positions(model)})",
         ),
         _line("parameters", f"{human_count(count)} parameters ({count:,})"),
+        *_expert_lines(model),
         *_lora_lines(model),
     ]
+
+
+def _expert_lines(model: ModelConfig) -> list[str]:
+    moe = model.moe
+    if moe is None:
+        return []
+    layers, active = moe.mixture_layers(model.num_layers), active_count(model)
+    shared = "" if moe.shared_experts is None else f" and a shared one of {moe.shared_experts.ffn_size}"
+    width = moe.expert_ffn_size or model.ffn_size
+    text = f"{moe.top_k} of {moe.num_experts} of width {width}{shared} in {counted(len(layers), 'layer')}"
+    return [_line("experts", f"{text}: {human_count(active)} parameters are active ({active:,})")]
 
 
 def _positions(model: ModelConfig) -> str:
