@@ -24,11 +24,25 @@ _LONGEST = 512  # tokens of a window
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShrinkingOptions(OptionalConfigOptions):
-    """The options that ``quantize`` and ``prune`` share."""
+class RewritingOptions(OptionalConfigOptions):
+    """The options of verbs that make another model of a checkpoint."""
 
     checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
     output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
+
+    def check(self) -> None:
+        """Refuse an output that holds something or cannot be made."""
+        if is_taken(Path(self.output)):
+            raise ConfigError(
+                "is there already; name a new or empty directory", key="--output", value=self.output
+            )
+        refuse_unwritable(Path(self.output), "--output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkingOptions(RewritingOptions):
+    """The options that ``quantize`` and ``prune`` share."""
+
     samples: int = option("windows to calibrate on (default: 64)", default=64)
     calibration: str | None = option(
         "a corpus (prefix of .bin/.idx) or a .txt file; its last tenth measures the perplexity",
@@ -36,23 +50,20 @@ class ShrinkingOptions(OptionalConfigOptions):
     )
 
     def check(self) -> None:
-        """Refuse an output that holds something or cannot be made, and a calibration of no samples."""
-        if is_taken(Path(self.output)):
-            raise ConfigError(
-                "is there already; name a new or empty directory", key="--output", value=self.output
-            )
-        refuse_unwritable(Path(self.output), "--output")
+        """Refuse such an output, and a calibration of no samples."""
+        super().check()
         if self.samples < 1:
             raise ConfigError("must be at least 1", key="--samples", value=self.samples)
 
 
 @contextmanager
-def open_model(options: ShrinkingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
+def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
     """Configuration for one process, directory of the checkpoint, and tokenizer where there is one."""
     with ExitStack() as stack:
         with naming("CHECKPOINT", options.checkpoint):
             place = resolve_model(options.checkpoint, stack, with_config=options.config is None)
-        cfg = load_config(options.config or place.config, place.overrides(options.override))
+        given = [*options.settings(), *options.override]
+        cfg = load_config(options.config or place.config, place.overrides(given))
         cfg, _ = as_replicas(cfg, 1)
         tokenizer = None if place.tokenizer is None else load_tokenizer(place.tokenizer)
         yield cfg, place.checkpoint, tokenizer

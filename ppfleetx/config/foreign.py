@@ -112,6 +112,12 @@ _NAMES = {
     "Model.lora.rank": "lora_rank lora_r",
     "Model.lora.alpha": "lora_alpha",
     "Model.lora.targets": "lora_target_modules target_modules",
+    "Model.moe.num_experts": "num_local_experts n_routed_experts moe_num_experts expert_num",
+    "Model.moe.top_k": "num_experts_per_tok moe_router_topk moe_top_k num_experts_chosen",
+    "Model.moe.expert_ffn_size": "moe_intermediate_size moe_ffn_hidden_size",
+    "Model.moe.shared_experts": "n_shared_experts shared_expert_intermediate_size",
+    "Model.moe.aux_loss.weight": "router_aux_loss_coef moe_aux_loss_coeff aux_loss_factor",
+    "Model.moe.router.scale": "routed_scaling_factor moe_router_topk_scaling_factor",
     "Data.Train.dataset.input_dir": "data_path data_dir train_data_path dataset_dir data_prefix train_file",
     "Data.Train.dataset.max_seq_len": "seq_length seq_len max_seq_length sequence_length max_sequence_length "
     "encoder_seq_length model_max_length",
