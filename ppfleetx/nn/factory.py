@@ -122,6 +122,7 @@ class LocalFactory:
         specs = self._parameters(spec)
         shapes = {name: placed(one, self.mesh, self.rank).local_shape for name, one in specs.items()}
         layer = GroupedLinear(shapes["weight"], shapes.get("bias"), self.matmul)
+        layer.kind = _KINDS[spec.of_one.cut]
         return self._declared(layer, specs)
 
     def _parameters(self, spec: LayerSpec) -> Specs:
@@ -341,10 +342,8 @@ class TensorParallelFactory(LocalFactory):
         the input's gradient is a sum."""
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)
-        made, cut = (
-            partial(QuantizedLinear, linear, form, declare=self.declare),
-            linear.weight.spec.lies("mp"),
-        )
+        made = partial(QuantizedLinear, linear, form, declare=self.declare)
+        cut = linear.weight.spec.lies("mp")
         if cut == Shard(0):
             return made(leave=self._sum_parts)
         return made() if cut == REPLICATE else made(enter=self._for_sliced_output)

@@ -19,23 +19,23 @@ def product(
     x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None, counts: Counts
 ) -> paddle.Tensor:
     """``x [n, in]`` to ``[n, out]``, in the type that a linear would have here; ``bias [groups, out]``."""
-    # Mixed precision decides by lists and levels: an empty product tells its type.
-    dtype = F.linear(x[:0], of_group(weight, 0)).dtype
+    # Mixed precision decides by lists and levels: the product of two numbers tells its type.
+    dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, weight))).dtype
     with paddle.amp.auto_cast(enable=False):
         x, result = _in(x, dtype), paddle.empty([x.shape[0], weight.shape[-1]], dtype)
-        for group, begin, end in spans(counts):
+        for group, begin, end in _spans(counts):
             rows = result._slice(begin, end)
-            paddle.matmul(x._slice(begin, end), _in(of_group(weight, group), dtype), out=rows)
+            paddle.matmul(x._slice(begin, end), _in(_of(weight, group), dtype), out=rows)
             if bias is not None:
-                rows.add_(_in(of_group(bias, group), dtype).expand_as(rows))
+                rows.add_(_in(_of(bias, group), dtype).expand_as(rows))
     return result
 
 
 def input_gradient(upstream: paddle.Tensor, weight: paddle.Tensor, counts: Counts) -> paddle.Tensor:
     """The gradient of ``x`` from that of the product."""
     result = paddle.empty([upstream.shape[0], weight.shape[1]], upstream.dtype)
-    for group, begin, end in spans(counts):
-        matrix = _in(of_group(weight, group), upstream.dtype)
+    for group, begin, end in _spans(counts):
+        matrix = _in(_of(weight, group), upstream.dtype)
         paddle.matmul(upstream._slice(begin, end), matrix, transpose_y=True, out=result._slice(begin, end))
     return result
 
@@ -43,9 +43,9 @@ def input_gradient(upstream: paddle.Tensor, weight: paddle.Tensor, counts: Count
 def weight_gradient(x: paddle.Tensor, upstream: paddle.Tensor, counts: Counts) -> paddle.Tensor:
     """The gradient of ``weight``."""
     result = paddle.empty([len(counts), x.shape[-1], upstream.shape[-1]], upstream.dtype)
-    for group, begin, end in spans(counts):
+    for group, begin, end in _spans(counts):
         rows = x._slice(begin, end), upstream._slice(begin, end)
-        paddle.matmul(*rows, transpose_x=True, out=of_group(result, group))
+        paddle.matmul(*rows, transpose_x=True, out=_of(result, group))
     _clear_empty(result, counts)
     return result
 
@@ -53,13 +53,13 @@ def weight_gradient(x: paddle.Tensor, upstream: paddle.Tensor, counts: Counts) -
 def bias_gradient(upstream: paddle.Tensor, counts: Counts) -> paddle.Tensor:
     """The gradient of ``bias``."""
     result = paddle.empty([len(counts), upstream.shape[-1]], upstream.dtype)
-    for group, begin, end in spans(counts):
-        paddle.assign(upstream._slice(begin, end).sum(0), of_group(result, group))
+    for group, begin, end in _spans(counts):
+        paddle.assign(upstream._slice(begin, end).sum(0), _of(result, group))
     _clear_empty(result, counts)
     return result
 
 
-def spans(counts: Counts) -> Iterator[tuple[int, int, int]]:
+def _spans(counts: Counts) -> Iterator[tuple[int, int, int]]:
     """Groups that have rows, and where these begin and end."""
     end = 0
     for group, count in enumerate(counts):
@@ -68,7 +68,7 @@ def spans(counts: Counts) -> Iterator[tuple[int, int, int]]:
             yield group, begin, end
 
 
-def of_group(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
+def _of(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
     """Its part of one group: the same memory."""
     return tensor.detach()._slice(group, group + 1).reshape_(tensor.shape[1:])
 
@@ -76,7 +76,7 @@ def of_group(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
 def _clear_empty(tensor: paddle.Tensor, counts: Counts) -> None:
     for group, count in enumerate(counts):
         if not count:
-            of_group(tensor, group).zero_()
+            _of(tensor, group).zero_()
 
 
 def _in(tensor: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:

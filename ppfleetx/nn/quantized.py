@@ -3,8 +3,7 @@ beside them (Dettmers et al., "QLoRA", 2023). The weights themselves are not tra
 
 A linear ``[k, n]`` has ``weight``, int8 ``[k, n]`` or, of 4 bits, uint8 ``[k / 2, n]`` (input features 2i and
 2i + 1 in the low and the high half of a byte, two's complement), and ``scale [g, n]`` float32, one per group
-of k / g input features and output feature. A linear of each of E experts has E of both, ``[E, ...]``. The
-word embedding ``[V, h]`` has int8 and ``scale [V, 1]``.
+of k / g input features and output feature. The word embedding ``[V, h]`` has int8 and ``scale [V, 1]``.
 
 On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with what is stored; on a GPU, in 16
 bits, Paddle's ``weight_only_linear`` does, of 8-bit weights. Anywhere else weights are widened once, when
@@ -18,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
@@ -29,8 +29,8 @@ from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.embedding import local_rows
-from ppfleetx.nn.grouped_matmul import Counts, of_group, spans
-from ppfleetx.nn.linear import GroupedLinear, add_smaller
+from ppfleetx.nn.grouped_matmul import Counts
+from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.nn.stage import Finish, LayerFactory, NameOf, Stage, declare
@@ -244,7 +244,14 @@ class QuantizedLinear(nn.Layer):
         super().__init__()
         self.bias, self.enter, self.leave = linear.bias, enter, leave
         self.spec: ParamSpec = linear.weight.spec
-        self.weight, self.scale = _stored(self, linear.weight, form, declare)
+        rows, columns = linear.weight.shape
+        _check_groups(rows, self.spec.shape[0], form.group_size)
+        per_row, num_groups = 2 if form.bits == 4 else 1, rows // form.group_size if form.group_size else 1
+        whole = codes(self.spec, per_row)
+        self.weight = _parameter(self, [rows // per_row, columns], whole.dtype)
+        self.scale = _parameter(self, [num_groups, columns], "float32")
+        declare(self.weight, whole)
+        declare(self.scale, scales(self.spec, form.group_size))
         self.matrix = QuantizedMatrix(self.weight, self.scale, form)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
@@ -256,35 +263,47 @@ class QuantizedLinear(nn.Layer):
 
 
 class QuantizedGroupedLinear(nn.Layer):
-    """A :class:`~ppfleetx.nn.linear.GroupedLinear` with a :class:`QuantizedMatrix` of each group.
+    """Linears of experts, each with a :class:`QuantizedMatrix`.
+
+    ``weight`` and ``scale`` are those of :class:`QuantizedLinear`, of all experts.
 
     Args:
-        linear, form, declare: see :class:`QuantizedLinear`.
-
-    Attributes:
-        spec: of the matrices ``[groups, k, n]``.
+        linear: whose place it takes.
+        form: of the matrices.
+        declare: declares a parameter.
     """
 
-    def __init__(self, linear: GroupedLinear, form: Form, *, declare: Declare = declare) -> None:
+    def __init__(self, linear: nn.Layer, form: Form, *, declare: Declare = declare) -> None:
         super().__init__()
         self.bias, self.form = linear.bias, form
         self.spec: ParamSpec = linear.weight.spec
-        self.weight, self.scale = _stored(self, linear.weight, form, declare)
+        experts, rows, columns = linear.weight.shape
+        _check_groups(rows, self.spec.shape[1], form.group_size)
+        per_row, num_groups = 2 if form.bits == 4 else 1, rows // form.group_size if form.group_size else 1
+        whole = codes(self.spec, per_row)
+        self.weight = _parameter(self, [experts, rows // per_row, columns], whole.dtype)
+        self.scale = _parameter(self, [experts, num_groups, columns], "float32")
+        declare(self.weight, whole)
+        declare(self.scale, scales(self.spec, form.group_size))
         self._matrices: dict[int, QuantizedMatrix] = {}
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """``x [n, k]``, in groups of ``counts`` rows, to ``[n, out]``."""
-        products = []
-        for group, begin, end in spans(counts):
-            bias = self.bias[group] if adds_bias and self.bias is not None else None
-            products.append(self._matrix(group).linear(x[begin:end], bias))
-        return paddle.concat(products) if products else paddle.zeros([0, self.weight.shape[-1]], x.dtype)
+        """``x [n, k]``, in groups of ``counts`` rows, to ``[n, columns]``."""
+        if not x.shape[0]:
+            return paddle.zeros([0, self.weight.shape[-1]], x.dtype)
+        ends, parts = np.cumsum(counts).tolist(), []
+        for expert, count in enumerate(counts):
+            if count:
+                bias = self.bias[expert] if adds_bias and self.bias is not None else None
+                parts.append(self._matrix(expert).linear(x[ends[expert] - count : ends[expert]], bias))
+        return paddle.concat(parts)
 
-    def _matrix(self, group: int) -> QuantizedMatrix:
-        if group not in self._matrices:
-            weight, scale = (of_group(tensor, group) for tensor in (self.weight, self.scale))
-            self._matrices[group] = QuantizedMatrix(weight, scale, self.form)
-        return self._matrices[group]
+    def _matrix(self, expert: int) -> QuantizedMatrix:
+        """Made when it is first used: only then are the values there to stay."""
+        if expert not in self._matrices:
+            stored = self.weight[expert], self.scale[expert]
+            self._matrices[expert] = QuantizedMatrix(*stored, self.form)
+        return self._matrices[expert]
 
 
 class QuantizedEmbedding(nn.Layer):
@@ -375,22 +394,6 @@ def _replace_matrices(layer: nn.Layer, name_of: NameOf, cfg: WeightsConfig, fact
         above, _, own = path.rpartition(".")
         parent = layer.get_sublayer(above) if above else layer
         setattr(parent, own, made)
-
-
-def _stored(
-    layer: nn.Layer, weight: paddle.Tensor, form: Form, declare: Declare
-) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """New parameters of ``layer``: the integers and scales of ``weight [..., k, n]``."""
-    *groups, rows, columns = weight.shape
-    _check_groups(rows, weight.spec.shape[-2], form.group_size)
-    per_row = 2 if form.bits == 4 else 1
-    num_scales = rows // form.group_size if form.group_size else 1
-    whole = codes(weight.spec, per_row)
-    integers = _parameter(layer, [*groups, rows // per_row, columns], whole.dtype)
-    scale = _parameter(layer, [*groups, num_scales, columns], "float32")
-    declare(integers, whole)
-    declare(scale, scales(weight.spec, form.group_size))
-    return integers, scale
 
 
 def _parameter(layer: nn.Layer, shape: Sequence[int], dtype: str) -> paddle.Tensor:

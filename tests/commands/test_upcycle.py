@@ -6,7 +6,6 @@ import pytest
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.commands.upcycle import Upcycle, upcycle
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.logits import our_logits
 from tests.compress.runs import MODELS, write_run
@@ -17,7 +16,8 @@ TOKENS = np.arange(24).reshape(2, 12)
 def made(place, output, **keys):
     """The mixture that the verb writes: its network and its weights."""
     upcycle(Upcycle(checkpoint=str(place), output=str(output), experts=3, **keys))
-    return load_config(output / "config.yaml").Model, read_ppfleetx(output)
+    weights = read_ppfleetx(output)
+    return ModelConfig(**weights.model), weights
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -16,8 +16,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.data.blended import exhaustive_indices
 from ppfleetx.data.build import build_dataloader
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.data.loader import DataLoader
-from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.data.loader import DataLoader, GlobalBatchSampler
 
 LENGTH = 16
 
@@ -277,7 +276,7 @@ def test_threads_end_with_the_iteration_and_prefetch_is_bounded() -> None:
 PROGRAM = """
 import signal, sys, time, numpy as np
 from ppfleetx.data.loader import DataLoader
-from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.data.loader import GlobalBatchSampler
 
 class Dataset:
     fingerprint, samples_per_epoch = "", 1.0

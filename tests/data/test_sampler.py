@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.data.loader import GlobalBatchSampler
 
 
 def steps_of(sampler: GlobalBatchSampler, num: int) -> list[list[list[int]]]:

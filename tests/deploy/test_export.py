@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.commands.infer import Infer, merge_settings
 from ppfleetx.commands.resolve_model import as_replicas
-from ppfleetx.commands.serving import Export, Infer, merge_settings
+from ppfleetx.commands.serving import Export
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig
@@ -184,7 +185,7 @@ def test_what_is_in_the_way_stays(small: list[str], tmp_path: Path) -> None:
     path, checkpoint = small
     (tmp_path / "rank_0").mkdir()
     (tmp_path / "rank_0" / "precious").touch()
-    with pytest.raises(ConfigError, match=r"rank_0 is there and is no export of this program"):
+    with pytest.raises(ConfigError, match=r"rank_0 exists and is not an export"):
         run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"precious is a file; name a directory"):
         run_export(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path / 'rank_0' / 'precious'}"])
@@ -207,7 +208,7 @@ def test_an_export_that_holds_other_files_is_not_replaced(
     cfg = load_config(path, [checkpoint, f"Engine.save_load.output_dir={tmp_path}"])
     check_target(cfg)
     (copy / "tokenizer" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"would be replaced, and holds 'tokenizer/notes\.txt'"):
+    with pytest.raises(ConfigError, match=r"contains 'tokenizer/notes\.txt'"):
         check_target(cfg)
 
 

@@ -97,7 +97,7 @@ def test_what_is_no_manifest_of_this_version(copy: Path) -> None:
             open_export(copy)
     for content in ("{", "[]", ""):
         path.write_text(content)
-        with pytest.raises(ConfigError, match="is no manifest of an export"):
+        with pytest.raises(ConfigError, match="is not the manifest of an export"):
             open_export(copy)
     path.unlink()
     with pytest.raises(ConfigError, match=r"export\.json is missing"):

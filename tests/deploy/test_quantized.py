@@ -95,7 +95,7 @@ def test_adapters_beside_small_weights_are_not_exported(tmp_path) -> None:
     run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
     quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), to="int8"))
     cfg = _configuration(add_adapters(tmp_path / "small", tmp_path / "adapted"))
-    with pytest.raises(ConfigError, match=r"adapters beside quantised weights.*ppfleetx merge"):
+    with pytest.raises(ConfigError, match=r"adapters to quantised weights.*ppfleetx merge"):
         check_adapters(cfg)
 
 

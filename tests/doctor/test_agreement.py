@@ -1,11 +1,13 @@
-"""What all processes must agree on, and how differences are reported."""
+"""What must be equal on all processes, and the words for what is not."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
-from ppfleetx.doctor import agreement
+from ppfleetx.doctor import agreement, files
 from ppfleetx.doctor.agreement import Fact, agreement_rows, differing, digests, in_full
 from ppfleetx.doctor.check import Status
 from tests.doctor.conftest import by_name, write_corpus
@@ -59,6 +61,42 @@ def test_another_library_on_one_machine_is_found(target, monkeypatch, tmp_path):
     values = {0: full, 1: in_full(target(rank=1), ["versions"], print)}
     row = by_name(agreement_rows(values, ["versions"]))["versions"]
     assert row.status is Status.FAIL and "tokenizers is " in row.found and "0.1.0 on rank 1" in row.found
+
+
+def test_another_checkpoint_on_one_machine_is_found(target, tmp_path):
+    places = [tmp_path / name for name in ("one", "other")]
+    for number, place in enumerate(places):
+        step = place / f"step_{number}"
+        step.mkdir(parents=True)
+    rows = rows_of([target(f"Engine.save_load.init_from={places[0]}"), target(rank=2)])
+    assert rows["checkpoints"].status is Status.FAIL and "init_from is" in rows["checkpoints"].found
+
+
+def test_a_change_anywhere_in_a_corpus_without_checksums_is_found(prefix):
+    Path(f"{prefix}.checksums.json").unlink()
+    with Path(f"{prefix}.bin").open("r+b") as file:
+        file.write(bytes(3 << 20))
+    corpus = SimpleNamespace(prefix=str(prefix), fingerprint="the same")
+    before = files._of_corpus(corpus)
+    with Path(f"{prefix}.bin").open("r+b") as file:
+        file.seek(1_234_567)
+        file.write(b"x")
+    assert files._of_corpus(corpus) != before
+
+
+def test_other_versions_and_sources_are_named(target, monkeypatch, tmp_path):
+    cases = [target(), target(rank=1, local_rank=1), target(rank=2)]
+    names = ["versions", "sources"]
+    told, full = [digests(one, print) for one in cases[:2]], in_full(cases[0], names, print)
+    (tmp_path / "nn").mkdir()
+    (tmp_path / "nn/mlp.py").write_text("x = 1\n")
+    monkeypatch.setattr(agreement, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(agreement, "__version__", "0.0.9")
+    told.append(digests(cases[2], print))
+    assert differing(told) == names
+    rows = by_name(agreement_rows({0: full, 2: in_full(cases[2], names, print)}, names))
+    assert "ppfleetx is 0.1.0 on rank 0, 0.0.9 on rank 2" in rows["versions"].found
+    assert "more" in rows["sources"].found and "on rank 2" in rows["sources"].found
 
 
 def test_what_nobody_could_read_in_time_is_not_said_to_be_equal(target, monkeypatch):

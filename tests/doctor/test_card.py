@@ -1,14 +1,18 @@
-"""GPU checks, as far as a CPU can run them: nvidia-smi output, small runs, wrong results."""
+"""What runs on GPUs alone, as far as a CPU can try it: words of nvidia-smi, small runs, and wrong results."""
 
 from __future__ import annotations
 
 import numpy as np
 import paddle
 import pytest
+from paddle.base import core
 
-from ppfleetx.doctor import card
-from ppfleetx.doctor.check import Status
+from ppfleetx.config.loader import load_config
+from ppfleetx.doctor import card, steps
+from ppfleetx.doctor.check import Status, Target, ok
+from ppfleetx.parallel import precision
 from tests.doctor.conftest import by_name
+from tests.parity.training import CONFIG
 
 CARDS = """\
 0, NVIDIA A100-SXM4-80GB, 550.54.15, 81920, 4, 0, P0
@@ -49,3 +53,41 @@ def test_attention_says_why_flash_does_not_run(packed):
     row = card.attention_row("float16", packed=packed, head_sizes=(64, 128))
     assert row.status is Status.OK
     assert row.found == "heads of 64, 128 by the reference: it needs a GPU, the device is cpu"
+
+
+def test_a_card_that_may_use_tf32_is_compared_without():
+    """TF32 is off by 3e-4 in a product of 32 numbers: three times what is allowed."""
+    switch = core.get_cublas_switch()
+    used = []
+
+    def product(x):
+        used.append(core.get_cublas_switch())
+        return paddle.matmul(x, x)
+
+    try:
+        core.set_cublas_switch(True)
+        card.operators_row("float32", "cpu", {"matmul": (product, (np.ones((2, 2), np.float32),))})
+    finally:
+        core.set_cublas_switch(switch)
+    assert used == [False, False]
+
+
+def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
+    """A V100 has no bfloat16: that fails where the configuration asks for it, and nowhere else."""
+    monkeypatch.setattr(precision, "has_kernels", lambda dtype: dtype == "float16")
+    tried = []
+    monkeypatch.setattr(card, "operators_row", lambda dtype, _: tried.append(dtype) or ok("x", "y"))
+    monkeypatch.setattr(card, "TABLE", {})
+    monkeypatch.setattr(card, "attention_row", lambda dtype, packed: tried.append(dtype) or ok("x", "y"))
+    target = Target(device="gpu")
+    list(card.small_operators(target))
+    list(card.flash(target))
+    assert tried == ["float32", "float16", "float16", "float16"]
+    monkeypatch.setattr(steps, "train", lambda *_: [1.0])
+    monkeypatch.setattr(steps, "losses_row", lambda name, *_: ok(name, "as they should be"))
+    rows = by_name(steps.losses(target))
+    statuses = {row.status for name, row in rows.items() if "bfloat16" in name}
+    assert statuses == {Status.SKIPPED} and rows["GPT float16 O2"].status is Status.OK
+    assert card._lacking("bfloat16", "gpu:0", target).status is Status.SKIPPED
+    row = card._lacking("bfloat16", "gpu:0", Target(cfg=load_config(CONFIG), device="gpu"))
+    assert row.status is Status.FAIL and "gpu:0 does not compute in bfloat16" in row.found

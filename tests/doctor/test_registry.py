@@ -1,4 +1,4 @@
-"""Rows, the table of checks, and a check that fails or never ends."""
+"""Rows, the table of checks, and what becomes of a check that fails or does not end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from ppfleetx.doctor import operators, registry
 from ppfleetx.doctor.check import Row, Status, Target, fail, ok, skipped, warn
 from ppfleetx.doctor.operators import kernels_row, registered, used_by, used_on_cpu
-from ppfleetx.doctor.registry import CHECKS, Check, Need, examine
+from ppfleetx.doctor.registry import CHECKS, Check, Each, Need, examine
 from ppfleetx.doctor.report import as_json, as_table, exit_code, joined
 from ppfleetx.utils.gpu_operators import Kernel
 
@@ -56,6 +56,23 @@ def test_a_check_that_does_not_end_is_given_up(monkeypatch):
     (row,) = examine(planted(monkeypatch, lambda target: never.wait(5.0), seconds=0.1), Target())
     assert row.status is Status.FAIL and "no answer within 0 s" in row.found
     never.set()
+
+
+def test_patience_is_short_of_no_busy_machine(monkeypatch):
+    limits: list[float] = []
+    monkeypatch.setattr(registry, "within", lambda seconds, act: limits.append(seconds) or act())
+    for patience in (4.0, 100.0, 900.0):
+        examine(planted(monkeypatch, lambda target: [], seconds=300.0), Target(patience=patience))
+    assert limits == [30.0, 100.0, 300.0]
+
+
+def test_who_runs_a_check():
+    first, second = Target(local_rank=0), Target(local_rank=1, device="gpu")
+    node, rank = (Check("g", "m", "f", "t", each=each) for each in (Each.NODE, Each.RANK))
+    card = Check("g", "m", "f", "t", each=Each.CARD)
+    assert [check.is_for(second) for check in (node, rank, card)] == [False, True, True]
+    assert all(check.is_for(first) for check in (node, rank, card))
+    assert not card.is_for(Target(local_rank=1))
 
 
 def test_rows_of_ranks_that_are_alike_are_one():

@@ -1,4 +1,4 @@
-"""A whole run of doctor in one process, the launching process, and ranks that do not end."""
+"""The whole examination of one process, the process that starts ranks, and ranks that do not end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from ppfleetx.commands import main
 from ppfleetx.commands.doctor import Doctor, _target
 from ppfleetx.doctor import launch, run
 from ppfleetx.doctor.check import Row, Status, Target, fail, ok
-from ppfleetx.doctor.launch import launched_rows
+from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
+from ppfleetx.doctor.meeting import open_meeting
 from ppfleetx.doctor.registry import Check
-from ppfleetx.doctor.run import Guard, examine_job
+from ppfleetx.doctor.run import Guard, Job, examine_job
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT, free_port
 
@@ -94,6 +96,31 @@ def test_a_rank_that_never_comes_is_a_row(monkeypatch, quick):
     assert "rank 1 did not come" in rows["meeting"].found and "python" in rows
 
 
+def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch):
+    """It ends while they look, and after their collectives."""
+    port = free_port()
+    monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", port))
+    monkeypatch.setattr(run, "CHECKS", (Check("files", "files", "data", "data"),))
+    monkeypatch.setattr(run, "examine", lambda check, target: [fail("data", "gone", "mount it")])
+    target = Target(None, "cpu", 1, 2, 0, 1, environ={})
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(examine_job, target, seconds=10.0, finish=lambda rows: None)
+        open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0).close()
+        told = by_name(others.result())
+    assert told["data"].found == "gone" and "is gone" in told["first rank"].found
+    monkeypatch.setattr(run, "CHECKS", ())
+    measured = fail("all_reduce (dp)", "numbers are wrong", "look at the link")
+    monkeypatch.setattr(Job, "_collectives", lambda self, tell, own, guard: own.append(measured))
+    monkeypatch.setattr(Job, "compare", lambda self: None)
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(examine_job, target, seconds=10.0, finish=lambda rows: None)
+        first = open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0)
+        first.exchange([], 10.0)
+        first.close()
+        told = by_name(others.result())
+    assert told["all_reduce (dp)"].group == "collectives" and "is gone" in told["first rank"].found
+
+
 def test_what_takes_too_long_is_given_up_by_name():
     given_up: list[str] = []
     with Guard(0.2, given_up.append) as guard:
@@ -120,6 +147,17 @@ def test_ranks_that_end_without_a_report_leave_their_last_words(monkeypatch):
     row = by_name(rows)["launcher"]
     assert row.status is Status.FAIL and size == 1 and row.group == "processes"
     assert "exit code 7" in row.found and "ranks are torn" in row.found
+
+
+def test_the_report_of_the_ranks_is_read_and_nothing_is_left(tmp_path):
+    leave_report([ok("python", "3.11")], 4, str(tmp_path), 0)
+    (file,) = tmp_path.iterdir()
+    content = file.read_text()
+    text = (
+        f"import os; open(os.environ['{launch.DIRECTORY_VARIABLE}'] + '/{file.name}', 'w').write({content!r})"
+    )
+    (row,), size = launched_rows(program(text), seconds=1.0, logs_there=None)
+    assert (row.name, size) == ("python", 4)
 
 
 def test_a_launcher_that_does_not_end_is_ended(monkeypatch):
@@ -157,9 +195,15 @@ def test_a_rank_that_is_stopped_is_named_and_killed(tmp_path):
     assert done.returncode == 1
     told = {row["name"]: row["found"] for row in rows}
     assert set(told) == {"rank 1", "communication"}
-    assert "nothing was heard of it for 6 s: its process is stopped" in told["rank 1"]
+    assert "no answer within 36 s; it was last heard of at: joining the process groups" in told["rank 1"]
     assert told["communication"] == "joining the process groups did not end within 6 s"
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
+def test_several_machines_need_a_place_to_meet():
+    assert examine_nodes_first(1, None, 1.0) == []
+    (row,) = examine_nodes_first(2, None, 1.0)
+    assert row.status is Status.FAIL and "--master" in row.fix
 
 
 def test_a_rank_knows_its_place(monkeypatch):

@@ -1,10 +1,11 @@
-"""Training steps of GPT and Llama match the committed losses; an arithmetic fault is found."""
+"""Steps of GPT and Llama against committed losses, and that a fault in the arithmetic is found."""
 
 from __future__ import annotations
 
 import json
 
 import paddle
+import pytest
 
 from ppfleetx.doctor import steps
 from ppfleetx.doctor.check import Status, Target
@@ -28,3 +29,10 @@ def test_a_loss_that_is_no_number_is_found():
     assert steps.losses_row("GPT", golden, golden, 1e-5).status is Status.OK
     assert steps.losses_row("GPT", [golden[0], float("nan"), 0.0], golden, 1e-5).status is Status.FAIL
     assert steps.losses_row("GPT", [loss * (1 + 2e-5) for loss in golden], golden, 1e-5).status is Status.FAIL
+
+
+@pytest.mark.parametrize("model", list(steps.MODELS))
+def test_the_committed_losses_name_their_recipe(model):
+    content = json.loads(steps.GOLDEN.read_text())
+    assert "make_doctor_losses.py" in content["recipe"]
+    assert len(content["losses"][model]) == steps.STEPS

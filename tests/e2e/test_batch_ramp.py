@@ -8,7 +8,7 @@ import pytest
 
 from ppfleetx.config.batch import BatchRamp, resolve_batch
 from ppfleetx.config.fields import RuleError
-from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.data.loader import GlobalBatchSampler
 from tests.e2e.conftest import Tool, records
 
 RAMP = (

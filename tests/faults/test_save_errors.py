@@ -55,7 +55,7 @@ def test_a_last_save_that_fails_is_an_error_all_the_same(pools, corpus, tmp_path
     program = Program(pools, corpus, tmp_path, async_save=in_background, on_save_error="continue")
     (outcome,) = program.fail_at(4)
     assert outcome.error.startswith("CheckpointError: checkpoint epoch_0_step_4 could not be written")
-    assert outcome.error.endswith("The end of the run is thus not saved.")
+    assert outcome.error.endswith("The end of the run is not saved.")
     assert program.steps() == [1, 2, 3] and len(losses(tmp_path)) == 4
 
 

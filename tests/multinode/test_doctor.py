@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.conftest import NANO, ROOT, corpus, environment  # noqa: F401  (fixture)
 from tests.helpers import programs
 from tests.multinode.nodes import Node, NoNamespacesError, joined
-from tests.planner.wire import MTU, wire
+from tests.multinode.wire import MTU, wire
 
 MASTER_PORT = 38531
 

@@ -55,7 +55,7 @@ def test_whoever_needs_the_build_for_gpus_is_sent_where_it_is(monkeypatch):
     [
         ({"CUSTOM_DEVICE_ROOT": "PLUGINS"}, "libx.so: this plugin of Paddle does not load: file too short"),
         ({"CUSTOM_DEVICE_ROOT": "EMPTY"}, "Global.device = 'npu': Paddle has found no plugin for npu"),
-        ({}, "Global.device = 'npu': the Paddle installed here serves cpu only."),
+        ({}, "Global.device = 'npu': the Paddle installed here supports cpu only"),
     ],
 )
 def test_a_device_that_does_not_come_is_one_sentence(tmp_path, variables, said):

@@ -10,8 +10,7 @@ from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.data import DatasetConfig
-from ppfleetx.data.chat.answers import render_with_answers
-from ppfleetx.data.chat.templates import ChatError, ChatTemplate
+from ppfleetx.data.chat.templates import ChatError, ChatTemplate, render_with_answers
 from ppfleetx.data.gpt_dataset import PADDING
 from ppfleetx.data.tasks.chats import ChatDataset
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer

@@ -9,8 +9,7 @@ import pytest
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data.gpt_dataset import PADDING
-from ppfleetx.data.loader import DataLoader
-from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.data.loader import DataLoader, GlobalBatchSampler
 from ppfleetx.data.tasks.glue import TASKS
 from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer

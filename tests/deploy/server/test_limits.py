@@ -58,7 +58,7 @@ def test_a_body_too_large(strict_server: Server, content) -> None:
         headers={"Content-Type": "application/json"},
     )
     assert answer.status_code == 413
-    assert "may have 2000 bytes (Serve.max_body_bytes)" in answer.json()["error"]["message"]
+    assert "Serve.max_body_bytes" in answer.json()["error"]["message"]
 
 
 def test_a_body_that_is_not_said_to_be_json(strict_server: Server) -> None:
@@ -87,7 +87,7 @@ def test_a_full_queue(strict_server: Server) -> None:
         assert answer.status_code == 429
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["type"] == "rate_limit_error"
-        assert "3 sequences are waiting or under way, of at most 3" in answer.json()["error"]["message"]
+        assert "of at most 3" in answer.json()["error"]["message"]
     strict_server.wait_for_metric("ppfleetx_sequences_running", 0)
     assert strict_server.metric("ppfleetx_sequences_waiting") == 0
     assert strict_server.complete().status_code == 200

@@ -56,7 +56,7 @@ class Background:
         self.progress.begin(operation)
 
     def arrive(self, group: int, number: int) -> None:
-        self.inbox.take((1, group, 0, number), SIGNATURE, 4, lambda view: None)
+        self.inbox.receive((1, group, 0, number), SIGNATURE, 4, lambda view: None)
 
 
 def test_so_many_sums_of_a_group_are_started_and_no_more() -> None:
