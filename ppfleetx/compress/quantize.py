@@ -91,7 +91,7 @@ def check_options(model: ModelConfig, options: Options) -> None:
         )
     if model.latent_attention is not None and options.smooth:
         raise ConfigError(
-            "changes the norm before queries, keys and values, and does not know latent attention; leave it out",
+            "changes the norm before queries, keys and values, and does not know latent attention",
             key="--smooth",
         )
     layers = ["head", *(name.removesuffix(".weight") for name in parameter_shapes(model))]
