@@ -168,6 +168,8 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 def check_network(model: ModelConfig) -> None:
     """Raise ConfigError if the layers are of a kind that cannot be pruned."""
+    if model.moe is not None:
+        raise ConfigError("models with mixtures of experts are not pruned", key="Model.moe")
     block, *others = model_spec(model).blocks
     specs = block.parameters()
     matrices = {name.removesuffix(".weight") for name, spec in specs.items() if len(spec.shape) > 1}

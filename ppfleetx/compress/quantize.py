@@ -20,7 +20,7 @@ from paddle import nn
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
 from ppfleetx.checkpoint.tensors import load_model
-from ppfleetx.checkpoint.weights import VOCAB_DIM, with_vocabulary
+from ppfleetx.checkpoint.weights import vocab_dims, with_vocabulary
 from ppfleetx.compress.report import LayerReport, Report
 from ppfleetx.compress.rounding import (
     Stored,
@@ -42,7 +42,7 @@ from ppfleetx.config.sections.compress import (
     is_of_quantizer,
 )
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.spec import parameter_shapes
+from ppfleetx.models.gpt.spec import parameter_shapes, parameter_specs
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
@@ -52,7 +52,7 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 
 Method = Literal["rtn", "gptq"]
-_VOCAB_DIM = {**VOCAB_DIM, "embedding.word_embeddings.scale": 0, "head.scale": 1}
+_SCALE_VOCAB_DIM = {"embedding.word_embeddings.scale": 0, "head.scale": 1}
 _MATRICES = ("matrix", "head", "word_embedding")
 GROUPS = (128, 64, 32, 16, 8)
 """Group sizes to try; the first that fits is used unless the user names one."""
@@ -83,6 +83,12 @@ def check_options(model: ModelConfig, options: Options) -> None:
     Raises:
         ConfigError: a matrix cannot; the first one is named.
     """
+    if model.moe is not None and (options.method == "gptq" or options.smooth):
+        raise ConfigError(
+            "looks at the inputs of each matrix, and does not know those of single experts; round to nearest "
+            "(--method rtn)",
+            key="--smooth" if options.smooth else "--method",
+        )
     layers = ["head", *(name.removesuffix(".weight") for name in parameter_shapes(model))]
     for pattern in options.weights.skip:
         if not fnmatch.filter(layers, pattern):
@@ -127,9 +133,9 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
 def _matrices(model: ModelConfig) -> dict[str, int]:
     """The input features of each matrix of the blocks."""
     return {
-        name.removesuffix(".weight"): shape[0]
-        for name, shape in parameter_shapes(model).items()
-        if len(shape) == 2 and name.startswith("decoder.") and name.endswith(".weight")
+        name.removesuffix(".weight"): spec.shape[-2]
+        for name, spec in parameter_specs(model).items()
+        if spec.kind == "matrix" and name.startswith("decoder.") and name.endswith(".weight")
     }
 
 
@@ -209,7 +215,8 @@ class Quantizer:
                 form = self._options.weights.form_of(linear)
                 if form is not None:
                     forms[linear] = form
-        seen = _Inputs(layer, [linear for linear in forms if linear.startswith("decoder.")])
+        one_matrix = [linear for linear in forms if parameters[f"{linear}.weight"].ndim == 2]
+        seen = _Inputs(layer, [linear for linear in one_matrix if linear.startswith("decoder.")])
         if self._walk is not None and seen.linears:
             with seen:
                 self._walk.pass_calibration(layer)
@@ -229,8 +236,14 @@ class Quantizer:
         try:
             if hessian is not None and self._options.method == "gptq":
                 stored = compensated(weight, hessian, form)
+            elif weight.ndim == 3:
+                of_experts = [self._rounded(linear, matrix, form) for matrix in weight]
+                levels, scale = (
+                    np.stack([getattr(one, of) for one in of_experts]) for of in ("levels", "scale")
+                )
+                stored = Stored(levels, scale, form)
             else:
-                stored = self._on_trained_grid(linear, weight, form) or nearest(weight, form)
+                stored = self._rounded(linear, weight, form)
         except DataError as error:
             raise DataError(f"{linear}.weight of {self._checkpoint.path}: {error}") from error
         entry = self._checkpoint.entry(f"{linear}.weight")
@@ -245,6 +258,9 @@ class Quantizer:
             )
         )
         return Stored(stored.levels.T, stored.scale.T, form) if is_table else stored
+
+    def _rounded(self, linear: str, weight: np.ndarray, form: Form) -> Stored:
+        return self._on_trained_grid(linear, weight, form) or nearest(weight, form)
 
     def _on_trained_grid(self, linear: str, weight: np.ndarray, form: Form) -> Stored | None:
         cfg = self._options.trained
@@ -274,7 +290,7 @@ class Quantizer:
             (0,) * values.ndim,
             values.shape,
             lambda: np.load(path, mmap_mode="r"),
-            vocab_dim=_VOCAB_DIM.get(name),
+            vocab_dim=_SCALE_VOCAB_DIM.get(name, vocab_dims().get(name)),
         )
 
     def _fill(self, layer: nn.Layer) -> None:

@@ -159,7 +159,10 @@ _DAMPING = 0.01  # this fraction of the Hessian's mean diagonal is added to the 
 
 @dataclass(frozen=True)
 class Stored:
-    """A matrix ``[k, n]`` on its grid: ``levels [k, n]`` int8 and ``scale [g, n]`` float32."""
+    """A matrix ``[k, n]`` on its grid: ``levels [k, n]`` int8 and ``scale [g, n]`` float32.
+
+    Matrices of experts have one dimension more in front.
+    """
 
     levels: np.ndarray
     scale: np.ndarray
@@ -170,10 +173,12 @@ class Stored:
         if self.form.bits == 8:
             return self.levels
         nibbles = (self.levels & 15).astype(np.uint8)
-        return nibbles[0::2] | (nibbles[1::2] << 4)
+        return nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)
 
     def values(self) -> np.ndarray:
-        """The stored values, ``[k, n]`` float32."""
+        """The stored values, in the shape of ``levels``, float32."""
+        if self.levels.ndim == 3:
+            return np.stack([dequantize(*one) for one in zip(self.levels, self.scale, strict=True)])
         return dequantize(self.levels, self.scale)
 
     @property

@@ -86,7 +86,7 @@ class _Groups(NamedTuple):
 
 
 def held_parameters(job: Job, stage: int) -> Held:
-    """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one with most."""
+    """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one that holds most."""
     plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []

@@ -109,7 +109,7 @@ class Passes:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return sum(getattr(self, name) for name in PARTS)
 
     def __add__(self, other: Passes) -> Passes:
@@ -349,7 +349,7 @@ def _activation_sum(job: Job, cluster: Cluster) -> float:
 
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
     """Communication of one layer in one pass: an all-reduce along mp of attention and of an MLP, and two
-    all-to-alls along sep. With sequence parallelism the backward pass all-gathers the inputs of both
+    all-to-alls along sep. Under sequence parallelism, the backward pass gathers the inputs of both
     column-parallel products again."""
     routed = isinstance(block.mlp, MoESpec)
     pairs = 1 if routed and block.mlp.shared is None else 2
@@ -401,8 +401,8 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Sums of gradients that a rank waits for: into the owners, over sep and replicas. Those over the
-    replicas of owners come when the passes are over, and so do those of experts."""
+    """Exposed seconds of the sums of gradients: to their owners, or over sep and replicas. The sums over
+    replicas of owners, and of experts, follow after the passes."""
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
         early = gather_seconds(held.dense * each, group_of(plan, "sharding", cluster), cluster)

@@ -1,4 +1,5 @@
-"""A checkpoint that cannot be written: training stops in words, or goes on; earlier checkpoints stay."""
+"""When a checkpoint cannot be written, training stops with a message or continues; earlier checkpoints
+stay."""
 
 import errno
 import os
@@ -41,7 +42,7 @@ def test_training_stops_in_words(pools, corpus, tmp_path, in_background, number)
 
 
 @BOTH_WAYS
-def test_training_goes_on_when_told_to(pools, corpus, tmp_path, undisturbed, in_background):
+def test_training_continues_where_configured(pools, corpus, tmp_path, undisturbed, in_background):
     program = Program(pools, corpus, tmp_path, async_save=in_background, on_save_error="continue")
     (outcome,) = program.fail_at(2, 3)
     assert outcome.error is None
