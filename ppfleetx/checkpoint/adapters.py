@@ -13,7 +13,7 @@ from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
-from ppfleetx.checkpoint.weights import fitted, network_of, with_vocabulary
+from ppfleetx.checkpoint.weights import fitted, lazy, network_of, with_vocabulary
 from ppfleetx.checkpoint.weights_only import model_section, read_ppfleetx, write_ppfleetx
 from ppfleetx.config.errors import CheckpointError, naming
 from ppfleetx.config.sections.lora import LoraConfig
@@ -146,12 +146,7 @@ def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> di
     names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
     names += [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
     check_base(checkpoint, base_fingerprint(source, names), str(place))
-    return {name: _lazy(source, name) for name in names}
-
-
-def _lazy(source: Checkpoint, name: str) -> LazyTensor:
-    entry = source.entry(name)
-    return LazyTensor(entry.dtype, tuple(entry.shape), lambda: source.read(name))
+    return {name: lazy(source, name) for name in names}
 
 
 def _with_adapters(
@@ -180,6 +175,7 @@ def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     Args:
         tensors: by canonical name. ``X.weight``, int8 ``[k, n]`` or pairs uint8 ``[k / 2, n]``, has
             ``X.scale``: ``[g, n]`` for g groups of input features, or ``[k, 1]`` for the rows of a table.
+            Those of experts have one dimension more in front.
     """
     scales = {
         name: f"{name.removesuffix('.weight')}.scale"
@@ -194,17 +190,18 @@ def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 
 
 def _wide(stored: LazyTensor, scale: LazyTensor) -> LazyTensor:
-    rows, columns = stored.shape
-    shape = (rows * _FEATURES_IN_A_ROW[stored.dtype], columns)
+    *experts, rows, columns = stored.shape
+    shape = (*experts, rows * _FEATURES_IN_A_ROW[stored.dtype], columns)
 
     def load() -> np.ndarray:
         levels = stored.read()
         if stored.dtype == "U8":
-            halves = np.stack([levels & 15, levels >> 4], axis=1).reshape(shape).astype(np.int8)
+            halves = np.stack([levels & 15, levels >> 4], axis=-2).reshape(shape).astype(np.int8)
             levels = np.where(halves > 7, halves - 16, halves)
         values, steps = levels.astype(np.float32), scale.read().astype(np.float32)
-        if steps.shape[1] != columns:
+        if steps.shape[-1] != columns:
             return values * steps
-        return (values.reshape(len(steps), -1, columns) * steps[:, np.newaxis]).reshape(shape)
+        grouped = values.reshape(*steps.shape[:-1], -1, columns)
+        return (grouped * steps[..., np.newaxis, :]).reshape(shape)
 
     return LazyTensor("F32", shape, load)

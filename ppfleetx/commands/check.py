@@ -19,7 +19,13 @@ from ppfleetx.config.sections.engine import EngineConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.without_effect import without_effect
-from ppfleetx.models.gpt.spec import flops_per_step, parameter_count, parameter_specs, trained_count
+from ppfleetx.models.gpt.spec import (
+    active_count,
+    flops_per_step,
+    parameter_count,
+    parameter_specs,
+    trained_count,
+)
 from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.report import memory_lines
@@ -58,13 +64,13 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
     Raises:
         UserError: a run would be refused.
     """
-    from ppfleetx.core.engine.run_directory import check_beginning
-    from ppfleetx.data.token_ids import token_id_lines
+    from ppfleetx.core.engine.run_directory import check_start
+    from ppfleetx.data.corpus_checks import token_id_lines
 
     cfg = load_config(config, overrides, world_size=world_size)
     report = check_report(cfg)
     if cfg.Data.Train is not None:
-        check_beginning(cfg)
+        check_start(cfg)
     token_ids = token_id_lines(cfg)
     print("\n".join([report, *token_ids]))  # last, because it says that all is well
 
@@ -198,8 +204,20 @@ def _model_lines(cfg: RunConfig) -> list[str]:
             f"{model.max_position_embeddings} ({_positions(model)})",
         ),
         _line("parameters", f"{human_count(count)} parameters ({count:,})"),
+        *_expert_lines(model),
         *_lora_lines(model),
     ]
+
+
+def _expert_lines(model: ModelConfig) -> list[str]:
+    moe = model.moe
+    if moe is None:
+        return []
+    layers, active = moe.mixture_layers(model.num_layers), active_count(model)
+    shared = "" if moe.shared_experts is None else f" and a shared one of {moe.shared_experts.ffn_size}"
+    width = moe.expert_ffn_size or model.ffn_size
+    text = f"{moe.top_k} of {moe.num_experts} of width {width}{shared} in {counted(len(layers), 'layer')}"
+    return [_line("experts", f"{text}: {human_count(active)} parameters are active ({active:,})")]
 
 
 def _positions(model: ModelConfig) -> str:
@@ -253,7 +271,7 @@ def _precision(cfg: RunConfig) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """What the host has to hold, as if mp and pp divided all parameters evenly."""
+    """Host memory of offloaded states, as if mp and pp divided all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
@@ -291,7 +309,7 @@ def _recompute(model: ModelConfig) -> str:
 
 
 def _group_lines(cfg: RunConfig) -> list[str]:
-    """Which parameters train by which optimizer and with which settings, where they are not all alike."""
+    """The optimizer and settings of each group of parameters, if there is more than one."""
     rows = group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
     if len(rows) == 1:
         return []

@@ -25,7 +25,7 @@ def num_outputs(cfg: RunConfig) -> int:
 
 
 def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """What about finetuning contradicts itself in ``cfg``."""
+    """Contradictions of ``cfg`` about finetuning."""
     yield from _texts(cfg)
     if cfg.Engine.save_load.keep_best and not (cfg.Data.Eval is not None and cfg.Engine.eval_freq):
         yield RuleError(
@@ -123,7 +123,7 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
 
 def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
-    """What a plan has to divide of a mixture of experts."""
+    """Sizes of a mixture of experts that a plan has to divide."""
     if model.moe is None:
         return {"num_experts": 0}
     return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
@@ -158,7 +158,7 @@ _SECTION = "Compress.Quantization"
 
 
 def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """What about compression contradicts itself in ``cfg``."""
+    """Contradictions of ``cfg`` about compression."""
     quantization = cfg.Compress.Quantization
     try:
         if quantization is not None:
@@ -167,10 +167,11 @@ def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
         yield RuleError([f"{_SECTION}.{key}" for key in broken.keys], broken.rule)
     if cfg.Compress.pruning is not None:
         yield from _pruning(cfg, cfg.Compress.pruning)
-    if cfg.Model.moe is not None and cfg.Compress.quantization is not None:
-        yield RuleError((f"{_SECTION}.enable", "Model.moe"), "experts are not trained with quantisation")
-    if cfg.Model.moe is not None and cfg.Compress.Weights is not None:
-        yield RuleError(("Compress.Weights", "Model.moe"), "experts are not stored in few bits")
+    if cfg.Model.moe is not None and cfg.Compress.quantization is not None and cfg.plan.emp > 1:
+        yield RuleError(
+            (f"{_SECTION}.enable", "Distributed.expert_mp_degree", "Distributed.mp_degree"),
+            "experts whose matrices are sliced are not trained with quantisation; set expert_mp_degree to 1",
+        )
     if cfg.Compress.Distill is not None:
         yield from _distillation(cfg)
 
@@ -185,8 +186,8 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
         )
     if model.latent_attention is not None:
         yield RuleError((f"{key}.enable", "Model.latent_attention"), "such layers cannot be pruned")
-    if model.moe is not None and pruning.part != "heads":
-        yield RuleError((f"{key}.part", "Model.moe"), "units of experts are not pruned; set part to heads")
+    if model.moe is not None:
+        yield RuleError((f"{key}.enable", "Model.moe"), "models with mixtures of experts are not pruned")
     totals = {"heads": model.kv_heads, "mlp": model.ffn_size}
     pruned = [part for part in totals if pruning.part in (part, "both")]
     if "heads" in pruned and model.kv_heads == 1:

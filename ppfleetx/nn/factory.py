@@ -43,7 +43,7 @@ from ppfleetx.nn.moe_spec import GroupedLinearSpec
 from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
-from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedLinear
+from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
 from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import declare
 from ppfleetx.nn.transforms import adapter, quantizer, quantizer_numbers
@@ -56,7 +56,8 @@ _KINDS = {"columns": "ColumnParallelLinear", "rows": "RowParallelLinear"}
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
     """The matrix ``[in, out]`` of a linear, however it is stored."""
-    return linear.spec if isinstance(linear, QuantizedLinear) else linear.weight.spec
+    is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
+    return linear.spec if is_quantized else linear.weight.spec
 
 
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
@@ -121,6 +122,7 @@ class LocalFactory:
         specs = self._parameters(spec)
         shapes = {name: placed(one, self.mesh, self.rank).local_shape for name, one in specs.items()}
         layer = GroupedLinear(shapes["weight"], shapes.get("bias"), self.matmul)
+        layer.kind = _KINDS[spec.of_one.cut]
         return self._declared(layer, specs)
 
     def _parameters(self, spec: LayerSpec) -> Specs:
@@ -150,7 +152,8 @@ class LocalFactory:
         return self._declared(branch, specs)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        return QuantizedLinear(linear, form, declare=self.declare)
+        made = QuantizedGroupedLinear if isinstance(linear, GroupedLinear) else QuantizedLinear
+        return made(linear, form, declare=self.declare)
 
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
         return QuantizedEmbedding(embedding, declare=self.declare)
@@ -337,10 +340,10 @@ class TensorParallelFactory(LocalFactory):
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
         """Input features sliced: products are parts of a sum. Output features: its input must be whole, and
         the input's gradient is a sum."""
-        made, cut = (
-            partial(QuantizedLinear, linear, form, declare=self.declare),
-            linear.weight.spec.lies("mp"),
-        )
+        if isinstance(linear, GroupedLinear):
+            return super().quantized_linear(linear, form)
+        made = partial(QuantizedLinear, linear, form, declare=self.declare)
+        cut = linear.weight.spec.lies("mp")
         if cut == Shard(0):
             return made(leave=self._sum_parts)
         return made() if cut == REPLICATE else made(enter=self._for_sliced_output)

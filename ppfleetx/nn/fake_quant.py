@@ -164,7 +164,8 @@ class FakeQuantizer(nn.Layer):
     # -- what the linear computes with
 
     def weight(self, weight: paddle.Tensor) -> paddle.Tensor:
-        """The linear's ``weight [in, out]``, or this rank's part of it, rounded."""
+        """The linear's ``weight [in, out]``, or this rank's part of it, rounded; of experts, ``[experts, in,
+        out]``."""
         if self._kept is not None:
             return self._kept
         bound = self._weight_bound(weight)
@@ -190,7 +191,10 @@ class FakeQuantizer(nn.Layer):
         if self._bound is None or not paddle.in_dynamic_mode():
             magnitudes = weight.detach().abs().astype("float32")
             per_channel = self.cfg.weight_quantize_type == "channel_wise_abs_max"
-            bound = self._over_weight(magnitudes.max(axis=0) if per_channel else magnitudes.max())
+            if magnitudes.ndim == 3:  # each expert's matrix by itself
+                bound = magnitudes.max(axis=1 if per_channel else [1, 2], keepdim=True)
+            else:
+                bound = self._over_weight(magnitudes.max(axis=0) if per_channel else magnitudes.max())
             if not paddle.in_dynamic_mode():
                 return bound
             self._bound = bound
@@ -201,7 +205,7 @@ class FakeQuantizer(nn.Layer):
         x = x.detach()
         if self.input_scale is None:
             return self._over_input(x.abs().max(axis=-1, keepdim=True).astype("float32"))
-        if self.training and self.follows:
+        if self.training and self.follows and x.size:  # no position may have come to the experts here
             # A maximum may be taken twice: recomputation changes nothing.
             largest = x.abs().max().astype("float32")
             self._largest = largest if self._largest is None else paddle.maximum(self._largest, largest)

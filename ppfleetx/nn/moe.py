@@ -64,7 +64,13 @@ class Router(nn.Layer):
                 return routing, None, []
             counts = counts.astype("float32")
             kept = self._kept(routing, counts)
-            return routing, kept, list(self._losses(logits, routing, counts, kept))
+            with paddle.no_grad():
+                chosen = choices.chosen_mask(routing.choice, self.cfg.num_experts)
+                of_loss = self._counted_by_loss(chosen, routing)
+                statistics = list(self._statistics(routing, kept))
+                if self.training and not is_recomputing():
+                    self._keep_count(chosen, of_loss, counts)
+            return routing, kept, [*statistics, *self._losses(logits, routing, of_loss, counts)]
 
     def _input(self, hidden: paddle.Tensor) -> paddle.Tensor:
         hidden, jitter = hidden.astype("float32"), self.jitter
@@ -86,25 +92,23 @@ class Router(nn.Layer):
         )
         return self.factory.own_positions(kept)
 
+    def _statistics(self, routing: choices.Routing, kept: paddle.Tensor | None) -> Iterator[AuxLoss]:
+        yield AuxLoss("router_entropy", choices.entropy(routing.scores), 0.0)
+        if kept is not None:
+            yield AuxLoss("dropped_choices", 1.0 - kept.mean(-1), 0.0)
+
+    def _keep_count(self, chosen: paddle.Tensor, of_loss: paddle.Tensor, counts: paddle.Tensor) -> None:
+        seen = (paddle.stack([chosen, of_loss]) * counts.unsqueeze(-1)).sum([1, 2])
+        self.seen = seen if self.seen is None else self.seen + seen
+
     def _losses(
         self,
         logits: paddle.Tensor,
         routing: choices.Routing,
+        of_loss: paddle.Tensor,
         counts: paddle.Tensor,
-        kept: paddle.Tensor | None,
     ) -> Iterator[AuxLoss]:
-        cfg, experts = self.cfg, self.cfg.num_experts
-        balance, scores = cfg.aux_loss, routing.scores
-        with paddle.no_grad():
-            chosen = choices.chosen_mask(routing.choice, experts)
-            of_loss = self._counted_by_loss(chosen, routing)
-            if self.training and not is_recomputing():
-                seen = paddle.stack([chosen, of_loss]) * counts.unsqueeze(-1)
-                seen = seen.sum([1, 2])
-                self.seen = seen if self.seen is None else self.seen + seen
-            yield AuxLoss("router_entropy", choices.entropy(scores), 0.0)
-            if kept is not None:
-                yield AuxLoss("dropped_choices", 1.0 - kept.mean(-1), 0.0)
+        cfg, balance, scores = self.cfg, self.cfg.aux_loss, routing.scores
         if balance.kind == "sequence":
             sums = self.factory.sum_over_positions(choices.sequence_sums(scores, of_loss, counts))
             value = choices.sequence_balance(sums, cfg.top_k)
@@ -165,17 +169,12 @@ class MoE(nn.Layer):
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """``hidden [s, b, h]`` to the same shape."""
         routing, kept, losses = self.router(hidden)
-        result = self._routed(hidden, routing, kept)
-        if self.shared is not None:
-            shared = self.shared(hidden)
-            if self.shared_gate is not None:
-                shared = shared * F.sigmoid(self.shared_gate(hidden))
-            result = result + shared
+        result = self._mixed(hidden, routing, kept)
         for loss in losses:
             result = with_aux_loss(result, loss)
         return result
 
-    def _routed(
+    def _mixed(
         self, hidden: paddle.Tensor, routing: choices.Routing, kept: paddle.Tensor | None
     ) -> paddle.Tensor:
         exchange, width = self.exchange, hidden.shape[-1]
@@ -185,10 +184,19 @@ class MoE(nn.Layer):
         )
         kept = None if kept is None else exchange.own(kept.reshape([-1, kept.shape[-1]]))
         order = Order(choice, self.num_experts, kept)
-        there, counts = exchange.dispatch(order.dispatch(rows), order.counts)
-        outputs = exchange.combine(self.experts(there, counts))
-        mixed = order.combine(outputs, weights)
-        return exchange.whole(mixed, hidden.shape[0] * hidden.shape[1]).reshape([*hidden.shape[:-1], width])
+        journey = exchange.dispatch(order.dispatch(rows), order.counts)
+        shared = self._shared(hidden)  # while rows travel
+        outputs = journey.back(self.experts(*journey.arrive()))
+        mixed = exchange.whole(order.combine(outputs, weights), hidden.shape[0] * hidden.shape[1])
+        mixed = mixed.reshape([*hidden.shape[:-1], width])
+        return mixed if shared is None else mixed + shared
+
+    def _shared(self, hidden: paddle.Tensor) -> paddle.Tensor | None:
+        """What the shared experts give."""
+        if self.shared is None:
+            return None
+        shared = self.shared(hidden)
+        return shared if self.shared_gate is None else shared * F.sigmoid(self.shared_gate(hidden))
 
 
 class Order:
@@ -240,7 +248,7 @@ class Order:
         for j in range(self._k):
             part = outputs.index_select(self._place[:, j])
             if weights is not None:
-                part = part * weights[:, j : j + 1]
+                part = part * weights[:, j : j + 1].expand_as(part)
             total = part if total is None else total.add_(part)
         return total
 
@@ -248,10 +256,9 @@ class Order:
         """``values [n, k]`` in the order of the experts, ``[choices, 1]``."""
         return values.reshape([-1, 1]).index_select(self._order)
 
-    def products(self, outputs: paddle.Tensor, rows: paddle.Tensor) -> paddle.Tensor:
-        """``[n, k]``: each output times the row that it belongs to, summed over features."""
-        parts = [(outputs.index_select(self._place[:, j]) * rows).sum(-1) for j in range(self._k)]
-        return paddle.stack(parts, -1)
+    def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
+        """``values [choices, 1]``, in the order of the experts, as ``[n, k]``."""
+        return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
 
     @property
     def kept(self) -> paddle.Tensor | None:
@@ -281,5 +288,7 @@ class _Combine(PyLayer):
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
         outputs, weights = ctx.saved_tensor()
-        order = ctx.order
-        return order.gather(upstream) * order.of_choices(weights), order.products(outputs, upstream)
+        order, rows = ctx.order, ctx.order.gather(upstream)
+        # A product with ones: Paddle's CPU kernels are slow to sum rows.
+        of_weights = paddle.matmul(rows * outputs, paddle.ones([rows.shape[1], 1], rows.dtype))
+        return rows * order.of_choices(weights).expand_as(rows), order.of_positions(of_weights)

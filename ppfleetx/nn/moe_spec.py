@@ -78,7 +78,7 @@ class MoESpec:
         """The linear whose sigmoid the shared experts are multiplied by."""
         if self.cfg.shared_experts is None or not self.cfg.shared_experts.gate:
             return None
-        return LinearSpec(self.hidden_size, 1, "whole", False, self.expert.init, of_trunk=True)
+        return LinearSpec(self.hidden_size, 1, "whole", False, self.expert.init, "router", of_trunk=True)
 
     @property
     def metrics(self) -> tuple[str, ...]:

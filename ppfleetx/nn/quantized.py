@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
@@ -28,6 +29,7 @@ from ppfleetx.config.sections.compress import Form, WeightsConfig
 from ppfleetx.distributed.device import capability, on_gpu
 from ppfleetx.nn.cpu_ops import quantized as cpu_ops
 from ppfleetx.nn.embedding import local_rows
+from ppfleetx.nn.grouped_matmul import Counts
 from ppfleetx.nn.linear import add_smaller
 from ppfleetx.nn.packed_weights import PanelMatrix, use_huge_pages
 from ppfleetx.nn.param_spec import ParamSpec
@@ -260,6 +262,50 @@ class QuantizedLinear(nn.Layer):
         return product if self.bias is None else add_smaller(product, self.bias)
 
 
+class QuantizedGroupedLinear(nn.Layer):
+    """Linears of experts, each with a :class:`QuantizedMatrix`.
+
+    ``weight`` and ``scale`` are those of :class:`QuantizedLinear`, of all experts.
+
+    Args:
+        linear: whose place it takes.
+        form: of the matrices.
+        declare: declares a parameter.
+    """
+
+    def __init__(self, linear: nn.Layer, form: Form, *, declare: Declare = declare) -> None:
+        super().__init__()
+        self.bias, self.form = linear.bias, form
+        self.spec: ParamSpec = linear.weight.spec
+        experts, rows, columns = linear.weight.shape
+        _check_groups(rows, self.spec.shape[1], form.group_size)
+        per_row, num_groups = 2 if form.bits == 4 else 1, rows // form.group_size if form.group_size else 1
+        whole = codes(self.spec, per_row)
+        self.weight = _parameter(self, [experts, rows // per_row, columns], whole.dtype)
+        self.scale = _parameter(self, [experts, num_groups, columns], "float32")
+        declare(self.weight, whole)
+        declare(self.scale, scales(self.spec, form.group_size))
+        self._matrices: dict[int, QuantizedMatrix] = {}
+
+    def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
+        """``x [n, k]``, in groups of ``counts`` rows, to ``[n, columns]``."""
+        if not x.shape[0]:
+            return paddle.zeros([0, self.weight.shape[-1]], x.dtype)
+        ends, parts = np.cumsum(counts).tolist(), []
+        for expert, count in enumerate(counts):
+            if count:
+                bias = self.bias[expert] if adds_bias and self.bias is not None else None
+                parts.append(self._matrix(expert).linear(x[ends[expert] - count : ends[expert]], bias))
+        return paddle.concat(parts)
+
+    def _matrix(self, expert: int) -> QuantizedMatrix:
+        """Made when it is first used: only then are the values there to stay."""
+        if expert not in self._matrices:
+            stored = self.weight[expert], self.scale[expert]
+            self._matrices[expert] = QuantizedMatrix(*stored, self.form)
+        return self._matrices[expert]
+
+
 class QuantizedEmbedding(nn.Layer):
     """A word embedding of 8 bits, of which this rank may hold some rows.
 
@@ -334,7 +380,7 @@ def _replace_matrices(layer: nn.Layer, name_of: NameOf, cfg: WeightsConfig, fact
     for path, child in list(layer.named_sublayers()):
         weight = getattr(child, "weight", None)
         kind = getattr(getattr(weight, "info", None), "kind", None)
-        is_quantized = isinstance(child, QuantizedEmbedding | QuantizedLinear)
+        is_quantized = isinstance(child, QuantizedEmbedding | QuantizedLinear | QuantizedGroupedLinear)
         if kind not in ("matrix", "head", "word_embedding") or is_quantized:
             continue
         form = cfg.form_of(name_of(f"{path}.weight").removesuffix(".weight"))

@@ -17,7 +17,12 @@ from ppfleetx.nn.init import Constant, Init, Normal
 from ppfleetx.nn.layer_spec import Specs, within
 from ppfleetx.nn.param_spec import PARTIAL, REPLICATE, ParamSpec, Shard, dense
 
-_KINDS = {Shard(1): "ColumnParallelLinear", Shard(0): "RowParallelLinear"}
+_KINDS = {
+    ("mp", Shard(1)): "ColumnParallelLinear",
+    ("mp", Shard(0)): "RowParallelLinear",
+    ("emp", Shard(2)): "ColumnParallelLinear",
+    ("emp", Shard(1)): "RowParallelLinear",
+}
 
 
 def transformed(
@@ -50,7 +55,8 @@ def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> S
     for name, spec in specs.items():
         is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
         result[name] = replace(spec, trains=False) if is_frozen else spec
-        linear, kind = name.removesuffix(".weight"), _KINDS.get(spec.lies("mp"))
+        axis = spec.view.tensor
+        linear, kind = name.removesuffix(".weight"), _KINDS.get((axis, spec.lies(axis)))
         if linear != name and kind is not None and cfg.quantizes(linear, kind):
             result |= _named(f"{linear}.{QUANTIZER}", quantizer(spec, quantizer_numbers(cfg)))
     return result
@@ -121,21 +127,30 @@ def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
 
 def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
     """The numbers of a fake quantiser of ``matrix``. Each rank learns the share of the weight's bound from
-    its part of the weight, and the share of the input's bound from its features or positions."""
+    its part of the weight, and the share of the input's bound from its features or positions. All experts
+    share them."""
+    if len(matrix.shape) == 3:
+        return {name: _number_of_experts(name) for name in names}
     cut = matrix.lies("mp")
     partial = {"input_scale": False, "weight_clip": cut != REPLICATE or matrix.sums("mp")}
     partial["input_clip"] = matrix.sums("mp") if cut == REPLICATE else sequence_parallel or cut == Shard(0)
-    start = {"input_scale": 0.0}
-    specs = {
-        name: dense((1,), Constant(start.get(name, 1.0)), "quant", partial=partial[name]) for name in names
-    }
+    specs = {name: dense((1,), _START[name], "quant", partial=partial[name]) for name in names}
     return {name: replace(spec, trains=name != "input_scale") for name, spec in specs.items()}
+
+
+_START = {"input_scale": Constant(0.0), "weight_clip": Constant(1.0), "input_clip": Constant(1.0)}
+
+
+def _number_of_experts(name: str) -> ParamSpec:
+    grad = dict.fromkeys(("edp", "ep", "emp"), PARTIAL)
+    return ParamSpec((1,), _START[name], "quant", grad=grad, trains=name != "input_scale")
 
 
 def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
     """The stored integers of a frozen ``matrix``, of which ``per_row`` input features share a row."""
     dtype = "int8" if per_row == 1 else "uint8"
-    return replace(matrix, shape=(matrix.shape[0] // per_row, matrix.shape[1]), dtype=dtype, trains=False)
+    *experts, width_in, width_out = matrix.shape
+    return replace(matrix, shape=(*experts, width_in // per_row, width_out), dtype=dtype, trains=False)
 
 
 def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
@@ -143,9 +158,10 @@ def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
     output feature (None), which is then the same on all ranks that share its input features."""
     if group_size is not None:
         return replace(codes(matrix, group_size), dtype="float32")
-    cut = matrix.lies("mp")
-    value = {"mp": cut if cut == Shard(1) else REPLICATE}
-    shape = (1, matrix.shape[1])
+    *experts, _, width_out = matrix.shape
+    axis, columns = matrix.view.tensor, Shard(len(experts) + 1)
+    value = {**matrix.value, axis: columns if matrix.lies(axis) == columns else REPLICATE}
+    shape = (*experts, 1, width_out)
     return replace(matrix, shape=shape, value=value, parts=(), dtype="float32", trains=False)
 
 

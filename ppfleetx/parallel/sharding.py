@@ -203,9 +203,9 @@ class Sharding:
         """Call when the weights of a layer have their gradients, if its input has one now.
 
         Paddle may add to a weight after the input, where the weight went through an operator first, as a cast
-        does. The end of the backward pass is always after it. Stage 3 cannot wait for that where a layer comes
-        before (``can_wait`` False): ranks send before they fetch the values of that layer. There a weight that
-        goes through more than two operators before its product ends the run with an error.
+        does. The end of the backward pass is always after it. Stage 3 cannot wait for that where a layer
+        comes before (``can_wait`` False): ranks send before they fetch the values of that layer. There a
+        weight that goes through more than two operators before its product ends the run with an error.
         """
         if not can_wait:
             call()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ppfleetx.config.counts import bytes_text, counted
+from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.models.gpt.spec import active_count, parameter_count
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.job import EXPERT_IMBALANCE
 from ppfleetx.planner.memory import CARD_PARTS
@@ -55,13 +56,19 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
     return "\n".join(lines)
 
 
+def parameters_text(model: ModelConfig) -> str:
+    """How many parameters there are, and with experts how many of them a token is computed with."""
+    active = "" if model.moe is None else f", {active_count(model):,} of them active"
+    return f"{parameter_count(model):,} parameters{active}"
+
+
 def account(prediction: Prediction) -> str:
     """Everything about one plan: parameters, memory of each stage by part, step time by part."""
     job, cluster, time = prediction.job, prediction.cluster, prediction.time
     low, middle, high = time.interval
     lines = [
         f"plan        {plan_text(job)} on {job.plan.world_size} x {cluster.card.name}",
-        f"model       {parameter_count(job.model):,} parameters, sequences of {job.seq_len}",
+        f"model       {parameters_text(job.model)}, sequences of {job.seq_len}",
         f"batch       {job.global_batch} sequences a step = {job.micro_batch} x {job.accumulate} micro "
         f"batches x {job.plan.data_size} data ranks",
         f"step        {middle:.3f} s, likely {low:.3f} to {high:.3f}; "

@@ -66,3 +66,39 @@ def test_the_network_is_the_same_however_it_is_written(small):
     other = load(small, "{num_experts: 4, layers: [3, 2], router: {jitter: 0.1}}")
     assert network(one.Model) == network(other.Model)
     assert network(one.Model) != network(load(small, "{num_experts: 4, top_k: 1, layers: [2, 3]}").Model)
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ("Compress.Prune.enable=True", "Compress.Prune.enable"),
+        ("Model.lora={targets: ['*.mlp.fc1']}", "Model.lora.targets"),
+        (
+            "Compress.Quantization={enable: True, skip_layers: ['*.mlp.fc1']}",
+            "Compress.Quantization.skip_layers",
+        ),
+    ],
+)
+def test_what_does_not_go_with_experts_names_its_key(small, more, key):
+    with pytest.raises(ConfigError) as refused:
+        load(small, "{num_experts: 4}", more)
+    assert refused.value.key == key
+
+
+def test_adapters_and_quantisation_know_the_linears_of_experts(small):
+    patterns = "['*.experts.fc1', '*.1.mlp.fc2', '*.shared.*']"
+    moe = "{num_experts: 4, layers: [0, 3], shared_experts: {ffn_size: 8}}"
+    cfg = load(
+        small,
+        moe,
+        f"Model.lora.targets={patterns}",
+        f"Compress.Quantization={{enable: True, skip_layers: {patterns}}}",
+    )
+    linears = cfg.Model.block_linears()
+    adapted = [name.removeprefix("decoder.layers.") for name in linears if cfg.Model.lora.adapts(name)]
+    of_mixture = ["mlp.experts.fc1", "mlp.shared.fc1", "mlp.shared.fc2"]
+    assert adapted == [f"0.{name}" for name in of_mixture] + ["1.mlp.fc2"] + [
+        f"3.{name}" for name in of_mixture
+    ]
+    rounded = {name for name in linears if cfg.Compress.Quantization.quantizes(name, "Linear")}
+    assert rounded == {name for name in linears if not cfg.Model.lora.adapts(name)}

@@ -102,6 +102,10 @@ def observe(name: str, dtype: Any) -> None:
 
 def _wrap(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        written = kwargs.pop("out", None)
+        if written is not None:
+            paddle.assign(run(*args, **kwargs), written)
+            return written
         types_in = {tensor.dtype for tensor in _tensors([*args, *kwargs.values()]) if tensor.dtype in FLOATS}
         if _Cast.current is not None and types_in:
             wanted = _wanted(name_on_gpu(name, args), types_in)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ppfleetx.config.sections.compress import Form, QuantizationConfig
+from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import active_count, gpt_spec, model_spec, parameter_count, parameter_shapes
 
@@ -135,3 +137,80 @@ def test_active_parameters():
     assert round(parameter_count(cfg) / 1e9, 1) == 46.7
     assert round(active_count(cfg) / 1e9, 1) == 12.9
     assert model_spec(cfg).metrics == ("balance_loss", "router_entropy")
+
+
+def grouped(width_in, width_out):
+    """The linears of three experts, alone, with values."""
+    import paddle
+
+    from ppfleetx.nn.factory import LocalFactory
+    from ppfleetx.nn.init import Normal
+    from ppfleetx.nn.layer_spec import LinearSpec
+    from ppfleetx.nn.moe_spec import GroupedLinearSpec
+
+    factory = LocalFactory()
+    layer = factory.grouped_linear(
+        GroupedLinearSpec(3, LinearSpec(width_in, width_out, "columns", True, Normal(1.0)))
+    )
+    for parameter in layer.parameters():
+        parameter.set_value(paddle.randn(parameter.shape))
+    return factory, layer
+
+
+@pytest.mark.parametrize(
+    "form", [Form(8), Form(4, group_size=8), Form(8, activation_bits=8)], ids=["int8", "int4", "int8 x int8"]
+)
+def test_experts_of_few_bits(form):
+    import paddle
+
+    from ppfleetx.compress.rounding import Stored, nearest
+
+    factory, layer = grouped(16, 24)
+    of_experts = [nearest(matrix, form) for matrix in layer.weight.numpy()]
+    stored = Stored(*(np.stack([getattr(one, of) for one in of_experts]) for of in ("levels", "scale")), form)
+    small = factory.quantized_linear(layer, form)
+    small.weight.set_value(stored.packed())
+    small.scale.set_value(stored.scale)
+    layer.weight.set_value(stored.values())
+    x, counts = paddle.randn([7, 16]), [3, 0, 4]
+    x.stop_gradient = False
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if form.activation_bits is None else {"atol": 0.2}
+    for rows in (x, x.detach()):  # with and without a gradient of the input
+        np.testing.assert_allclose(small(rows, counts).numpy(), layer(rows, counts).numpy(), **tolerance)
+    small(x, counts).sum().backward()
+    wanted, x.grad = x.grad.numpy(), None
+    layer(x, counts).sum().backward()
+    np.testing.assert_allclose(wanted, x.grad.numpy(), rtol=1e-4, atol=1e-4)
+    assert small(x[:0], [0, 0, 0]).shape == [0, 24]
+
+
+def test_adapters_of_experts_are_what_is_merged_into_their_matrices():
+    import paddle
+
+    factory, layer = grouped(6, 4)
+    x, counts = paddle.randn([7, 6]), [3, 0, 4]
+    branch = factory.lora(layer, LoraConfig(rank=2, alpha=6.0))
+    branch.b.set_value(paddle.randn([3, 2, 4]))
+    found = layer(x, counts) + branch(x, counts)
+    layer.weight.set_value(layer.weight + 3.0 * paddle.matmul(branch.a, branch.b))
+    np.testing.assert_allclose(found.numpy(), layer(x, counts).numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_matrices_of_experts_are_rounded_each_by_itself():
+    import paddle
+
+    from ppfleetx.nn.fake_quant import quantize_linear
+
+    factory, layer = grouped(6, 4)
+    layer.weight.set_value(layer.weight * paddle.to_tensor([1.0, 10.0, 100.0]).reshape([3, 1, 1]))
+    cfg = QuantizationConfig(
+        enable=True, weight_bits=4, activation_quantize_type="abs_max", activation_bits=16
+    )
+    quantize_linear(layer, factory.quantizer(layer, cfg, follows=True))
+    rounded = layer.quant.weight(layer.weight).numpy()
+    for matrix, on_grid in zip(layer.weight.numpy(), rounded, strict=True):
+        step = np.abs(matrix).max() / 7
+        np.testing.assert_allclose(on_grid, np.round(matrix / step) * step, rtol=1e-4, atol=1e-4 * step)
+    layer(paddle.randn([7, 6]), [3, 0, 4]).sum().backward()
+    assert layer.weight.grad.shape == [3, 6, 4] and not layer.weight.grad[1].any()
+    assert layer(paddle.zeros([0, 6]), [0, 0, 0]).shape == [0, 4]

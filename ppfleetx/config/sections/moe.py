@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Literal
 
 from pydantic import model_validator
@@ -20,6 +21,12 @@ from ppfleetx.config.fields import (
 
 BATCH_LOSSES = ("switch", "gshard", "pooled")
 """Balancing losses whose loads are those of a whole step."""
+
+
+def is_router_load(name: str) -> bool:
+    """Whether a parameter, by its canonical name, holds the experts' shares of the step before, which only a
+    run with one of :data:`BATCH_LOSSES` has."""
+    return name.endswith(".mlp.router.load")
 
 
 class RouterConfig(Section):
@@ -117,6 +124,10 @@ class MoEConfig(Section):
     those with more (needs `router.bias`; 0.001 in DeepSeek-V3): balances without a loss."""
     capacity: CapacityConfig | None = None
     """Limit an expert's positions; null: nothing is dropped."""
+
+    def __repr__(self) -> str:
+        """As it may be written in YAML."""
+        return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
 
     def mixture_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers (0-based, over the whole model) that are mixtures."""

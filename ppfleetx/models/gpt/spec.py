@@ -278,7 +278,8 @@ class ModelSpec:
     @property
     def routers(self) -> Mapping[str, int]:
         """Number of experts of each router, by canonical name."""
-        weights = ((name, spec) for name, spec in self.parameters().items() if spec.kind == "router")
+        ending = ".router.weight"
+        weights = ((name, spec) for name, spec in self.parameters().items() if name.endswith(ending))
         return {name.removesuffix(".weight"): spec.shape[1] for name, spec in weights}
 
     def end_operations(self, work: Work) -> list[Operation]:
