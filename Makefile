@@ -101,7 +101,6 @@ docs-test: $(VENV)/.test  ## Run every shell command and notebook of README and 
 	$(PY) -m tests.docs.run_pages
 	$(PY) -m tests.docs.wheel
 	$(PY) -m tests.docs.run_notebooks
-	$(PY) -m tests.deploy.server.many_chats
 
 clean:  ## Remove what the quickstart made (not the virtual environment)
 	rm -rf $(OUT)

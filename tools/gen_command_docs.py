@@ -14,6 +14,7 @@ sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.commands.verbs import GROUPS
 from ppfleetx.utils.cli import run_tool
+from tools.gen_pages import write_files
 
 Row = tuple[str, str]
 """An argument's signature and its meaning."""
@@ -30,18 +31,8 @@ how configurations are named and how the shell completes it.
 
 
 def main() -> int:
-    """Write the page; with ``--check`` only say whether it is up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if it is stale")
-    args = parser.parse_args()
-    page = _ROOT / "docs" / "commands.md"
-    text = commands_markdown()
-    stale = not page.exists() or page.read_text("utf-8") != text
-    if stale:
-        print(f"{'stale' if args.check else 'written'}: {page.relative_to(_ROOT)}")
-    if stale and not args.check:
-        page.write_text(text, "utf-8")
-    return 1 if args.check and stale else 0
+    """Write the page, or check it."""
+    return write_files(lambda: {_ROOT / "docs" / "commands.md": commands_markdown()}, __doc__)
 
 
 def commands_markdown() -> str:

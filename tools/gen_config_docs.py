@@ -6,7 +6,6 @@ loading a configuration does not pay for them.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import json
@@ -30,6 +29,7 @@ from ppfleetx.config.resume_policy import Effect, keys_of
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.cli import run_tool
+from tools.gen_pages import write_files
 
 _HEAD = """\
 # Configuration
@@ -202,22 +202,17 @@ def _describe_properties(definition: dict[str, Any], section: type[Section]) -> 
             prop.pop("default", None)
 
 
-def main() -> int:
-    """Write the files; with ``--check`` only say whether they are up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
-    args = parser.parse_args()
-    texts = {
+def texts() -> dict[Path, str]:
+    """The files and their texts."""
+    return {
         _ROOT / "docs" / "config.md": config_markdown(),
         _ROOT / "ppfleetx" / "configs" / "schema.json": json.dumps(json_schema(), indent=1) + "\n",
     }
-    stale = [path for path, text in texts.items() if not path.exists() or path.read_text("utf-8") != text]
-    for path in stale:
-        print(f"{'stale' if args.check else 'written'}: {path.relative_to(_ROOT)}")
-        if not args.check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(texts[path], "utf-8")
-    return 1 if args.check and stale else 0
+
+
+def main() -> int:
+    """Write the files, or check them."""
+    return write_files(texts, __doc__)
 
 
 if __name__ == "__main__":

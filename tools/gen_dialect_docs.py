@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,49 +12,27 @@ sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.config.errors import shown
 from ppfleetx.dialects.keys import Key, KeyTable, Kind
-from ppfleetx.dialects.registry import Dialect, dialects
+from ppfleetx.dialects.registry import dialects
 from ppfleetx.utils.cli import run_tool
+from tools.gen_pages import filled_page, write_files
 
-BEGIN, END = "<!-- keys of {name}: made by tools/gen_dialect_docs.py -->", "<!-- end of keys of {name} -->"
+
+def pages() -> dict[Path, str]:
+    """The page of each dialect."""
+    found: dict[Path, str] = {}
+    for dialect in dialects().values():
+        blocks: dict[str, str] = {}
+        written: dict[str, KeyTable] = {}
+        for name, table in dialect.tables.items():
+            blocks[f"keys of {name}"] = _block(name, table, written)
+            written[name] = table
+        found |= filled_page(f"dialects/{dialect.name}.md", blocks, "tools/gen_dialect_docs.py")
+    return found
 
 
 def main() -> int:
-    """Write the pages; with ``--check`` only say whether they are up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
-    args = parser.parse_args()
-    stale = 0
-    for dialect in dialects().values():
-        page = _ROOT / "docs" / "dialects" / f"{dialect.name}.md"
-        if not page.exists():
-            print(f"not written yet: {page.relative_to(_ROOT)}")
-            continue
-        text = page.read_text("utf-8")
-        if (fresh := filled(text, dialect)) == text:
-            continue
-        stale += 1
-        print(f"{'stale' if args.check else 'written'}: {page.relative_to(_ROOT)}")
-        if not args.check:
-            page.write_text(fresh, "utf-8")
-    return 1 if stale and args.check else 0
-
-
-def filled(page: str, dialect: Dialect) -> str:
-    """``page`` with each key table of ``dialect`` between its marks written again.
-
-    Raises:
-        ValueError: a table's marks are missing.
-    """
-    written: dict[str, KeyTable] = {}
-    for name, table in dialect.tables.items():
-        begin, end = BEGIN.format(name=name), END.format(name=name)
-        before, found, rest = page.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"the page has no block {begin} ... {end}")
-        page = f"{before}{begin}\n\n{_block(name, table, written)}\n\n{end}{after}"
-        written[name] = table
-    return page
+    """Write the pages, or check them."""
+    return write_files(pages, __doc__)
 
 
 def _block(name: str, table: KeyTable, earlier: Mapping[str, KeyTable]) -> str:

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from ppfleetx.config.plan import ParallelPlan, enumerate_plans, violations
 from ppfleetx.config.schedules import Pass as ZeroBubblePass
 from ppfleetx.config.schedules import zero_bubble_order
 from ppfleetx.utils.cli import run_tool
+from tools.gen_pages import filled_page, write_files
 
-BEGIN, END = "<!-- {name}: made by {tool} -->", "<!-- end of {name} -->"
+TOOL = "tools/gen_parallelism_docs.py"
 
 # Each kind of parallelism as the change it makes to a plan.
 _KINDS = {
@@ -46,22 +46,6 @@ def blocks() -> dict[str, str]:
             ]
         ),
     }
-
-
-def filled(page: str, blocks: dict[str, str], tool: str) -> str:
-    """``page`` with the ``blocks`` that ``tool`` generates written again.
-
-    Raises:
-        ValueError: a block's marks are missing.
-    """
-    for name, text in blocks.items():
-        begin, end = BEGIN.format(name=name, tool=tool), END.format(name=name)
-        before, found, rest = page.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"the page has no block {begin} ... {end}")
-        page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
-    return page
 
 
 def legal_combinations() -> str:
@@ -221,28 +205,9 @@ def zero_bubble_timetable(stages: int, micro_batches: int) -> list[list[tuple[in
     return table
 
 
-def write_page(name: str, blocks: Callable[[], dict[str, str]], tool: str, description: str | None) -> int:
-    """The command of a tool that fills ``docs/NAME``: with ``--check`` it only says whether the page is up to
-    date."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if the page is stale"
-    )
-    args = parser.parse_args()
-    page = _ROOT / "docs" / name
-    text = page.read_text("utf-8")
-    if (fresh := filled(text, blocks(), tool)) == text:
-        return 0
-    print(f"{'stale' if args.check else 'written'}: {page.relative_to(_ROOT)}")
-    if args.check:
-        return 1
-    page.write_text(fresh, "utf-8")
-    return 0
-
-
 def main() -> int:
     """Write the page, or check it."""
-    return write_page("parallelism.md", blocks, "tools/gen_parallelism_docs.py", __doc__)
+    return write_files(lambda: filled_page("parallelism.md", blocks(), TOOL), __doc__)
 
 
 if __name__ == "__main__":

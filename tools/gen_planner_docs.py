@@ -19,7 +19,7 @@ from ppfleetx.planner.plan_option import read_unresolved
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
 from ppfleetx.utils.cli import run_tool
-from tools.gen_parallelism_docs import write_page
+from tools.gen_pages import filled_page, write_files
 
 TOOL = "tools/gen_planner_docs.py"
 _CONFIGS = _ROOT / "ppfleetx/configs/nlp/gpt"
@@ -111,7 +111,7 @@ def _seconds(value: float) -> str:
 
 def main() -> int:
     """Write the page, or check it."""
-    return write_page("planner.md", blocks, TOOL, __doc__)
+    return write_files(lambda: filled_page("planner.md", blocks(), TOOL), __doc__)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw the loss curves of a run's metrics.jsonl to a PNG.
 
-The same as `ppfleetx plot`; the program is `ppfleetx/commands/plot.py`.
+The same as `ppfleetx plot`; the program is `ppfleetx/commands/compare.py`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Configurations as Python programs give them: a file, a name, a mapping, with overrides."""
+"""Read configurations from Python: a file, a name or a mapping, with overrides."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ppfleetx.config.sections.root import RunConfig
 
 Overrides = Mapping[str, Any] | Sequence[str]
 Configuration = ConfigSource | Mapping[str, Any] | RunConfig
-"""A YAML file, a shipped configuration's name, nested sections, or what ``load_config`` gave."""
+"""A YAML file, the name of a shipped configuration, nested sections, or the result of ``load_config``."""
 
 _PLACE = "argument config"
 
 
 def settings_of(overrides: Overrides | None) -> list[Override]:
-    """Overrides from a mapping of dotted keys or sections, or from texts ``key=value``.
+    """Read overrides from a mapping of dotted keys or sections, or from texts ``key=value``.
 
     Raises:
         ConfigError: it is neither.
@@ -46,14 +46,14 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def config_source(config: Configuration) -> ConfigSource:
-    """What :func:`~ppfleetx.config.loader.load_config` reads."""
+    """The configuration in a form that :func:`~ppfleetx.config.loader.load_config` accepts."""
     if isinstance(config, RunConfig):
         return Sections(_written(config, "", config), _PLACE)
     return Sections(_tree(config), _PLACE) if isinstance(config, Mapping) else config
 
 
 def _written(section: Section, prefix: str, cfg: RunConfig) -> dict[str, Any]:
-    """The values of a section without derived ones, which follow anew from the others."""
+    """The values of a section except derived ones, which will be derived again."""
     values = section.model_dump()
     for name in type(section).model_fields:
         key, value = f"{prefix}{name}", getattr(section, name)
@@ -65,7 +65,7 @@ def _written(section: Section, prefix: str, cfg: RunConfig) -> dict[str, Any]:
 
 
 def _tree(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested sections, also where keys were written with dots."""
+    """Nested sections; dotted keys are split."""
     tree: dict[str, Any] = {}
     for key, value in _leaves(config, ""):
         *sections, name = key.split(".")

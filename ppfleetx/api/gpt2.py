@@ -29,10 +29,10 @@ _TENSORS = (None, "np", "pd", "ms")
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Sizes of the network, by MindFormers' names.
+    """Sizes of the network under MindFormers' names.
 
     Attributes:
-        seq_length: positions of the model.
+        seq_length: number of the model's positions.
     """
 
     seq_length: int
@@ -43,10 +43,10 @@ class GPT2Config:
 
 
 class GPT2LMHeadModel:
-    """A language model that gives logits, or in training its loss.
+    """A language model that returns logits or, in training mode, its loss.
 
     Args:
-        model: what :func:`ppfleetx.load` gives.
+        model: a model from :func:`ppfleetx.load`.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -63,26 +63,26 @@ class GPT2LMHeadModel:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """The model in a directory: ours, Hugging Face's or FleetX's.
+        """Load the model in a directory in our own, Hugging Face's or FleetX's format.
 
         Raises:
-            UserError: there is none. Nothing is downloaded and no weight is made up.
+            UserError: there is none. Nothing is downloaded, and no weight is ever initialised at random.
         """
         return cls(GPT.from_pretrained(directory))
 
     def set_train(self, mode: bool = True) -> Self:
-        """Whether calling the model gives the loss, with dropout."""
+        """Switch training mode on or off. In training mode a call returns the loss, with dropout."""
         self._trains = mode
         self.model.train(mode)
         return self
 
     def __call__(self, input_ids: Tokens) -> paddle.Tensor:
-        """Logits ``[b, s, V]`` float32; in training the mean loss of ids ``[b, s + 1]``, a scalar.
+        """Logits ``[b, s, V]`` float32 or, in training mode, the mean loss of ids ``[b, s + 1]``, a scalar.
 
         Padding at the end of a sequence (the tokenizer's end-of-document token) does not count in the loss.
 
         Raises:
-            DataError: ids outside the model's vocabulary, or more than ``seq_length`` of them.
+            DataError: ids are outside the model's vocabulary, or there are more than ``seq_length``.
         """
         if not self._trains:
             return self.model(input_ids)
@@ -113,7 +113,7 @@ class GPT2LMHeadModel:
 
 
 def _is_text(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
-    """``[b, s]``: False in the run of padding at the end of each sequence."""
+    """``[b, s]``: False for the padding at the end of each sequence."""
     if pad_id is None:
         return np.ones(ids.shape, bool)
     from_end = np.flip(ids != pad_id, axis=1)
@@ -121,10 +121,10 @@ def _is_text(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
 
 
 class GPT2Tokenizer:
-    """A tokenizer that gives what a model of one length takes.
+    """A tokenizer with MindFormers' methods.
 
     Args:
-        tokenizer: ours.
+        tokenizer: our own tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -132,10 +132,10 @@ class GPT2Tokenizer:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """The tokenizer in a directory, or of the checkpoint there.
+        """Load the tokenizer in a directory, or that of a checkpoint in it.
 
         Raises:
-            DataError: there is none; nothing is downloaded.
+            DataError: there is none. Nothing is downloaded.
         """
         directory = local_directory(directory)
         try:
@@ -145,14 +145,14 @@ class GPT2Tokenizer:
                 try:
                     place = resolve_model(directory, stack, with_config=False)
                 except CheckpointError:
-                    raise error from None  # it is no model either: what was said of the tokenizer holds
+                    raise error from None  # it is not a model either, so the first error stands
                 if place.tokenizer is None:
                     raise
                 return cls(Tokenizer.load(place.tokenizer))
 
     @property
     def pad_token_id(self) -> int:
-        """Id of the end-of-document token, which pads too."""
+        """The id of the end-of-document token, which is also used for padding."""
         return self.tokenizer.eod_id
 
     def __call__(
@@ -165,20 +165,20 @@ class GPT2Tokenizer:
         truncation: bool = False,
         return_tensors: Literal["np", "pd", "ms"] | None = None,
     ) -> Encoded:
-        """Ids of texts, with what is padding.
+        """Encode texts.
 
         Args:
-            text: one text or a list; of a list every value has the batch as its first dimension.
-            add_special_tokens: put the end-of-document token before and after each text. MindFormers does
-                so by default; here the default is that of transformers.
-            padding: ``max_length``: fill up to it on the right.
-            max_length: longest sequence.
-            truncation: cut longer texts at the end; without it they are an error.
-            return_tensors: ``np`` arrays, ``pd`` (or ``ms``) Paddle tensors; None: lists.
+            text: a text or a list of texts; for a list, the first dimension of every value is the batch.
+            add_special_tokens: put the end-of-document token before and after each text. MindFormers does so
+                by default; here the default is that of transformers.
+            padding: ``max_length``: pad on the right up to ``max_length``.
+            max_length: length of the longest sequence.
+            truncation: cut off the ends of longer texts; otherwise they are an error.
+            return_tensors: ``np`` for arrays, ``pd`` (or ``ms``) for Paddle tensors; None: lists.
 
         Raises:
-            DataError: lengths that do not fit together, a text longer than ``max_length``, or an unknown
-                value.
+            DataError: lengths do not fit together, a text is longer than ``max_length``, or a value is
+                unknown.
         """
         if return_tensors not in _TENSORS or padding not in (False, "max_length"):
             raise DataError(
@@ -220,7 +220,7 @@ class GPT2Tokenizer:
         return [self.pad_token_id, *ids, self.pad_token_id] if special else ids
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str | list[str]:
-        """The text of ids, or the texts of a list of them."""
+        """Decode ids into a text, or a batch of ids into a list of texts."""
         rows = np.asarray(ids)
         if rows.ndim <= 1:
             return self.tokenizer.decode(rows, skip_special_tokens=skip_special_tokens)

@@ -1,6 +1,6 @@
-"""A trained GPT as an object: text, logits, loss, and the formats it is kept in.
+"""A trained GPT as an object: generate text, compute logits and loss, load and save it.
 
-Nothing here imports Paddle before a model is asked for. Shape letters: b sequences, s tokens, V vocabulary.
+Paddle is imported only when a model is loaded. Shape letters: b sequences, s tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 
 
 Piece = tuple[int, int, str]
-"""Number of the prompt, number of its continuation, text."""
+"""(number of the prompt, number of its continuation, text)."""
 
 
 class _AbandonedError(Exception):
-    """Nobody reads the text any more."""
+    """The iterator was closed, so nobody reads the text any more."""
 
 
 def stream_of(generate: Callable[[Callable[[int, int, str], None]], Any]) -> Iterator[Piece]:
-    """Yield each piece of text that ``generate`` passes to ``on_text``.
+    """Run ``generate`` in a thread, and yield each piece of text that it passes to ``on_text``.
 
     If generation fails, its error is raised after the last piece. When the iterator is closed or dropped,
-    generation ends at its next token.
+    generation stops at the next token.
     """
     pieces: queue.Queue[Piece | BaseException | None] = queue.Queue()
     abandoned = threading.Event()
@@ -89,16 +89,16 @@ Tokens = "paddle.Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]]"
 
 
 class GPT:
-    """A model with its tokenizer. :func:`load` and :meth:`from_pretrained` make one.
+    """A model with its tokenizer; create one with :func:`load` or :meth:`from_pretrained`.
 
     Attributes:
         cfg: the whole configuration.
         network: the Paddle layer; its ``state_dict`` has the parameters.
-        tokenizer: the model's; None where the directory holds none.
-        generation: how text is continued where :meth:`generate` is given no options.
+        tokenizer: the model's tokenizer; None if the directory has none.
+        generation: default options of :meth:`generate`.
         epoch, step: how far it was trained.
 
-    ``checkpoint`` is what the weights were loaded from, if they were.
+    ``checkpoint`` is the checkpoint the weights were loaded from, if any.
     """
 
     def __init__(
@@ -130,17 +130,17 @@ class GPT:
         config: Configuration | None = None,
         overrides: Overrides | None = None,
     ) -> Self:
-        """The model in a directory: of a run, of one of its checkpoints, of Hugging Face or of FleetX.
+        """Load a model from the directory of a run, a checkpoint, a Hugging Face model or a FleetX model.
 
         Args:
-            directory: where it is; or ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION``, a model of the Hugging
-                Face hub, which is downloaded.
-            config: used in place of the checkpoint's own.
+            directory: the directory; or ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION`` for a model on the
+                Hugging Face hub, which is downloaded.
+            config: used instead of the checkpoint's own configuration.
             overrides: change single values, e.g. ``{"Global.device": "cpu"}``.
 
         Raises:
-            UserError: there is no such directory, it holds no sound model, or the model cannot run here. It
-                is never made up: all weights come from the directory.
+            UserError: there is no such directory, it does not hold an intact model, or the model cannot run
+                here. No weight is ever initialised at random.
         """
         from ppfleetx.commands.resolve_model import resolve_model
 
@@ -183,11 +183,11 @@ class GPT:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, a tied head counted once."""
+        """The number of elements in all parameters; a tied head counts once."""
         return sum(int(parameter.size) for parameter in self.network.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, paddle.Tensor]]:
-        """Canonical names and parameters."""
+        """The parameters with their canonical names."""
         return ((parameter.info.name, parameter) for parameter in self.network.parameters())
 
     def __repr__(self) -> str:
@@ -197,17 +197,17 @@ class GPT:
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Switch dropout on, for a training loop of your own."""
+        """Switch dropout on, to write your own training loop."""
         self.network.train() if mode else self.network.eval()
-        self._generator = None  # it holds copies of weights, which may change now
+        self._generator = None  # it holds copies of the weights, which may change now
         return self
 
     def eval(self) -> Self:
-        """Switch dropout off, as it is in a model that was just loaded."""
+        """Switch dropout off, which is the default in a loaded model."""
         return self.train(False)
 
     def with_tokenizer(self, tokenizer: Tokenizer) -> Self:
-        """The same network with another tokenizer; this object keeps its own."""
+        """A new object with the same network and another tokenizer; this one keeps its own."""
         other = copy(self)
         other.tokenizer, other._generator = tokenizer, None
         return other
@@ -227,12 +227,12 @@ class GPT:
         return logits_sbv[..., : self.cfg.Model.vocab_size].astype("float32").transpose([1, 0, 2])
 
     def loss(self, tokens: Tokens) -> paddle.Tensor:
-        """Mean cross entropy (nats, a scalar) of each token but the first of each sequence ``[b, s]``.
+        """The mean cross entropy (nats, a scalar) of all tokens but the first of each sequence ``[b, s]``.
 
-        Gradients flow through it, unless it is computed under ``paddle.no_grad()``.
+        It can be differentiated, unless it is computed under ``paddle.no_grad()``.
 
         Raises:
-            DataError: as for calling the model; sequences of one token.
+            DataError: as for calling the model, or the sequences have only one token.
         """
         from ppfleetx.nn.loss import cross_entropy
 
@@ -275,24 +275,24 @@ class GPT:
         """Continue prompts.
 
         Args:
-            prompts: a text, token ids, or a list of these. A model without a tokenizer takes ids, and what
-                it gives has ids and no text.
-            stream: give an iterator of text as it is made: pieces of text for one prompt, for a list
-                ``(number of the prompt, number of its continuation, piece)``.
-            seed: of sampling; the same seed gives the same text. None: ``Generation.seed`` of the model's
-                configuration, else its ``Global.seed``.
-            options: keys of the ``Generation`` section in place of the model's own, e.g.
+            prompts: a text, token ids, or a list of these. A model without a tokenizer takes ids, and its
+                results have ids but no text.
+            stream: return an iterator over the text as it is generated: pieces of text for one prompt, or
+                ``(number of the prompt, number of its continuation, piece)`` for a list.
+            seed: seed for sampling; the same seed gives the same text. None: ``Generation.seed`` of the
+                model's configuration, or else its ``Global.seed``.
+            options: keys of the ``Generation`` section that replace the model's own, e.g.
                 ``max_dec_len=50, temperature=0.8, top_k=5``.
 
         Returns:
             A :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``, ``finish_reason``) for
-            one prompt, a list of them for ``num_return_sequences`` above 1; for a list of prompts a list of
-            these.
+            one prompt, or a list of them if ``num_return_sequences`` is above 1; for a list of prompts a list
+            of these.
 
         Raises:
-            ConfigError: an unknown option, a value that does not fit, or one that the strategy does not read
-                (``num_beams`` while tokens are sampled).
-            DataError: prompts that are none; token ids outside the tokenizer's vocabulary.
+            ConfigError: an option is unknown, has a wrong value, or is not used by the strategy (such as
+                ``num_beams`` with sampling).
+            DataError: something is not a prompt, or a token id is outside the tokenizer's vocabulary.
         """
         if seed is not None:
             options["seed"] = int(seed) if isinstance(seed, np.integer) else seed
@@ -328,7 +328,7 @@ class GPT:
 
     @property
     def generator(self) -> Any:
-        """What :meth:`generate` uses. It takes the weights as they are when it is first asked for."""
+        """The generator behind :meth:`generate`. It uses the weights as they are at its first use."""
         from ppfleetx.generation.generator import Generator
 
         if self._generator is None:
@@ -338,15 +338,15 @@ class GPT:
     # ---- where it is kept
 
     def save(self, directory: str | Path) -> Path:
-        """Write a checkpoint of the weights into ``directory``, which :func:`load` and every program take.
+        """Write a checkpoint of the weights into ``directory``, for :func:`load` and all programs.
 
-        Weights that were loaded from 16 bits and still fit into them, every number exactly, stay so.
+        Weights that were loaded from 16 bits are saved in 16 bits if every number still fits exactly.
 
         Returns:
             The directory of the checkpoint, ``directory/epoch_E_step_S``.
 
         Raises:
-            CheckpointError: there is one of that name, or it cannot be written.
+            CheckpointError: it exists already, or cannot be written.
         """
         from dataclasses import asdict
 
@@ -371,9 +371,9 @@ class GPT:
         )
 
     def to_huggingface(self, directory: str | Path) -> Path:
-        """Write the model as transformers reads it (``AutoModelForCausalLM``), with its tokenizer.
+        """Write the model and its tokenizer in Hugging Face's format (``AutoModelForCausalLM``).
 
-        Adapters are added to their weights. A model that came from a directory of Hugging Face keeps its
+        Adapters are merged into their weights. A model that was loaded from Hugging Face's format keeps its
         ``config.json``, its ``generation_config.json`` and, as in :meth:`save`, its element type.
 
         Raises:
@@ -392,12 +392,12 @@ class GPT:
 def load(
     directory: str | Path, *, config: Configuration | None = None, overrides: Overrides | None = None
 ) -> GPT:
-    """The model in a directory; arguments and errors as for :meth:`GPT.from_pretrained`."""
+    """Load a model; arguments and errors are those of :meth:`GPT.from_pretrained`."""
     return GPT.from_pretrained(directory, config=config, overrides=overrides)
 
 
 def ready(cfg: RunConfig) -> ParallelContext:
-    """Load Paddle, if that has not been done, and choose the device. Random generators stay as they are.
+    """Import Paddle, and select the device. The state of random generators is not changed.
 
     Raises:
         ConfigError: there is no such device, or the model cannot run there.

@@ -1,4 +1,4 @@
-"""``build_module(cfg)``: a model by its configuration, used as PaddleFleetX's programs use theirs.
+"""``build_module(cfg)``: build a model from its configuration, as in PaddleFleetX's programs.
 
 module = build_module(cfg)
 module.model.eval()
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class GenerationModule:
-    """A network that gets its weights later.
+    """A network whose weights are set later.
 
     Attributes:
         cfg: the configuration.
-        model: the Paddle layer; its ``set_state_dict`` takes weights by FleetX's names and by our own.
+        model: the Paddle layer; its ``set_state_dict`` accepts FleetX's names and our own.
     """
 
     def __init__(self, cfg: RunConfig, network: StagedModel) -> None:
@@ -37,15 +37,15 @@ class GenerationModule:
         network.set_state_dict = self._set_state_dict  # type: ignore[method-assign]
 
     def generate(self, text: str | Sequence[str], **options: Any) -> list[str]:
-        """Texts with their continuations, one for each prompt and each of ``num_return_sequences``.
+        """Continue texts. Returns each prompt with its continuation, ``num_return_sequences`` times.
 
         Args:
-            text: one prompt, or a list of them.
+            text: a prompt or a list of prompts.
             options: as for :meth:`GPT.generate`.
 
         Raises:
             ConfigError: the model has no weights or no tokenizer.
-            DataError: what is given is no text.
+            DataError: ``text`` is not a text or a list of texts.
         """
         if not self._has_weights:
             raise ConfigError("the model has no weights yet; give them to module.model.set_state_dict")
@@ -61,15 +61,14 @@ class GenerationModule:
     def _set_state_dict(
         self, weights: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Take all parameters from ``weights``.
+        """Set all parameters from ``weights``.
 
         Args:
-            weights: arrays or tensors by FleetX's names or by our own.
+            weights: arrays or tensors under FleetX's names or our own.
             use_structured_name: as in Paddle's method; must be True.
 
         Returns:
-            Two empty lists, as Paddle's method names what is missing and what is left over: here both are
-            errors.
+            Two empty lists. Paddle's method returns missing and unexpected names; here both are errors.
 
         Raises:
             CheckpointError: a parameter is missing, unknown or of another shape.
@@ -104,7 +103,7 @@ class GenerationModule:
 
 
 def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> np.ndarray:
-    """A table of the vocabulary with as many rows as the model has; others must have the model's shape."""
+    """Pad an embedding table to the model's number of rows; other parameters must have the model's shape."""
     if list(value.shape) == shape:
         return value
     is_table = name.endswith("word_embeddings.weight") and value.ndim == 2 and value.shape[1] == shape[1]
@@ -116,10 +115,10 @@ def _padded(name: str, value: np.ndarray, shape: list[int], vocab_size: int) -> 
 
 
 def build_module(cfg: RunConfig) -> GenerationModule:
-    """The network of ``cfg`` (see ``ppfleetx.load_config``), without weights.
+    """Build the network of ``cfg`` (see ``ppfleetx.load_config``) without weights.
 
     Raises:
-        ConfigError: it cannot run here, or in one process, or does not continue text.
+        ConfigError: it cannot run here or in one process, or it is not a language model.
     """
     if cfg.Model.task.classifies:
         raise ConfigError("a classifier has no next token", key="Model.module", value=cfg.Model.module)

@@ -1,4 +1,4 @@
-"""MindFormers' task ``text_generation``: its ``pipeline`` and its ``Trainer``, on our programs."""
+"""MindFormers' task ``text_generation``: its ``pipeline`` and ``Trainer``, implemented with ours."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ if TYPE_CHECKING:
 
 TASK = "text_generation"
 RESULT = f"{TASK}_text"
-# Options that MindFormers and we call by the same name.
+# Options that have the same name in MindFormers.
 _OPTIONS = ("top_k", "top_p", "temperature", "eos_token_id", "repetition_penalty", "seed")
 _MODEL_LIKE = str | Path | GPT | GPT2LMHeadModel
 
 
 class TextGenerationPipeline:
-    """Continues texts; made by :func:`pipeline`.
+    """Continues texts; create it with :func:`pipeline`.
 
     Args:
         model: the model.
-        options: used unless a call says otherwise.
+        options: default options.
     """
 
     def __init__(self, model: GPT, options: dict[str, Any]) -> None:
         self.model, self._defaults = model, options
 
     def __call__(self, inputs: str | Sequence[str], **options: Any) -> list[dict[str, list[str]]]:
-        """``[{"text_generation_text": [prompt and continuation]}]``, one of these for each prompt.
+        """Continue texts. Returns ``[{"text_generation_text": [prompt and continuation]}]``, one per prompt.
 
         Args:
-            inputs: a prompt or a list of them.
+            inputs: a prompt or a list of prompts.
             options: ``max_length`` (tokens of prompt and continuation together), ``do_sample`` (False: the
                 likeliest token), ``top_k``, ``top_p``, ``temperature``, ``repetition_penalty``,
                 ``eos_token_id``, ``seed``.
 
         Raises:
-            ConfigError: an unknown option.
-            DataError: what is given is no text, or has ``max_length`` tokens already.
+            ConfigError: an option is unknown.
+            DataError: a prompt is not a text, or already has ``max_length`` tokens.
         """
         prompts = as_texts(inputs)
         chosen = self._of_strategy(checked({**self._defaults, **options}))
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _of_strategy(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """``chosen`` without options of sampling where ``do_sample`` is False, which MindFormers ignores too.
+        """``chosen`` without sampling options if ``do_sample`` is False; MindFormers ignores them, too.
 
         Raises:
-            ConfigError: an option of sampling is given, and sampling is not asked for.
+            ConfigError: there is a sampling option, but sampling was not requested.
         """
         samples, strategy = chosen.get("do_sample"), self.model.generation.decode_strategy
         idle = [name for name in READ_BY["sampling"] if name != "seed" and chosen.get(name) is not None]
@@ -95,7 +95,7 @@ class TextGenerationPipeline:
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    """``options``, if the pipeline knows all of them. Raises ConfigError."""
+    """Return ``options`` if the pipeline knows all of them, or raise ConfigError."""
     known = (*_OPTIONS, "do_sample", "max_length")
     for name in options:
         if name not in known:
@@ -109,12 +109,12 @@ def pipeline(
     tokenizer: GPT2Tokenizer | Tokenizer | str | Path | None = None,
     **options: Any,
 ) -> TextGenerationPipeline:
-    """A callable that continues texts with a model.
+    """Create a callable that continues texts with a model.
 
     Args:
         task: ``text_generation``.
-        model: a directory, or a model that is loaded.
-        tokenizer: the model's own, unless given. A model that is given keeps its own.
+        model: a directory, or a loaded model.
+        tokenizer: used instead of the model's own tokenizer. A loaded model keeps its own.
         options: as for calling the pipeline.
 
     Raises:
@@ -130,7 +130,7 @@ def pipeline(
 
 
 def check_task(task: str) -> None:
-    """Raise ConfigError unless the task is ours."""
+    """Raise ConfigError unless the task is ``text_generation``."""
     if task.replace("-", "_") != TASK:
         raise ConfigError(f"the only task here is {TASK}", key="task", value=task)
 
@@ -152,16 +152,16 @@ class Trainer:
 
     Args:
         task: ``text_generation``.
-        model: a directory, whose weights training starts from; or the name of a shipped configuration
-            (``ppfleetx configs``), whose model starts with random weights.
+        model: a directory with the initial weights; or the name of a shipped configuration (``ppfleetx
+            configs``), whose model starts from random weights.
         train_dataset, eval_dataset: as ``train_data`` and ``eval_data`` of :class:`ppfleetx.Trainer`.
-        tokenizer: of the texts; the model's, unless given.
+        tokenizer: tokenizer for the texts; None: the model's.
         args: overrides of the configuration: a mapping or texts ``Section.key=value``.
         callbacks: as for :class:`ppfleetx.Trainer`.
-        output_dir: where the run is written.
+        output_dir: directory of the run.
 
     Raises:
-        ConfigError: another task, or neither a directory nor a configuration.
+        ConfigError: another task, or ``model`` is neither a directory nor a configuration.
     """
 
     def __init__(
@@ -195,13 +195,13 @@ class Trainer:
             )
 
     def train(self, *, resume: bool = False) -> None:
-        """Train: from the weights of the model's directory, or from random ones of a configuration.
+        """Train from the weights in the model's directory, or from random weights of a configuration.
 
         Args:
-            resume: go on with the run in ``output_dir``.
+            resume: resume the run in ``output_dir``.
 
         Raises:
-            UserError: no data were given, or what ends a training run.
+            UserError: there is no data, or the training run failed.
         """
         self._fit(self._args, resume=resume)
 
@@ -218,16 +218,16 @@ class Trainer:
         auto_trans_ckpt: bool | None = None,
         resume: bool = False,
     ) -> None:
-        """Train a new run from the weights of a checkpoint: step 0, a fresh optimizer, and, for the
-        configuration of a model's directory, the defaults of ``ppfleetx finetune``.
+        """Start a new run from the weights of a checkpoint, with step 0 and a fresh optimizer. With the
+        configuration of a model's directory the defaults are those of ``ppfleetx finetune``.
 
         Args:
-            finetune_checkpoint: a directory; else that of the model.
-            auto_trans_ckpt: True means what happens anyway: a checkpoint fits every plan.
-            resume: go on with the run in ``output_dir``.
+            finetune_checkpoint: a directory; None: that of the model.
+            auto_trans_ckpt: has no effect: a checkpoint always fits every plan.
+            resume: resume the run in ``output_dir``.
 
         Raises:
-            UserError: no data or no checkpoint were given, or what ends a training run.
+            UserError: there is no data or no checkpoint, or the training run failed.
         """
         if auto_trans_ckpt is False:
             raise ConfigError(
@@ -245,11 +245,11 @@ class Trainer:
         self._fit(more, resume=resume)
 
     def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
-        """``{"loss", "ppl"}`` on ``eval_dataset``, or on the part of ``train_dataset`` that is kept for it.
-        Where the configuration names several evaluation sets, it is the first.
+        """Evaluate on ``eval_dataset``, or on the part of ``train_dataset`` that is set aside. Returns
+        ``{"loss", "ppl"}``, for the first evaluation set if the configuration names several.
 
         Args:
-            eval_checkpoint: the model; else the trained one, else that of the directory.
+            eval_checkpoint: the model to evaluate; None: the trained model, or else that of the directory.
         """
         place = eval_checkpoint or (None if self._trainer is not None else self._place)
         overrides = [*self._args]
@@ -265,11 +265,11 @@ class Trainer:
         input_data: str | Sequence[str] | None = None,
         **options: Any,
     ) -> list[dict[str, list[str]]]:
-        """Continue texts with a named checkpoint, else the trained model, else that of the directory.
+        """Continue texts.
 
         Args:
-            predict_checkpoint: a directory.
-            input_data: a prompt, a list of them, or a file with one a line.
+            predict_checkpoint: a directory; None: the trained model, or else that of the directory.
+            input_data: a prompt, a list of prompts, or a file with one prompt per line.
             options: as for :class:`TextGenerationPipeline`.
         """
         if input_data is None:
@@ -283,7 +283,7 @@ class Trainer:
         return pipeline(TASK, model, self._tokenizer)(input_data, **options)
 
     def _native(self, overrides: list[Override], *, starts: bool = True) -> NativeTrainer:
-        """Our trainer; ``starts``: from the weights of the model's directory unless others are named."""
+        """Our trainer. With ``starts``, it starts from the weights in the model's directory by default."""
         config: Configuration = str(self._place)
         tokenizer = self._tokenizer
         if Path(self._place).exists():
@@ -301,7 +301,7 @@ class Trainer:
         )
 
     def _found(self, place: str | Path) -> ModelPlace:
-        """The model in a directory; temporary files for it stay as long as this trainer."""
+        """Find the model in a directory; temporary files for it live as long as this trainer."""
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)
         return self._places[str(place)]

@@ -1,4 +1,4 @@
-"""Training from Python: a configuration, data in whatever form you have them, and the trained model."""
+"""Train from Python with a configuration and your own data, and get the trained model."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ TEXT_COLUMN = "text"
 
 
 def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> str:
-    """The prefix of a ``.bin/.idx`` pair with ``data``, which is made in ``directory`` where there is none.
+    """The prefix of a ``.bin/.idx`` pair with ``data``; if necessary the pair is created in ``directory``.
 
-    The name is made of the contents, so that a run that resumes finds the same corpus.
+    Its name is derived from the contents, so that a resumed run finds the same corpus.
 
     Args:
-        data: the prefix of a pair, a text file or a folder of them (json lines too), a list of texts, or
-            records with a text under ``text``, such as a ``datasets.Dataset``.
-        tokenizer: encodes the texts; each document ends in its end-of-document token.
-        directory: where a corpus is written.
+        data: the prefix of a pair, a text file or a folder of text files (also JSON lines), a list of texts,
+            or records with a text under ``text``, such as a ``datasets.Dataset``.
+        tokenizer: encodes the texts; each document ends with its end-of-document token.
+        directory: where to write the corpus.
 
     Raises:
         DataError: there is no such file, no text in it, or no tokenizer.
@@ -60,10 +60,10 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
 
 
 def texts_of(data: Any) -> Iterator[str]:
-    """The texts in ``data``, which are not empty.
+    """The texts in ``data`` that are not empty.
 
     Raises:
-        DataError: there are none, or something is no text.
+        DataError: there are none, or something is not a text.
     """
     found = False
     for text in _entries(data):
@@ -104,24 +104,24 @@ class Trainer:
     Args:
         config: a YAML file, the name of a shipped configuration, nested sections, or a ``RunConfig``.
         overrides: change single values: ``{"Engine.max_steps": 100}`` or ``["Engine.max_steps=100"]``.
-        train_data: in place of ``Data.Train.dataset.input_dir``: a list of texts, a text file or folder
-            (json lines too), the prefix of a ``.bin/.idx`` pair, or a ``datasets.Dataset`` with a column
-            ``text``. Texts are encoded into ``output_dir/data``.
-        eval_data: the same for evaluation, or several by name: ``{"wiki": ..., "code": ...}``. Without
-            it, evaluation takes its share of ``train_data`` (``Data.Eval.dataset.split``), where the
-            configuration has an evaluation set.
-        tokenizer: of the texts: a directory, or a :class:`Tokenizer`; else ``Data.tokenizer``.
-        output_dir: where the run is written (``Engine.save_load.output_dir``).
+        train_data: replaces ``Data.Train.dataset.input_dir``: a list of texts, a text file or folder (also
+            JSON lines), the prefix of a ``.bin/.idx`` pair, or a ``datasets.Dataset`` with a column ``text``.
+            Texts are encoded into ``output_dir/data``.
+        eval_data: the same for evaluation, or several by name: ``{"wiki": ..., "code": ...}``. Without it, if
+            the configuration has an evaluation set, that uses its share of ``train_data``
+            (``Data.Eval.dataset.split``).
+        tokenizer: tokenizer for the texts: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
+        output_dir: directory of the run (``Engine.save_load.output_dir``).
         callbacks: objects with hooks, see :class:`~ppfleetx.core.engine.callbacks.base.Callback`.
 
     Attributes:
         cfg: the whole configuration.
-        history: what the run reported: ``{"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}`` of
-            each step, ``{"kind": "eval", "step", "loss", "ppl"}`` of each evaluation (and its ``"set"``,
-            if it has a name).
+        history: what the run reported: ``{"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}`` for
+            each step, ``{"kind": "eval", "step", "loss", "ppl"}`` for each evaluation (with ``"set"`` if the
+            set has a name).
 
     Raises:
-        UserError: a mistake in the configuration or the data, in words.
+        UserError: there is a mistake in the configuration or the data.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class Trainer:
         self.cfg = load_config(self._source, given, world_size=world_size(os.environ))
 
     def fit(self) -> Self:
-        """Train to ``Engine.max_steps``, evaluate and save as configured. Gives this trainer.
+        """Train to ``Engine.max_steps``, evaluate and save as configured. Returns this trainer.
 
         Raises:
-            UserError: what ends a training run, e.g. an output directory in which another run has been.
+            UserError: the run cannot start or fails, e.g. because the output directory holds another run.
         """
         cfg, ctx = start_with(self.cfg, reads=("Train", "Eval"))
         from ppfleetx.commands.training import train
@@ -171,8 +171,8 @@ class Trainer:
         return self
 
     def evaluate(self) -> EvalRecord | dict[str, EvalRecord]:
-        """Loss and perplexity on ``Data.Eval`` of the last checkpoint of ``output_dir``, or of ``ckpt_dir``
-        where the configuration names one. Of several named sets, ``{name: record}``.
+        """Evaluate the last checkpoint in ``output_dir`` (or ``ckpt_dir`` if the configuration names one) on
+        ``Data.Eval``. Returns loss and perplexity; for several named sets, ``{name: record}``.
 
         Raises:
             UserError: there is no checkpoint, or no evaluation set.
@@ -184,12 +184,12 @@ class Trainer:
         return {record.name: record for record in records} if cfg.Data.Eval.sets else records[0]
 
     def predict(self, prompts: Any, **options: Any) -> Any:
-        """Continue prompts with the trained model; arguments as for :meth:`GPT.generate`."""
+        """Continue prompts with the trained model; arguments are those of :meth:`GPT.generate`."""
         return self.model.generate(prompts, **options)
 
     @property
     def model(self) -> GPT:
-        """The trained model: what :meth:`fit` has left in memory, else the one of the last checkpoint.
+        """The trained model, still in memory after :meth:`fit`, or else loaded from the last checkpoint.
 
         Raises:
             UserError: there is none.
@@ -208,7 +208,7 @@ class Trainer:
 
 
 class _History(Callback):
-    """Appends what a run reports, each step and each evaluation, to a list."""
+    """Appends the records of all steps and evaluations to a list."""
 
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self._records = records
@@ -230,7 +230,7 @@ def _is_whole(plan: ParallelPlan) -> bool:
 
 
 def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
-    """A directory of the tokenizer's files; one that exists in memory is written beside the data."""
+    """The directory of the tokenizer's files; a tokenizer in memory is written next to the data."""
     if not isinstance(tokenizer, Tokenizer):
         return str(tokenizer)
     place = home / f"tokenizer-{tokenizer.fingerprint[:16]}"
@@ -240,7 +240,7 @@ def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
 
 
 def _data_settings(raw: RunConfig, train_data: Any, eval_data: Any, home: Path) -> list[Setting]:
-    """What makes the run read the data that were given."""
+    """The settings that make the run read the given data."""
     if train_data is None and eval_data is None:
         return []
     tokenizer = load_tokenizer(raw)

@@ -13,7 +13,7 @@ from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import NUMPY_OF_DTYPE
-from ppfleetx.checkpoint.weights import fitted, network_of, with_vocabulary
+from ppfleetx.checkpoint.weights import fitted, lazy, network_of, with_vocabulary
 from ppfleetx.checkpoint.weights_only import model_section, read_ppfleetx, write_ppfleetx
 from ppfleetx.config.errors import CheckpointError, naming
 from ppfleetx.config.sections.lora import LoraConfig
@@ -146,12 +146,7 @@ def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> di
     names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
     names += [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
     check_base(checkpoint, base_fingerprint(source, names), str(place))
-    return {name: _lazy(source, name) for name in names}
-
-
-def _lazy(source: Checkpoint, name: str) -> LazyTensor:
-    entry = source.entry(name)
-    return LazyTensor(entry.dtype, tuple(entry.shape), lambda: source.read(name))
+    return {name: lazy(source, name) for name in names}
 
 
 def _with_adapters(

@@ -1,8 +1,8 @@
-"""Finding checkpoints: what a path means, which checkpoints are complete, which is the newest good one."""
+"""Finding checkpoints: what a configuration or a path means, which are complete, which is the newest good."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,9 +17,37 @@ from ppfleetx.checkpoint.manifest import (
     read_sealed,
 )
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint, read_marker
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
+
+
+def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
+    """Key and value of every checkpoint that a configuration takes weights from."""
+    options, lora = cfg.Engine.save_load, cfg.Model.lora
+    for key, place in (
+        ("Engine.save_load.ckpt_dir", options.ckpt_dir),
+        ("Engine.save_load.init_from", options.init_from),
+        ("Model.lora.base", None if lora is None else lora.base),
+    ):
+        if place is not None:
+            yield key, place
+
+
+def named_checkpoint(cfg: RunConfig) -> str:
+    """``Engine.save_load.ckpt_dir``, for programs that need one.
+
+    Raises:
+        ConfigError: it is not given.
+    """
+    if cfg.Engine.save_load.ckpt_dir is None:
+        raise ConfigError(
+            "names no checkpoint; give -o Engine.save_load.ckpt_dir=DIR (a step directory or an output "
+            "directory of a training run)",
+            key="Engine.save_load.ckpt_dir",
+        )
+    return cfg.Engine.save_load.ckpt_dir
 
 
 @os_errors(CheckpointError)

@@ -65,7 +65,7 @@ def _write_pointer(path: Path, name: str) -> None:
         storage.write_bytes(file, seal(checkpoint=name, manifest_sha256=marker["manifest_sha256"]))
 
 
-def mend_latest(checkpoint: Checkpoint) -> None:
+def repair_latest(checkpoint: Checkpoint) -> None:
     """Make `latest` point to the newest good checkpoint, after a killed save or damage.
 
     The run that continues from it calls this, since it may have nothing left to save.

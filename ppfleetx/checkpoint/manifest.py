@@ -109,7 +109,7 @@ class TensorEntry:
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Its name in messages."""
         return f"{self.kind} {self.name} {self.state}".rstrip()
 
     @property
@@ -139,7 +139,7 @@ def check_together(files: Mapping[str, FileEntry], tensors: Sequence[TensorEntry
 
 
 def _problem(entry: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
-    """What is impossible about a tensor, if anything."""
+    """Why the entry of a tensor is impossible; None if it is not."""
     if entry.vocab_dim is not None and entry.vocab_dim >= len(entry.shape):
         return f"it has no dimension {entry.vocab_dim} (vocab_dim)"
     item = NUMPY_OF_DTYPE[entry.dtype].itemsize
@@ -253,7 +253,7 @@ class Manifest:
 
 
 class _Document(BaseModel):
-    """The keys of manifest.json behind format, version and chunk_bytes; see :class:`Manifest`."""
+    """The keys of manifest.json after format, version and chunk_bytes; see :class:`Manifest`."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -41,7 +41,7 @@ _saved: dict[str, _Saved] = {}
 
 @dataclass(frozen=True)
 class Ownership:
-    """What a run may do in its output directory.
+    """The rights of a run in its output directory.
 
     Attributes:
         run: its identity.
@@ -121,7 +121,7 @@ def run_of(path: Path) -> str | None:
 
 def _saved_by(path: Path) -> _Saved:
     marker = read_marker(path)
-    content, _ = read_manifest(path, marker)
+    content = read_manifest(path, marker)
     sha256 = marker["manifest_sha256"]
     if sha256 not in _saved:
         manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE))

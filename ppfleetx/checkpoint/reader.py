@@ -13,7 +13,6 @@ import numpy as np
 
 from ppfleetx.checkpoint import storage
 from ppfleetx.checkpoint.manifest import (
-    CHUNK_BYTES,
     FORMAT,
     MANIFEST_FILE,
     MARKER_FILE,
@@ -25,12 +24,11 @@ from ppfleetx.checkpoint.manifest import (
 )
 from ppfleetx.checkpoint.slices import MODEL, NUMPY_OF_DTYPE, Index, intersect
 from ppfleetx.config.errors import CheckpointError, shown
-from ppfleetx.utils.foreign_files import MAX_JSON_BYTES, read_bounded
+from ppfleetx.utils.foreign_files import read_bounded
 
 # Rows are read in blocks of about this many bytes, so that a narrow column of a large matrix does not
 # need the memory of the matrix.
 _BLOCK_BYTES = 64 * 1024 * 1024
-_BYTES_OF_A_CHECKSUM = 32  # in a manifest, with quotation marks and indentation
 _NUMBER = re.compile(r"[0-9]{1,19}")
 
 
@@ -50,7 +48,7 @@ class Checkpoint:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the trainer stored beside the tensors."""
+        """The trainer's own state, beside the tensors."""
         return self.manifest.state
 
     def names(self, kind: str = MODEL) -> list[str]:
@@ -177,7 +175,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     marker = read_marker(path)
-    content, _ = read_manifest(path, marker)
+    content = read_manifest(path, marker)
     manifest = Manifest.from_bytes(content, str(path / MANIFEST_FILE))
     for relative, entry in manifest.files.items():
         storage.check_file(path, relative, entry)
@@ -186,22 +184,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(path, manifest, int(marker["saved_at_ns"]))
 
 
-def read_manifest(path: Path, marker: Mapping[str, str]) -> tuple[bytes, int]:
-    """Content of the manifest in step directory `path`, and the size of the data files.
+def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
+    """Content of the manifest in step directory `path`.
 
     Raises:
         CheckpointError: length or hash of the manifest differ from those in its marker.
     """
-    manifest_path, data_bytes = path / MANIFEST_FILE, _data_bytes(path)
-    most = MAX_JSON_BYTES + _BYTES_OF_A_CHECKSUM * (data_bytes // CHUNK_BYTES)
-    content = read_bounded(manifest_path, most)
-    if len(content) != int(marker["manifest_bytes"]):
-        raise CheckpointError(
-            f"{manifest_path} has {len(content)} bytes instead of {marker['manifest_bytes']}: it is damaged"
-        )
+    manifest_path, size = path / MANIFEST_FILE, int(marker["manifest_bytes"])
+    content = read_bounded(manifest_path, size)
+    if len(content) != size:
+        raise CheckpointError(f"{manifest_path} has {len(content)} bytes instead of {size}: it is damaged")
     if hashlib.sha256(content).hexdigest() != marker["manifest_sha256"]:
         raise CheckpointError(f"{manifest_path} is damaged: its checksum differs from that in {MARKER_FILE}")
-    return content, data_bytes
+    return content
 
 
 def read_marker(path: Path) -> dict[str, str]:
@@ -220,14 +215,6 @@ def read_marker(path: Path) -> dict[str, str]:
     if "manifest_sha256" not in fields or not all(_NUMBER.fullmatch(number) for number in numbers):
         raise CheckpointError(f"{marker_path} lacks the size and checksum of the manifest, or its time")
     return fields
-
-
-def _data_bytes(path: Path) -> int:
-    """Size of the data files in a step directory, which bounds the size of its manifest."""
-    try:
-        return sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from error
 
 
 def _wanted_box(entry: TensorEntry, offset: Index | None, shape: Index | None) -> tuple[Index, Index]:

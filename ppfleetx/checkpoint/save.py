@@ -362,7 +362,7 @@ class Task:
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     def result(self) -> Any:
-        """What the function returned; raises what it raised."""
+        """The function's result; raises its error."""
         assert self.done.is_set()
         if self._error is not None:
             raise self._error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,16 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.utils.progress import ProgressBar
 
-# Dimension that counts vocabulary entries, by canonical name.
-VOCAB_DIM = {"embedding.word_embeddings.weight": 0, "head.weight": 1, "head.bias": 0}
+_VOCABULARY = 97  # a size that no other dimension of the model below has
+
+
+@cache
+def vocab_dims() -> dict[str, int]:
+    """The dimension of vocabulary entries by canonical name, as the parameters are declared."""
+    sizes = {"vocab_size": _VOCABULARY, "hidden_size": 2, "num_layers": 1, "num_attention_heads": 1}
+    model = ModelConfig(**sizes, vocab_size_divisible_unit=1, tie_word_embeddings=False, add_head_bias=True)
+    shapes = parameter_shapes(model)
+    return {name: shape.index(_VOCABULARY) for name, shape in shapes.items() if _VOCABULARY in shape}
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,12 @@ def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
     }
 
 
+def lazy(checkpoint: Checkpoint, name: str, kind: str = MODEL, state: str = "") -> LazyTensor:
+    """A tensor of a checkpoint, read on demand."""
+    entry = checkpoint.entry(name, kind, state)
+    return LazyTensor(entry.dtype, tuple(entry.shape), lambda: checkpoint.read(name, kind, state))
+
+
 def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
     """One whole slice per parameter, read when it is written."""
     for name, tensor in tensors.items():
@@ -116,7 +131,7 @@ def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
             (0,) * len(tensor.shape),
             tensor.shape,
             tensor.read,
-            vocab_dim=VOCAB_DIM.get(name),
+            vocab_dim=vocab_dims().get(name),
         )
 
 
@@ -141,7 +156,7 @@ def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) ->
     """``pieces`` in the element types that they were loaded from if no bit is lost, else unchanged.
 
     Args:
-        pieces: of a model in memory.
+        pieces: slices of a model in memory.
         stored: the element types in the file, by name.
     """
     made = []
@@ -162,12 +177,12 @@ def _cast_when_read(piece: TensorSlice, wanted: str) -> Callable[[], np.ndarray]
 
 
 class ForeignCheckpoint(Checkpoint):
-    """Weights of another program behind the interface of a checkpoint: no optimizer state, no checksums."""
+    """Weights of another program as a checkpoint without optimizer state and checksums."""
 
     def __init__(self, path: Path, weights: Weights) -> None:
         tensors = {}
         for name, tensor in weights.tensors.items():
-            entry = TensorEntry(name, MODEL, "", tensor.dtype, tensor.shape, (), VOCAB_DIM.get(name))
+            entry = TensorEntry(name, MODEL, "", tensor.dtype, tensor.shape, (), vocab_dims().get(name))
             tensors[entry.key] = entry
         manifest = Manifest(
             step=weights.step,
@@ -202,7 +217,7 @@ def with_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Checkpoint:
 def _padded(tensor: LazyTensor, name: str, shape: Index, model: ModelConfig, place: str) -> LazyTensor:
     if tensor.shape == shape:
         return tensor
-    dim = VOCAB_DIM.get(name)
+    dim = vocab_dims().get(name)
     true_shape = tuple(model.vocab_size if axis == dim else n for axis, n in enumerate(shape))
     fits = len(tensor.shape) == len(shape) and all(
         (have >= want) if axis == dim else (have == want)

@@ -15,15 +15,15 @@ from ppfleetx.checkpoint.documents import OF_ONE_CALL, TOKENIZER_DIR, copy_token
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.manifest import MAX_DOCUMENT_BYTES, Manifest
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.slices import MODEL, OPTIMIZER
+from ppfleetx.checkpoint.slices import OPTIMIZER
 from ppfleetx.checkpoint.tensors import MASTER_WEIGHT
-from ppfleetx.checkpoint.weights import Weights, shown_reading, slices_of
+from ppfleetx.checkpoint.weights import Weights, lazy, shown_reading, slices_of
 from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.reading.parse import MadeFile, model_in, parse_yaml
-from ppfleetx.config.reading.tree import Node
+from ppfleetx.config.reading.tree import plain_value
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
@@ -51,7 +51,7 @@ def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = F
     tensors = {}
     for name in checkpoint.names():
         use_master = masters and (OPTIMIZER, name, MASTER_WEIGHT) in manifest.tensors
-        tensors[name] = _lazy(checkpoint, *((OPTIMIZER, MASTER_WEIGHT) if use_master else (MODEL, "")), name)
+        tensors[name] = lazy(checkpoint, name, *((OPTIMIZER, MASTER_WEIGHT) if use_master else ()))
     source = manifest.state.get("source") or {}
     return Weights(
         str(checkpoint.path),
@@ -82,15 +82,9 @@ def model_section(manifest: Manifest) -> dict[str, Any]:
     config = manifest.config
     if isinstance(config, str):
         node = parse_yaml(config, "the configuration in the manifest")
-        config = None if node is None else _plain(node)
+        config = None if node is None else plain_value(node)
     section = config.get("Model") if isinstance(config, Mapping) else None
     return dict(section) if isinstance(section, Mapping) else {}
-
-
-def _plain(node: Node) -> Any:
-    if isinstance(node.value, dict):
-        return {key: _plain(child) for key, child in node.value.items()}
-    return [_plain(child) for child in node.value] if isinstance(node.value, list) else node.value
 
 
 def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]:
@@ -232,8 +226,3 @@ def _write_config(
     with atomic_write(output / CONFIG_FILE, "w") as file:
         file.write("# Made by ppfleetx convert; add the sections of your run, or use it as _base_.\n")
         file.write(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-
-
-def _lazy(checkpoint: Checkpoint, kind: str, state: str, name: str) -> LazyTensor:
-    entry = checkpoint.entry(name, kind, state)
-    return LazyTensor(entry.dtype, entry.shape, lambda: checkpoint.read(name, kind, state))

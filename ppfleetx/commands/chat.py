@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
-from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.directory import named_checkpoint, open_resolved, resolve_checkpoint
 from ppfleetx.commands.generate import (
     check_checkpoint,
     check_options,
@@ -24,7 +24,6 @@ from ppfleetx.config.errors import ConfigError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.weight_sources import named_checkpoint
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ DEFAULT_NEW_TOKENS = 512
 """Most tokens of an answer where -o Generation.max_dec_len does not say."""
 _QUOTES = '"""'
 HELP = """\
-/system TEXT  say what the model is to be, and begin anew; without TEXT: nothing
+/system TEXT  set the system message and start over; without TEXT: none
 /reset        forget the conversation
 /help         this list
 /exit         end (so does the end of the input, Ctrl-D)
@@ -46,13 +45,13 @@ as you like, and commands and backslashes mean nothing. Ctrl-C stops an answer."
 
 @dataclass
 class Conversation:
-    """What was said, and how an answer is made.
+    """The turns so far, and how an answer is made.
 
     Attributes:
         generator: continues the rendered conversation.
         template: renders it.
         options: how text is continued; its ``max_dec_len`` is the most an answer may have.
-        seed: of the first answer; the following ones have the next numbers.
+        seed: seed of the first answer; the following ones have the next numbers.
     """
 
     generator: TextGenerator
@@ -63,7 +62,7 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def reset(self, system: str | None) -> None:
-        """Begin anew, with this system message."""
+        """Start over, with this system message."""
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
@@ -127,7 +126,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is to be said about an answer, beside itself.
+    """Notes about an answer.
 
     Attributes:
         left_out: messages that the model no longer sees.
@@ -214,9 +213,9 @@ class Terminal:
     """Where messages come from and answers go.
 
     Args:
-        source: of messages. Where it is no terminal, no prompt is shown.
-        output: of answers.
-        notes: of all that is not the model's.
+        source: messages are read from it. Without a terminal, no prompt is shown.
+        output: answers are written to it.
+        notes: everything else is written to it.
     """
 
     def __init__(self, source: TextIO, output: TextIO, notes: TextIO) -> None:
@@ -226,7 +225,7 @@ class Terminal:
             import readline  # noqa: F401 (gives input() a history and keys to edit with)
 
     def talk(self, conversation: Conversation) -> None:
-        """Until the input ends, or /exit."""
+        """Talk until the input ends, or /exit."""
         if conversation.template.is_plain:
             self._note(
                 "the model has no chat template: messages are written as 'User: ...', 'Assistant: ...' "
@@ -267,11 +266,11 @@ class Terminal:
             self._note(HELP)
         elif name == "/reset":
             conversation.reset(conversation.system)
-            self._note("the conversation begins anew")
+            self._note("the conversation starts over")
         elif name == "/system":
             conversation.reset(rest.strip() or None)
             self._note(
-                "the conversation begins anew" + (", with this system message" if rest.strip() else "")
+                "the conversation starts over" + (", with this system message" if rest.strip() else "")
             )
         else:
             self._note(f"there is no command {name}; /help lists them")

@@ -64,13 +64,13 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
     Raises:
         UserError: a run would be refused.
     """
-    from ppfleetx.core.engine.run_directory import check_beginning
-    from ppfleetx.data.token_ids import token_id_lines
+    from ppfleetx.core.engine.run_directory import check_start
+    from ppfleetx.data.corpus_checks import token_id_lines
 
     cfg = load_config(config, overrides, world_size=world_size)
     report = check_report(cfg)
     if cfg.Data.Train is not None:
-        check_beginning(cfg)
+        check_start(cfg)
     token_ids = token_id_lines(cfg)
     print("\n".join([report, *token_ids]))  # last, because it says that all is well
 
@@ -271,7 +271,7 @@ def _precision(cfg: RunConfig) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """What the host has to hold, as if mp and pp divided all parameters evenly."""
+    """Host memory of offloaded states, as if mp and pp divided all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
@@ -309,7 +309,7 @@ def _recompute(model: ModelConfig) -> str:
 
 
 def _group_lines(cfg: RunConfig) -> list[str]:
-    """Which parameters train by which optimizer and with which settings, where they are not all alike."""
+    """The optimizer and settings of each group of parameters, if there is more than one."""
     rows = group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
     if len(rows) == 1:
         return []

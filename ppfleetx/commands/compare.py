@@ -1,4 +1,4 @@
-"""The verb ``compare``."""
+"""The verbs ``compare`` and ``plot``: losses of runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
 from ppfleetx.commands.launching import SCRIPT
 from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_option, repeated, switch
-from ppfleetx.commands.plot import refuse_unknown_picture
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError, UserError
 from ppfleetx.utils.files import refuse_unwritable
@@ -98,7 +98,7 @@ class Compare(Command):
             largest = f"{difference.largest:.3e} (relative)"
             print(f"{difference.key:10} differs by {largest} at most, at step {difference.step}")
         if self.plot:
-            draw(runs, Path(self.plot))
+            draw_comparison(runs, Path(self.plot))
         allowed = 0.0 if self.bitwise else _RTOL if self.rtol is None else self.rtol
         same = all(difference.largest <= allowed for difference in differences)
         rule = "bit for bit" if self.bitwise else f"within {allowed:g}"
@@ -198,19 +198,13 @@ def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
     return found
 
 
-def draw(runs: Sequence[Sequence[Record]], path: Path) -> None:
+def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:
     """Both loss curves above, their relative difference below.
 
     Raises:
         UserError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError("--plot needs matplotlib: pip install 'ppfleetx[plots]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     steps = [record["step"] for record in runs[0]]
     for name, run in zip("ab", runs, strict=True):
@@ -226,3 +220,93 @@ def draw(runs: Sequence[Sequence[Record]], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     print(f"plot: {path}")
+
+
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot(Command):
+    """Draw the loss curves of a run's metrics.jsonl to a PNG."""
+
+    metrics: Path = option("metrics.jsonl of a run", default=MISSING)
+    output: Path = option("PNG to write", default=MISSING)
+
+    def run(self) -> None:
+        """Draw the picture."""
+        refuse_unknown_picture(self.output, "--output")
+        draw_series(read_series(self.metrics), self.output)
+        print(f"loss curve: {self.output}")
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("drawing needs matplotlib: pip install 'ppfleetx[plots]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def refuse_unknown_picture(path: Path, option: str) -> None:
+    """Raise ConfigError unless the name says a format of pictures: matplotlib would add .png to it."""
+    if path.suffix.lower() not in _PICTURES:
+        raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)
+
+
+def read_series(path: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """{"train" | "eval": (steps, losses)} of a metrics file; of named evaluation sets "eval NAME" each.
+
+    A last line that is not whole is left out: the run is writing it, or was killed while it did.
+
+    Raises:
+        DataError: there is no such file, it is not a metrics file, or it holds no training step.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such metrics file; a run writes it to its output_dir")
+    series: dict[str, tuple[list[int], list[float]]] = {"train": ([], [])}
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            _add(series, line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}:{number} is not a record of a run's metrics") from error
+    with contextlib.suppress(ValueError):
+        _add(series, rest)
+    if not series["train"][0]:
+        raise DataError(f"{path}: no training step in it yet")
+    return series
+
+
+def _add(series: dict[str, tuple[list[int], list[float]]], line: str) -> None:
+    record = json.loads(line)
+    if record["kind"] in ("train", "eval"):
+        step, loss = int(record["step"]), float(record["loss"])
+        name = f"{record['kind']} {record['set']}" if "set" in record else record["kind"]
+        steps, losses = series.setdefault(name, ([], []))
+        steps.append(step)
+        losses.append(loss)
+
+
+def draw_series(series: dict[str, tuple[list[int], list[float]]], output: Path) -> None:
+    """Write the picture: training loss thin, evaluation loss as marked points.
+
+    Raises:
+        DataError: there is no matplotlib, or ``output`` cannot be written.
+    """
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    axes.plot(*series["train"], linewidth=0.8, label="training")
+    for name in sorted(series.keys() - {"train"}):
+        axes.plot(*series[name], marker="o", label=name.replace("eval", "evaluation", 1))
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    try:
+        figure.savefig(output, dpi=120)
+    except OSError as error:
+        raise DataError(f"--output {output} cannot be written: {error.strerror}") from error

@@ -14,9 +14,9 @@ from ppfleetx.config.errors import ConfigError
 class Convert(Command):
     """Convert checkpoints: Hugging Face, FleetX and Megatron-LM in; ppfleetx and Hugging Face out.
 
-      --from hf        GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX, Mixtral, Qwen2-MoE, Qwen3-MoE and
-                       GLM-4-MoE of Hugging Face, Llamas of PaddleNLP and PaddleFormers (safetensors,
-                       pytorch_model.bin or model_state.pdparams, sharded or not)
+      --from hf        GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX, Mixtral, Qwen2-MoE, Qwen3-MoE,
+                       GLM-4-MoE, DeepSeek-V2 and V3 of Hugging Face, Llamas of PaddleNLP and PaddleFormers
+                       (safetensors, pytorch_model.bin or model_state.pdparams, sharded or not)
       --from fleetx    model.pdparams, alone or in rank directories (tensor and pipeline parallel)
       --from megatron  classic mp_rank_XX[_YYY]/model_optim_rng.pt, weights only
       --from ppfleetx  anything Engine.save_load.ckpt_dir accepts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from ppfleetx.commands.options import Command, ConfigOptions, option, positional, switch
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.utils.files import why_not_writable
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
@@ -30,7 +30,7 @@ class InspectData(Command):
     )
     verify: bool = switch("read everything and compare all checksums")
     write_checksums: bool = switch("write PREFIX.checksums.json for a pair as it is now")
-    json: bool = switch("print the summary as JSON, an object a corpus")
+    json: bool = switch("print the summary as JSON, one object per corpus")
 
     def run(self) -> int:
         """Show, verify, or write checksums."""
@@ -59,7 +59,7 @@ def show(prefix: str, as_json: bool) -> None:
 
 def verify(prefix: str) -> int:
     """Compare a corpus with its checksums; prints each damage."""
-    from ppfleetx.data.verify import all_damage
+    from ppfleetx.data.corpus_checks import all_damage
 
     found, has_checksums = all_damage(prefix)
     for sentence in found:
@@ -136,7 +136,7 @@ class StdlibCorpus(Command):
     """Write the source files of this Python's standard library as json lines: a corpus without a download."""
 
     output: Path = option("json lines file to write", default=MISSING, metavar="FILE")
-    seed: int = option("of the order of the documents (default: 1234)", default=1234)
+    seed: int = option("seed of the order of the documents (default: 1234)", default=1234)
     overwrite: bool = switch("replace a file that is there already")
 
     def run(self) -> None:
@@ -159,7 +159,7 @@ class Index(ConfigOptions):
         """Build what is missing, mode by mode."""
         from ppfleetx.config.loader import load_config
         from ppfleetx.data.build import build_dataloader
-        from ppfleetx.data.verify import verify_corpora
+        from ppfleetx.data.corpus_checks import verify_corpora
         from ppfleetx.utils.log import configure_logging
         from ppfleetx.utils.progress import ProgressBar
 
@@ -191,13 +191,9 @@ def refuse_unusable_cache(cfg: RunConfig, mode: str) -> None:
     if section is None or section.dataset.cache_dir is None:
         return
     key, directory = f"Data.{mode}.dataset.cache_dir", Path(section.dataset.cache_dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        rule = "" if os.access(directory, os.W_OK | os.X_OK) else "no file may be created in it"
-    except OSError as error:
-        rule = f"cannot be made: {error.strerror}"
-    if rule:
+    if rule := why_not_writable(directory):
         raise ConfigError(rule, key=key, value=directory, place=cfg.origins.get(key))
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def _evaluation_parts(cfg: RunConfig) -> list[tuple[str, str, RunConfig]]:

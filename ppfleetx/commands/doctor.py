@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _seconds(text: str) -> float:
-    """Of an option, for argparse."""
+    """The type of an option, for argparse."""
     try:
         value = float(text)
     except ValueError:
@@ -108,7 +108,7 @@ examples:
 
 
 def _alone(target: Target) -> list[Row]:
-    """What one process finds; where Paddle cannot be imported, all that needs no Paddle."""
+    """The findings of one process; without Paddle, those that do not need it."""
     from ppfleetx.doctor.launch import import_row
     from ppfleetx.doctor.registry import CHECKS
     from ppfleetx.doctor.run import examine_all

@@ -36,7 +36,7 @@ from ppfleetx.data.tasks.evaluation import (
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.models.evaluator import perplexity
 from ppfleetx.resilience.activity import EVALUATING, PROGRESS
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, why_not_writable
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 
@@ -141,7 +141,7 @@ def _window(job: Job) -> list[Setting]:
 
 
 def run_loaded(cfg: RunConfig) -> None:
-    """What :class:`Evaluate` does with a configuration that is loaded already."""
+    """Evaluate with a configuration that is already loaded."""
     if cfg.Model.task.offline_evaluation:
         _run_offline(cfg)
         return
@@ -203,15 +203,9 @@ def make_result_dir(cfg: RunConfig) -> Path:
         ConfigError: it cannot be made, or nothing can be written there.
     """
     key, directory = "Engine.save_load.output_dir", Path(cfg.Engine.save_load.output_dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        rule = f"cannot be made: {error.strerror}"
-        raise ConfigError(rule, key=key, value=directory, place=cfg.origins.get(key)) from error
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "no file may be created in it", key=key, value=directory, place=cfg.origins.get(key)
-        )
+    if rule := why_not_writable(directory):
+        raise ConfigError(rule, key=key, value=directory, place=cfg.origins.get(key))
+    directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
@@ -259,7 +253,7 @@ def _evaluate(
 def sum_over_windows(
     runner: Runner, cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> float:
-    """What ``GPTEvalModule`` counts, over all windows and data ranks, in float64."""
+    """The sum of what ``GPTEvalModule`` counts, over all windows and data ranks, in float64."""
     section = cfg.Offline_Eval
     batches = window_batches(
         windows, section.batch_size, ctx.data_rank, ctx.data_size, multiple_of=length_multiple(cfg)
@@ -289,7 +283,7 @@ def sum_over_windows(
 
 
 def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float) -> Result:
-    """What the ``total`` of :func:`sum_over_windows` means."""
+    """The result that the ``total`` of :func:`sum_over_windows` stands for."""
     section = cfg.Offline_Eval
     if isinstance(windows, LastWords):
         share = total / len(windows)

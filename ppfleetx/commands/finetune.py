@@ -119,7 +119,7 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
 
 
 def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """What makes a run train to step ``max_steps``; one that is in the output directory goes on to there.
+    """Settings that make a run train to step ``max_steps``; a run in the output directory continues to there.
 
     Args:
         max_steps: optimizer steps of the whole run.

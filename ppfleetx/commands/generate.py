@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.directory import named_checkpoint, resolve_checkpoint
 from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.commands.launching import LaunchOptions
 from ppfleetx.commands.model_options import ModelOptions
@@ -24,7 +24,6 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.weight_sources import named_checkpoint
 from ppfleetx.core.engine.device_errors import OF_GENERATION, explained_device_errors
 from ppfleetx.core.engine.watching import GENERATION_DIR, watched
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -69,7 +68,7 @@ examples:
 
 
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
-    """What :class:`Generate` does with a configuration that is loaded already."""
+    """Generate with a configuration that is already loaded."""
     check_plan(cfg)
     check_options(cfg)
     prompts = read_prompts(cfg)
@@ -148,6 +147,13 @@ def check_plan(cfg: RunConfig) -> None:
     if plan.sequence_parallel:
         why = "does not split sequences; give -o Model.sequence_parallel=False (results are equal)"
         raise _refusal(cfg, "Model.sequence_parallel", True, why)
+    if plan.mp % (plan.ep * plan.emp):  # data ranks have other prompts, and end after other numbers of tokens
+        why = f"divides experts among tensor-parallel ranks alone (mp_degree {plan.mp}); "
+        why += (
+            "give -o Distributed.ep_degree=1 -o Distributed.expert_mp_degree=null: a checkpoint of any plan "
+        )
+        why += "can be loaded"
+        raise _refusal(cfg, "Distributed.ep_degree", plan.ep, why)
     if plan.sharding > 1 and plan.sharding_stage == 3:
         key = "Distributed.sharding.sharding_stage"
         why = "needs the whole model in each data-parallel rank; "

@@ -27,7 +27,7 @@ class Inspect(Command):
     diff: tuple[str, str] | None = option(
         "list the tensors in which two checkpoints differ", metavar=("A", "B")
     )
-    filter: str | None = option("only tensors whose name (name/state) this is found in", metavar="REGEX")
+    filter: str | None = option("only tensors whose name (name/state) matches", metavar="REGEX")
     json: bool = switch("print the summary as JSON, without the table")
 
     def run(self) -> int:
@@ -62,7 +62,7 @@ class Inspect(Command):
 
 
 def compile_pattern(text: str | None) -> re.Pattern[str] | None:
-    """The pattern of --filter. Raises ConfigError when it is none."""
+    """The pattern of --filter. Raises ConfigError if it is not a regular expression."""
     try:
         return None if text is None else re.compile(text)
     except re.error as error:

@@ -27,7 +27,7 @@ from ppfleetx.utils.files import refuse_unwritable
 from ppfleetx.utils.installed import not_installed
 
 SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
-"""What each rank runs: this file, a verb and its arguments."""
+"""Each rank runs this file, with a verb and its arguments."""
 _LAUNCHER = "paddle.distributed.launch"
 _LOOK_SECONDS = 0.3
 _SAME_SECONDS = 2.0  # ranks that find the same mistake are at most so far apart
@@ -121,7 +121,7 @@ class LaunchOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(LaunchOptions):
-    """What the verbs that train share."""
+    """Options of the verbs that train."""
 
     max_steps: int | None = option(
         "train until step N; an existing run in the output directory, even a finished one, is continued to "
@@ -231,7 +231,7 @@ def mark_errors() -> None:
 
 
 class MarkedStream(io.TextIOBase):
-    """Writes ``[rank N] `` before each line, which says whose it is where those of several ranks meet."""
+    """Writes ``[rank N] `` before each line, so that lines of several ranks can be told apart."""
 
     def __init__(self, stream: io.TextIOBase, rank: int) -> None:
         self._stream, self._mark, self._at_start = stream, f"[rank {rank}] ", True

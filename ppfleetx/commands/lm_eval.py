@@ -32,8 +32,8 @@ class LmEval(ModelOptions):
 
     tasks: str = option("tasks or groups of the harness", default=MISSING, metavar="NAME[,NAME...]")
     batch_size: int = option("texts per forward pass (default: 8)", default=8)
-    num_fewshot: int | None = option("examples in each prompt (what the task says)")
-    limit: int | None = option("only so many examples of each task")
+    num_fewshot: int | None = option("examples in each prompt (default: the task's)")
+    limit: int | None = option("at most this many examples of each task")
     include_path: str | None = option("directory with further task definitions", metavar="DIR")
     output: str | None = option("also write the results as JSON", metavar="FILE")
 
@@ -125,7 +125,7 @@ def measure(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """What ``lm_eval.simple_evaluate`` finds."""
+    """The results of ``lm_eval.simple_evaluate``."""
     import lm_eval
 
     return lm_eval.simple_evaluate(

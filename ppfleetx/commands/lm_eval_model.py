@@ -1,4 +1,4 @@
-"""A checkpoint behind the interface of lm-evaluation-harness. Importing this needs ``lm_eval``."""
+"""A checkpoint as a model of lm-evaluation-harness. Importing this needs ``lm_eval``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What begins a text without context."""
+        """The id that begins a text without context."""
         return self._tokenizer.start_id
 
     @property
@@ -59,14 +59,14 @@ class HarnessModel(TemplateLM):
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text; what the tokenizer puts after it is left out, since it goes on."""
+        """Ids of a text without the tokens that the tokenizer appends, because the text continues."""
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
 
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Of continuations after contexts; the harness's own may put BOS before BOS."""
+        """Token ids of continuations after contexts; the harness's own method may put BOS before BOS."""
         parts = []
         for context, continuation in (request.args for request in requests):
             if context:

@@ -1,4 +1,4 @@
-"""What a task of lm-evaluation-harness asks of generation, as keys of ``Generation``."""
+"""Generation options of lm-evaluation-harness's tasks as keys of ``Generation``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _SAME_MEANING = {
 
 
 def _renamed(left: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Take what has another name here, or the same, out of ``left``."""
+    """Move options that exist here, under the same or another name, out of ``left``."""
     for theirs, ours in _SAME_MEANING.items():
         if theirs in left:
             yield ours, left.pop(theirs)

@@ -1,26 +1,18 @@
-"""Options and checks that verbs share which use a trained model or write a smaller one."""
+"""Options of the verbs that use a trained model: a checkpoint with its own configuration, or ``-c FILE``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import MISSING, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ppfleetx.checkpoint.weights_only import load_tokenizer
-from ppfleetx.commands.options import OptionalConfigOptions, option, positional
-from ppfleetx.commands.resolve_model import as_replicas, resolve_model
-from ppfleetx.config.errors import CheckpointError, ConfigError, naming
-from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.utils.files import is_taken, refuse_unwritable
+from ppfleetx.commands.options import OptionalConfigOptions, positional
+from ppfleetx.config.errors import ConfigError, naming
 
 if TYPE_CHECKING:
-    from ppfleetx.compress.samples import Samples
     from ppfleetx.config.loader import ConfigSource
     from ppfleetx.config.reading.overrides import Override, Setting
-    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 
 MODEL_HELP = (
@@ -86,68 +78,3 @@ def job_of(
         with naming(option, checkpoint):
             place = resolve_model(checkpoint, stack, with_config=config is None)
         yield Job(config or place.config, place.overrides(overrides, option=option, key=key))
-
-
-_LONGEST = 512  # tokens of a window
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShrinkingOptions(OptionalConfigOptions):
-    """The options that ``quantize`` and ``prune`` share."""
-
-    checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
-    output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
-    samples: int = option("windows to calibrate on (default: 64)", default=64)
-    calibration: str | None = option(
-        "a corpus (prefix of .bin/.idx) or a .txt file; its last tenth measures the perplexity",
-        metavar="DATA",
-    )
-
-    def check(self) -> None:
-        """Refuse an output that holds something or cannot be made, and a calibration of no samples."""
-        if is_taken(Path(self.output)):
-            raise ConfigError(
-                "is there already; name a new or empty directory", key="--output", value=self.output
-            )
-        refuse_unwritable(Path(self.output), "--output")
-        if self.samples < 1:
-            raise ConfigError("must be at least 1", key="--samples", value=self.samples)
-
-
-@contextmanager
-def open_model(options: ShrinkingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
-    """Configuration for one process, directory of the checkpoint, and tokenizer where there is one."""
-    with ExitStack() as stack:
-        with naming("CHECKPOINT", options.checkpoint):
-            place = resolve_model(options.checkpoint, stack, with_config=options.config is None)
-        cfg = load_config(options.config or place.config, place.overrides(options.override))
-        cfg, _ = as_replicas(cfg, 1)
-        tokenizer = None if place.tokenizer is None else load_tokenizer(place.tokenizer)
-        yield cfg, place.checkpoint, tokenizer
-
-
-def refuse_adapters(cfg: RunConfig, place: str) -> None:
-    """Raise CheckpointError where adapters lie beside the weights."""
-    if cfg.Model.lora is not None:
-        raise CheckpointError(
-            f"{place} has adapters (Model.lora); add them to the weights first: "
-            f"ppfleetx merge --input {place} --output MERGED"
-        )
-
-
-def calibration_samples(
-    cfg: RunConfig, options: ShrinkingOptions, tokenizer: Tokenizer | None, fewest: int
-) -> Samples | None:
-    """Windows of the calibration data, at least `fewest` tokens; None where none was named."""
-    if options.calibration is None:
-        return None
-    from ppfleetx.compress.samples import read_samples
-
-    return read_samples(
-        options.calibration,
-        tokenizer,
-        vocab_size=cfg.Model.vocab_size,
-        seq_len=min(cfg.Model.max_position_embeddings, _LONGEST),
-        num_windows=options.samples,
-        fewest=fewest,
-    )

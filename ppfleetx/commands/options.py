@@ -30,7 +30,7 @@ class Command:
     intermixed: ClassVar[bool] = False
 
     def run(self) -> int | None:
-        """Do it; gives the exit code, None for 0.
+        """Run the verb and return its exit code; None stands for 0.
 
         Raises:
             UserError: a mistake of the user.

@@ -30,36 +30,42 @@ _RUN = "about the whole run"
 class Plan(ConfigOptions):
     """Predict memory and step time of a configuration under one plan, or rank all plans of some cards."""
 
-    devices: int | None = option("cards; without --plan, all plans of them")
+    devices: int | None = option("number of cards; without --plan, rank all plans of them")
     card: str | None = option(
         f"{', '.join(card_names())}, or a YAML file (default: Global.card, else {_ANY_CARD})", metavar="NAME"
     )
-    per_node: int = option("cards of a node (default: 8)", default=8)
-    network_gbps: float | None = option("network of a node in all, in Gbit/s (else the card's)", metavar="X")
+    per_node: int = option("cards per node (default: 8)", default=8)
+    network_gbps: float | None = option(
+        "total network of a node in Gbit/s (default: the card's)", metavar="X"
+    )
     rank_order: str | None = option(
         f"how ranks are numbered, nearest neighbours last (default: {','.join(AXES)}, as this engine "
         "does; another program's for its published runs)",
         metavar="pp,dp,...",
     )
-    batch: int | None = option("sequences a step (else the YAML's)")
-    goal: Literal["time", "memory"] = option(
-        "what the best plan has least of (default: time)", default="time"
-    )
+    batch: int | None = option("sequences per step (default: the YAML's)")
+    goal: Literal["time", "memory"] = option("what the best plan minimises (default: time)", default="time")
     plan: str | None = option(f"one plan instead of all: {', '.join(WORDS)}", metavar="dp=4,mp=8,...")
     explain: str | None = option(
-        "the whole account of PLAN, of --plan, or of the best", nargs="?", const="", metavar="PLAN"
+        "explain PLAN, that of --plan, or the best one in full", nargs="?", const="", metavar="PLAN"
     )
-    json: bool = switch("one JSON object instead of text")
-    write: str | None = option("the configuration under the plan, or the best, to FILE", metavar="FILE")
-    report: str | None = option("pictures and one HTML page of the plan, or of the best", metavar="DIR")
+    json: bool = switch("print one JSON object instead of text")
+    write: str | None = option(
+        "write the configuration under the plan, or the best one, to FILE", metavar="FILE"
+    )
+    report: str | None = option(
+        "write pictures and an HTML page of the plan, or the best one, to DIR", metavar="DIR"
+    )
     calibrate: tuple[str, ...] = repeated(
-        "fit the card to the step times of a run of yours; several times for several runs", metavar="RUN_DIR"
+        "fit the card to the step times of your run; may be given several times", metavar="RUN_DIR"
     )
-    write_card: str | None = option("the calibrated card to FILE, for --card", metavar="FILE")
-    tokens: float | None = option("tokens of the run (else Engine.max_steps)", group=_RUN, metavar="T")
-    price: float | None = option("of a card-hour: what the run and a token cost", group=_RUN, metavar="P")
+    write_card: str | None = option("write the calibrated card to FILE, for --card", metavar="FILE")
+    tokens: float | None = option("tokens of the run (default: by Engine.max_steps)", group=_RUN, metavar="T")
+    price: float | None = option(
+        "price of a card-hour: print what the run and a token cost", group=_RUN, metavar="P"
+    )
     mtbf: float | None = option(
-        "between failures of one node: the best checkpoint interval", group=_RUN, metavar="HOURS"
+        "hours between failures of one node: print the best checkpoint interval", group=_RUN, metavar="HOURS"
     )
     save_seconds: float | None = option(
         "seconds that the job waits for one checkpoint", group=_RUN, metavar="S"
@@ -68,7 +74,7 @@ class Plan(ConfigOptions):
         "seconds from a failure to the next step (default: 300)", default=300.0, group=_RUN, metavar="S"
     )
     scale: str | None = option(
-        "the plan with more replicas on other numbers of cards", group=_RUN, metavar="N,N,..."
+        "predict the plan with more replicas on these numbers of cards", group=_RUN, metavar="N,N,..."
     )
     ramp: str | None = option(
         "a batch that grows, as Megatron-LM's --rampup-batch-size", group=_RUN, metavar="START,STEP,SAMPLES"
@@ -80,7 +86,7 @@ class Plan(ConfigOptions):
 
 
 def report_of(options: Plan) -> str:
-    """What the command prints.
+    """The text that the command prints.
 
     Raises:
         ConfigError: an argument or the plan is not valid.
@@ -224,7 +230,7 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: 
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
-    """Of the whole run: ``--tokens``, or the configuration's steps."""
+    """Tokens of the whole run: ``--tokens``, or the configuration's steps."""
     return _run_tokens(written.cfg.Engine.max_steps, prediction.job, options.tokens)
 
 

@@ -42,13 +42,14 @@ class Prepare(Command):
         metavar="DIR",
     )
     vocab_file: str | None = option(
-        "vocab.json, in place of --tokenizer", "--vocab-file", "--vocab_file", metavar="FILE"
+        "vocab.json, instead of --tokenizer", "--vocab-file", "--vocab_file", metavar="FILE"
     )
     merge_file: str | None = option(
         "merges.txt, with --vocab-file", "--merge-file", "--merge_file", metavar="FILE"
     )
     eod_token: str | None = option(
-        "end of a document (the eos_token of the tokenizer's files, else <|endoftext|>)", metavar="TOKEN"
+        "end of a document (default: the eos_token of the tokenizer's files, else <|endoftext|>)",
+        metavar="TOKEN",
     )
     json_keys: tuple[str, ...] = option(
         "keys of the json objects, one pair of files each (default: text)",
@@ -67,12 +68,12 @@ class Prepare(Command):
         "--append-eos",
     )
     workers: int | None = option("processes (default: one for each core)")
-    suffixes: str = option("in folders take only files with these endings", default="", metavar=".py,.txt")
+    suffixes: str = option("in folders, read only files with these endings", default="", metavar=".py,.txt")
     split_on: Literal["file", "line", "blank-line"] = option(
         "what one document of a plain text file is (default: file)", default="file"
     )
     max_document_mb: float = option(
-        "longest line, paragraph or packed file, in 10^6 bytes; what is longer is left out (default: 64)",
+        "longest line, paragraph or packed file, in 10^6 bytes; longer ones are left out (default: 64)",
         default=64,
         metavar="N",
     )
@@ -149,7 +150,7 @@ class TrainTokenizer(Command):
         "how often a pair of neighbours must occur to be merged (default: 2)", default=2
     )
     json_key: str = option("key of the text in json lines (default: text)", default="text")
-    suffixes: str = option("in folders take only files with these endings", default="", metavar=".py,.txt")
+    suffixes: str = option("in folders, read only files with these endings", default="", metavar=".py,.txt")
     overwrite: bool = switch("replace a tokenizer that is there already")
 
     def run(self) -> None:

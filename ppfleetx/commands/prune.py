@@ -12,15 +12,15 @@ from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.weights import slices_of, with_vocabulary
+from ppfleetx.checkpoint.weights import lazy, slices_of, with_vocabulary
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.commands.model_options import (
+from ppfleetx.commands.options import option
+from ppfleetx.commands.shrinking import (
     ShrinkingOptions,
     calibration_samples,
     open_model,
     refuse_adapters,
 )
-from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.compress.prune import (
     Criterion,
@@ -61,7 +61,7 @@ examples:
   ppfleetx finetune --from output-pruned --output recovered
 """
     ratio: float = option(
-        "share of the heads and units taken out of each layer, rounded to fewer (default: 0)",
+        "share of the heads and units taken out of each layer, rounded down (default: 0)",
         default=0.0,
         metavar="R",
     )
@@ -144,12 +144,7 @@ def _scores(
 
 def _tensors(checkpoint: Checkpoint, cfg: RunConfig) -> dict[str, LazyTensor]:
     source = with_vocabulary(checkpoint, cfg.Model.vocab_size)
-
-    def lazy(name: str) -> LazyTensor:
-        entry = source.entry(name)
-        return LazyTensor(entry.dtype, tuple(entry.shape), lambda: source.read(name))
-
-    return {name: lazy(name) for name in source.names()}
+    return {name: lazy(source, name) for name in source.names()}
 
 
 def _write(

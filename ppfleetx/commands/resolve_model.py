@@ -1,13 +1,13 @@
-"""A model's directory, whoever wrote it, as a configuration and a checkpoint that commands take.
+"""A model's directory of any format as a configuration and a checkpoint that commands take.
 
 Our own checkpoints hold their configuration (`checkpoint/documents.py`). A directory of Hugging Face is
 converted into a temporary one, and so is a model of its hub (`hf:NAME`) once it is downloaded. FleetX's is
 read as it is, with the network of the shipped configuration that has its sizes.
 
-The temporary directory is one for all processes of a job on one machine. The first process fills it, the
-others wait, and the last one to leave removes it. A file lock decides: it is held exclusively to fill or
-The temporary directory is one for all processes of a job on a machine. The first process fills it, the
-removes directories that nobody uses.
+All processes of a job on one machine share the temporary directory. The first process fills it, the others
+wait, and the last one to leave removes it. A file lock decides: it is held exclusively to fill or remove the
+directory, and shared to use it. A process that is killed loses its lock; the next call, of any job, removes
+directories that nobody uses.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def shared_directory(
 
     Args:
         source: a directory. Once it has changed, it counts as another one.
-        environ: the environment, which tells the ranks of one job from those of another.
+        environ: the environment, which distinguishes the ranks of one job from those of another.
         fill: makes the directory, which does not exist yet; called by one process of each machine.
         stack: this process needs the directory until it ends.
 
     Raises:
-        CheckpointError: the directory around it belongs to somebody else.
+        CheckpointError: the directory around it belongs to another user.
         Exception: whatever ``fill`` raises.
     """
     root = _root()
@@ -111,7 +111,7 @@ def _root() -> Path:
     status = root.lstat()
     if status.st_uid != os.getuid() or root.is_symlink() or status.st_mode & 0o022:
         raise CheckpointError(
-            f"{root}, which the processes of a job share, can be changed by somebody else; remove it, or set "
+            f"{root}, which the processes of a job share, can be changed by other users; remove it, or set "
             "TMPDIR to another place"
         )
     return root
@@ -309,7 +309,7 @@ def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
     """
     notes = []
     plan = cfg.plan
-    if plan.world_size not in (1, processes) or plan.mp * plan.pp * plan.sep > 1:
+    if plan.world_size not in (1, processes) or plan.mp * plan.pp * plan.sep * plan.ep > 1:
         notes.append(f"the plan of the configuration ({plan}) is not used: a process holds the whole model")
     if cfg.Engine.mix_precision.enable:
         notes.append("Engine.mix_precision is disabled: the model computes in float32")

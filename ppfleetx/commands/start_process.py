@@ -6,15 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint
+from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint, weight_sources
 from ppfleetx.config.config_notes import not_supported_reasons, refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.reading.tree import is_index
 from ppfleetx.config.sections.root import data_sets
-from ppfleetx.config.weight_sources import sources
 from ppfleetx.config.without_effect import without_effect
-from ppfleetx.core.engine.run_directory import CKPT_DIR, check_beginning, output_dir_of
+from ppfleetx.core.engine.run_directory import CKPT_DIR, check_start, output_dir_of
 from ppfleetx.core.engine.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.resilience.activity import MEETING, PROGRESS
@@ -42,7 +41,7 @@ def start_process(
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """:func:`start_process` for a configuration that is loaded already.
+    """:func:`start_process` for a configuration that is already loaded.
 
     Raises:
         ConfigError: something it needs is missing, or a task that only evaluates is to be trained.
@@ -92,8 +91,8 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     refuse_foreign_weights(cfg)
     if "Train" in reads:
         refuse_absent(cfg)
-        check_beginning(cfg)
-    for key, directory in sources(cfg):
+        check_start(cfg)
+    for key, directory in weight_sources(cfg):
         if _is_needed(key, cfg, trains="Train" in reads):
             resolve_checkpoint(directory, verify=False)
 
@@ -104,7 +103,7 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
     Raises:
         ConfigError: naming the key, and how to convert them.
     """
-    if any(sources(cfg)):
+    if any(weight_sources(cfg)):
         from ppfleetx.conversion.detect import refuse_foreign  # knows many formats: slow to import
 
         refuse_foreign(cfg)
@@ -128,7 +127,7 @@ def _refuse_unsupported(cfg: RunConfig, device: str) -> None:
 
 
 def world_size(environ: Mapping[str, str]) -> int:
-    """Processes of the job, as Paddle's launcher tells its ranks; 1 without a launcher."""
+    """Processes of the job, from the variables of Paddle's launcher; 1 without a launcher."""
     return _number(environ, "PADDLE_TRAINERS_NUM", 1)
 
 

@@ -67,10 +67,10 @@ _SHOWN_FAULTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport(Command):
-    """Say why a job came to a halt, from what its ranks have left in OUTPUT_DIR/hang.
+    """Say why a job hung, from the reports that its ranks left in OUTPUT_DIR/hang.
 
-    The first line is the sentence that the job ended with: who is missing where. Reports of an evaluation or
-    a generation in the same directory are read too; the newest ones count. A line for each rank follows.
+    The first line is the sentence that the job ended with: which rank is missing where. A line for each rank
+    follows. Reports of an evaluation or a generation in the same directory are read too; the newest count.
     The files rank_*.txt beside the reports have each rank's last collectives and the stacks of its threads.
     """
 
@@ -108,12 +108,12 @@ def _newest(directory: Path) -> dict[int, Report]:
     faults: dict[Path, str] = {}
     places = [directory, *(directory / name for name in HANG_DIRS)]
     found = [latest(read_reports(place, faults=faults)) for place in places]
-    skipped = [f"{path.relative_to(directory)} is passed over: {fault}" for path, fault in faults.items()]
+    skipped = [f"{path.relative_to(directory)} is skipped: {fault}" for path, fault in faults.items()]
     reports = max(found, key=lambda one: max((report.written for report in one.values()), default=0.0))
     if not reports:
         rest = f". {'; '.join(skipped[:_SHOWN_FAULTS])}" if skipped else ""
         raise UserError(
-            f"{directory} has no report of a rank (rank_*.json): no job has come to a halt there, or "
+            f"{directory} has no report of a rank (rank_*.json): no job has hung there, or "
             f"none of its ranks could write (its error then names another directory){rest}"
         )
     for line in skipped[:_SHOWN_FAULTS]:

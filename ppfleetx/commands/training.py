@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.adapters import BASE
+from ppfleetx.checkpoint.directory import named_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.root import RunConfig, data_sets
-from ppfleetx.config.weight_sources import named_checkpoint
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import CallbackList, build_callbacks
 from ppfleetx.core.engine.callbacks.device_usage import offload_notes, rank_table
@@ -25,17 +25,16 @@ from ppfleetx.core.engine.progress import TrainingLength
 from ppfleetx.core.engine.restore import Start, find_sources, find_start
 from ppfleetx.core.engine.resume_checks import Fingerprints
 from ppfleetx.core.engine.run import EvalRecord
-from ppfleetx.core.engine.run_directory import hold, output_dir_of
+from ppfleetx.core.engine.run_directory import lock_output_dir, output_dir_of
 from ppfleetx.core.engine.saving import Saver
 from ppfleetx.core.engine.watching import EVALUATION_DIR, watched
 from ppfleetx.core.module.build import build_module
 from ppfleetx.core.module.finetune import predictions_directory, write_predictions
 from ppfleetx.data.build import build_dataloader, load_tokenizer
+from ppfleetx.data.corpus_checks import token_id_lines, verify_corpora
 from ppfleetx.data.loader import DataLoader, MicroBatch
 from ppfleetx.data.tasks.glue import TASKS
-from ppfleetx.data.token_ids import token_id_lines
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.verify import verify_corpora
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import first_on_each_node, joint_errors, local_rank
 from ppfleetx.models.evaluator import Evaluator
@@ -72,7 +71,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
     with contextlib.ExitStack() as stack:
         with joint_errors(ctx, name_ranks=False):
             if ctx.is_main:
-                hold(cfg, stack)
+                lock_output_dir(cfg, stack)
         stack.enter_context(watched(cfg, ctx))
         stack.enter_context(explained_device_errors(cfg, ctx))
         return _train_in(output_dir_of(cfg), cfg, ctx, callbacks)
@@ -128,7 +127,7 @@ def _go_back(
     engine: Engine,
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
-    """Load the last checkpoint of this run into the engine's runner, and go on behind the samples given."""
+    """Load the last checkpoint of this run into the engine's runner, and continue after the samples given."""
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
     start = find_start(options, output_dir_of(cfg), ctx)
@@ -220,7 +219,7 @@ def _without_data(what: str, key: str) -> ConfigError:
 
 
 def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Evaluator]:
-    """What makes the evaluator of each evaluation: the task."""
+    """A function that makes the evaluator of each evaluation, from the task."""
     task, measure = build_module(cfg), cfg.Model.task.measure
     if measure is None:
         return partial(task.evaluator, ctx, has_labels=has_labels)

@@ -10,7 +10,7 @@ from ppfleetx.commands.options import Command, option, positional
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.reading.parse import read_yaml
-from ppfleetx.dialects.registry import named, of_arguments, of_file
+from ppfleetx.dialects.registry import dialect_named, dialect_of_arguments, dialect_of_file
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.files import atomic_write
 
@@ -33,11 +33,11 @@ examples:
 """
     words: tuple[str, ...] = positional(
         "FILE | -- ARGUMENTS",
-        "a configuration, further arguments of its program behind --; or a whole command line behind --",
+        "a configuration, further arguments of its program after --; or a whole command line after --",
         default=(),
     )
     dialect: str | None = option("the toolkit, if it is not recognised", metavar="NAME")
-    to: str | None = option("write there, and not to standard output", metavar="OUT.yaml")
+    to: str | None = option("write there instead of to standard output", metavar="OUT.yaml")
 
     def run(self) -> None:
         """Print the translation, or write it."""
@@ -75,14 +75,16 @@ def translation_of(words: Sequence[str], dialect: str | None = None) -> Translat
     first, *rest = words
     if first.endswith(_FILES):
         path = Path(first)
-        known = named(dialect) if dialect else of_file(path, frozenset(read_yaml(path, is_ours=False).value))
-        return known.of_file(path, rest)
+        if dialect:
+            return dialect_named(dialect).of_file(path, rest)
+        keys = frozenset(read_yaml(path, is_ours=False).value)
+        return dialect_of_file(path, keys).of_file(path, rest)
     if not rest and Path(first).suffix not in (".py", ".sh"):
         kind = "is a directory" if Path(first).is_dir() else "there is no such file"
         if Path(first).is_file():
             kind = f"the name of a configuration ends in {', '.join(_FILES)}"
-        raise ConfigError(f"{kind}; a command line stands behind --", key="FILE", value=first)
-    known, argv = (named(dialect), list(words)) if dialect else of_arguments(words)
+        raise ConfigError(f"{kind}; a command line comes after --", key="FILE", value=first)
+    known, argv = (dialect_named(dialect), list(words)) if dialect else dialect_of_arguments(words)
     if known.of_arguments is None:
         raise ConfigError(f"{known.title} has no command line; name its file", key="FILE", value=first)
     return known.of_arguments(argv)

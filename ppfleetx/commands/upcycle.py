@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import MISSING, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.checkpoint.upcycle import upcycled
-from ppfleetx.checkpoint.weights import fitted
-from ppfleetx.checkpoint.weights_only import read_ppfleetx, write_ppfleetx
-from ppfleetx.commands.model_options import refuse_adapters
-from ppfleetx.commands.options import OptionalConfigOptions, option, positional
-from ppfleetx.commands.resolve_model import resolve_model
-from ppfleetx.config.errors import CheckpointError, ConfigError, naming, shown
-from ppfleetx.config.loader import load_config
+from ppfleetx.checkpoint.weights import fitted, network_of, slices_of
+from ppfleetx.checkpoint.weights_only import read_ppfleetx
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.commands.options import option
+from ppfleetx.commands.shrinking import RewritingOptions, open_model, refuse_adapters
+from ppfleetx.config.errors import CheckpointError, ConfigError, shown
+from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
-from ppfleetx.utils.files import is_taken, refuse_unwritable
 from ppfleetx.utils.log import configure_logging
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upcycle(OptionalConfigOptions):
+class Upcycle(RewritingOptions):
     """Make a mixture of experts of a dense model: each expert begins as a copy of the MLP.
 
     CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Routers get
@@ -37,8 +37,6 @@ examples:
   ppfleetx upcycle Llama-3.2-1B --experts 8 --top-k 2 -o Model.moe.layer_freq=2 --output llama-moe
   ppfleetx finetune --from output-moe --output trained
 """
-    checkpoint: str = positional("CHECKPOINT", "the directory of a dense model", default=MISSING)
-    output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
     experts: int = option("experts of each layer", default=MISSING, key="Model.moe.num_experts")
     top_k: int | None = option(
         "experts that a token goes to (default: 2)", key="Model.moe.top_k", metavar="K"
@@ -48,7 +46,7 @@ examples:
         default=0.0,
         metavar="S",
     )
-    seed: int = option("of routers and noise (default: 0)", default=0)
+    seed: int = option("seed of routers and noise (default: 0)", default=0)
 
     def run(self) -> None:
         """Write the mixture, and print the sizes before and after."""
@@ -62,63 +60,72 @@ def upcycle(options: Upcycle) -> Path:
         UserError: what cannot be made a mixture, or not so, in words.
     """
     configure_logging()
-    output = Path(options.output)
-    if is_taken(output):
-        raise ConfigError(
-            "is there already; name a new or empty directory", key="--output", value=str(output)
-        )
-    refuse_unwritable(output, "--output")
+    options.check()
     if not 0 <= options.noise <= 1:
         raise ConfigError("must be between 0 and 1", key="--noise", value=options.noise)
-    with ExitStack() as stack:
-        with naming("CHECKPOINT", options.checkpoint):
-            place = resolve_model(options.checkpoint, stack, with_config=options.config is None)
-        source = options.config or place.config
-        dense = load_config(source, place.overrides())
-        _check_dense(dense, options)
-        mixture = load_config(source, place.overrides([*options.settings(), *options.override])).Model
-        _check_mixture(mixture, dense.Model)
-        weights = replace(read_ppfleetx(place.checkpoint), epoch=0, step=0)
-        if place.tokenizer is not None:
-            weights = weights.with_tokenizer(place.tokenizer)
-        tensors = upcycled(fitted(weights, dense.Model), mixture, seed=options.seed, noise=options.noise)
-        step = write_ppfleetx(weights, tensors, mixture, output)
-    before, after = parameter_count(dense.Model), parameter_count(mixture)
+    with open_model(options) as (cfg, directory, tokenizer):
+        refuse_adapters(cfg, options.checkpoint)
+        dense, weights = cfg.Model.model_copy(update={"moe": None}), read_ppfleetx(directory)
+        _check_source(weights.model, dense, options.checkpoint)
+        _check_mixture(cfg.Model)
+        tensors = upcycled(fitted(weights, dense), cfg.Model, seed=options.seed, noise=options.noise)
+        step = save_checkpoint(
+            Path(options.output),
+            epoch=0,
+            step=0,
+            tensors=slices_of(tensors),
+            state={"source": {"upcycled": asdict(options), "from": Path(weights.place).name}},
+            plan=asdict(ParallelPlan()),
+            config=cfg.model_dump(mode="json"),
+            fingerprints={"tokenizer": tokenizer.fingerprint} if tokenizer is not None else {},
+            vocab_size=cfg.Model.vocab_size,
+            documents=documents_of(cfg, tokenizer),
+        )
+    before, after = parameter_count(dense), parameter_count(cfg.Model)
     print(f"{before:,} parameters became {after:,}\nwritten: {step}", flush=True)
     return step
 
 
-def _check_dense(cfg: RunConfig, options: Upcycle) -> None:
-    refuse_adapters(cfg, options.checkpoint)
-    if cfg.Model.moe is not None:
+def _check_source(described: Mapping[str, Any], dense: ModelConfig, place: str) -> None:
+    """Refuse a checkpoint that is a mixture already, or another network but for the experts.
+
+    Args:
+        described: the ``Model`` section that it was saved with; FleetX's have none.
+        dense: the network without experts.
+        place: the checkpoint, for messages.
+    """
+    if not described:
+        return
+    saved = network_of(described, place)
+    if saved.moe is not None:
         raise CheckpointError(
-            f"{options.checkpoint} is a mixture of {cfg.Model.moe.num_experts} experts. Experts are neither "
-            "merged nor multiplied: no other number of them computes what these do"
+            f"{place} is a mixture of {saved.moe.num_experts} experts. Experts cannot be merged or "
+            "multiplied: another number of them computes something else"
+        )
+    before, after = network(saved), network(dense)
+    if changed := [key for key in before if before[key] != after[key]]:
+        raise ConfigError(
+            f"is {shown(before[changed[0]])} in the checkpoint, and upcycling changes Model.moe alone",
+            key=f"Model.{changed[0]}",
+            value=after[changed[0]],
         )
 
 
-def _check_mixture(mixture: ModelConfig, dense: ModelConfig) -> None:
-    moe = mixture.moe
+def _check_mixture(model: ModelConfig) -> None:
+    moe = model.moe
     assert moe is not None
-    if moe.expert_ffn_size not in (None, dense.ffn_size):
+    if moe.expert_ffn_size not in (None, model.ffn_size):
         raise ConfigError(
-            f"each expert is a copy of the MLP, whose inner width is {dense.ffn_size}; leave it out",
+            f"each expert is a copy of the MLP, whose inner width is {model.ffn_size}; leave it out",
             key="Model.moe.expert_ffn_size",
             value=moe.expert_ffn_size,
         )
     if moe.shared_experts is not None:
-        rule = "the MLP becomes the experts, and nothing is left for shared ones"
+        rule = "upcycling copies the MLP into the experts and has nothing to make shared ones of"
         raise ConfigError(rule, key="Model.moe.shared_experts")
     if not moe.router.normalize or moe.router.scale != 1:
         raise ConfigError(
             "weights that do not add up to 1 would change what the model computes: leave normalize true and "
             "scale 1",
             key="Model.moe.router",
-        )
-    before, after = network(dense), network(mixture.model_copy(update={"moe": None}))
-    if changed := [key for key in before if before[key] != after[key]]:
-        raise ConfigError(
-            f"is {shown(before[changed[0]])} in the checkpoint, and upcycling changes Model.moe alone",
-            key=f"Model.{changed[0]}",
-            value=after[changed[0]],
         )

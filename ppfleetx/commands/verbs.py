@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("train", "train:Train", "pretrain or finetune the model of a configuration"),
         Verb("finetune", "finetune:Finetune", "train from the weights of another run or model"),
         Verb("supervise", "supervise:Supervise", "run a training command and start it again when it fails"),
-        Verb("hang-report", "supervise:HangReport", "say why a job came to a halt, from its ranks' reports"),
+        Verb("hang-report", "supervise:HangReport", "say why a job hung, from its ranks' reports"),
         Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
         Verb("check", "check:Check", "look at a configuration: plan, parameters, batch arithmetic"),
         Verb("plan", "plan:Plan", "predict memory and step time, or rank the plans of so many cards"),
@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         ),
         Verb("index", "corpora:Index", "build the index maps of a configuration ahead of a run"),
         Verb("compare", "compare:Compare", "compare the losses of two runs"),
-        Verb("plot", "plot:Plot", "draw the loss curves of a run"),
+        Verb("plot", "compare:Plot", "draw the loss curves of a run"),
     ),
     "use a model": (
         Verb("generate", "generate:Generate", "continue prompts with a checkpoint"),
@@ -57,7 +57,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("eval", "evaluate:Evaluate", "loss and perplexity of a checkpoint, or a classifier's scores"),
         Verb("lm-eval", "lm_eval:LmEval", "tasks of lm-evaluation-harness"),
         Verb("export", "serving:Export", "export a checkpoint as a program that generates by itself"),
-        Verb("infer", "serving:Infer", "continue prompts with an exported model"),
+        Verb("infer", "infer:Infer", "continue prompts with an exported model"),
         Verb("serve", "serving:Serve", "serve a checkpoint over HTTP"),
     ),
     "checkpoints": (

@@ -2,8 +2,8 @@
 
 The loss of a token is ``hard_weight`` times its cross entropy plus ``soft_weight`` times T^2 KL(p || q),
 where p and q are the distributions of teacher and student at temperature T. The teacher is built by the
-student's layer factory, so that under every plan its logits lie where the student's do, in parts.
-Evaluation measures the cross entropy alone.
+student's layer factory, so that under every plan its logits are split over the ranks like the student's.
+Evaluation measures the cross entropy only.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, canonical_parameters
 from ppfleetx.utils.log import get_logger
 
-_HIDDEN = -1e9  # logit of what takes no probability
+_HIDDEN = -1e9  # logit of ids that get no probability
 
 
 class Distillation(WrappedTask):
-    """A language-modelling task whose training loss has a teacher.
+    """A language-modelling task whose training loss includes a teacher.
 
     Args:
-        task: the task itself.
-        cfg: the section.
+        task: the original task.
+        cfg: the ``Compress.Distill`` section.
     """
 
     def __init__(self, task: BasicModule, cfg: DistillConfig) -> None:
@@ -50,7 +50,7 @@ class Distillation(WrappedTask):
         self._teacher: StagedModel | None = None
 
     def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
-        """The task's; in training weighted, and with the divergence from the teacher's outputs."""
+        """The task's loss; in training it is weighted, plus the divergence from the teacher's outputs."""
         found = super().loss(outputs, batch, factory)
         if not paddle.is_grad_enabled():
             return found
@@ -69,7 +69,7 @@ class Distillation(WrappedTask):
 
 
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
-    """The model of a checkpoint, made by ``factory`` and with this rank's part of its weights, of any bits.
+    """Build the model of a checkpoint with ``factory``, and load this rank's part of its weights.
 
     Raises:
         CheckpointError: there is no such model, or it has another vocabulary.
@@ -81,7 +81,7 @@ def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> Sta
             f"Compress.Distill.teacher: {checkpoint.path} has a vocabulary of {model.vocab_size}, the "
             f"student (Model.vocab_size) of {student.vocab_size}: their outputs cannot be compared"
         )
-    rows = "vocab_size_divisible_unit"  # their columns must lie alike
+    rows = "vocab_size_divisible_unit"  # so that both models split their vocabulary alike
     model = model.model_copy(update={rows: getattr(student, rows), "lora": None, "loss_chunks": 1})
     stages = with_small_weights(model_stages(model, factory), _weights_of(checkpoint), factory)
     teacher = StagedModel(stages, seed=None)
@@ -107,7 +107,7 @@ def _model_of(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
-    """How the weights are stored, where they are quantised."""
+    """How the weights are stored; None if they are not quantised."""
     compress = checkpoint.manifest.config.get("Compress") or {}
     weights = compress.get("Weights")
     return None if weights is None else section_of(WeightsConfig, weights)
@@ -116,14 +116,14 @@ def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
 def divergence(
     student: paddle.Tensor, teacher: paddle.Tensor, true_vocab: int, temperature: float, group: Any
 ) -> paddle.Tensor:
-    """KL(p || q) of each position ``[s, b]``, of logits ``[s, b, V]``, or of this rank's columns of them.
+    """KL(p || q) at each position ``[s, b]``, from logits ``[s, b, V]`` or this rank's columns of them.
 
     Args:
-        student: q is its softmax at ``temperature``; gets the gradient.
-        teacher: p.
+        student: logits of q, which get the gradient.
+        teacher: logits of p.
         true_vocab: columns from here on are padding.
         temperature: T.
-        group: tensor-parallel ranks with the other columns; None: there are no others.
+        group: the tensor-parallel ranks that hold the other columns; None: there are no others.
     """
     return _Divergence.apply(student, teacher, true_vocab, temperature, group)
 

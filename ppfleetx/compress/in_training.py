@@ -1,14 +1,15 @@
 """Pruning while training: groups and units become zero and stay zero (``Compress.Prune``).
 
-Taken out is what writes into a group or unit and reads from it, biases and optimizer states with it. What
-then passes through it is zero in both directions: an activation gives zero for zero, attention of any
-positions sums values that are zero, and the row that reads the result passes a zero gradient back. So all of
-its gradients are exactly zero, and an optimizer whose states are zero does not move it; decay multiplies
-zero. There is neither a mask nor a state: a checkpoint holds the zeros, and any plan goes on from them.
+To prune a group or unit, all weights that write into it or read from it are set to zero, with their biases
+and optimizer states. From then on only zeros pass through it in both directions: the activation of zero is
+zero, attention sums values that are zero, and the weights that read the result pass back a zero gradient. All
+its gradients are therefore exactly zero, an optimizer with zero states does not move it, and weight decay
+multiplies zero. This needs neither a mask nor any other state: a checkpoint holds the zeros, and any plan can
+continue from it.
 
-Which parts go is decided from the whole model in each layer, as ``ppfleetx prune`` does. A group or unit lies
-whole on one tensor-parallel rank; of each matrix one rank of the job gives the sums, in float64. What was
-taken out has the smallest sum, zero, and is among those that go the next time.
+As in ``ppfleetx prune``, the parts are selected layer by layer from the whole model. A group or unit is
+always on a single tensor-parallel rank; for each matrix one rank of the job computes the sums, in float64.
+Pruned parts have the smallest sum, zero, so the next selection includes them.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ from ppfleetx.optims.build import build_optimizer
 from ppfleetx.parallel.runner import Runner
 from ppfleetx.utils.log import get_logger
 
-_WIDTH = 8  # of the tensors that activation and optimizer are tried on
+_WIDTH = 8  # size of the tensors on which the activation and the optimizer are tested
 
 
 class PruningInTraining:
-    """Takes parts out of a runner's model as the section says. All ranks of a job call its methods together.
+    """Prunes a runner's model as ``Compress.Prune`` says. All ranks of a job must call its methods together.
 
     Args:
         cfg: the run's configuration, with ``Compress.Prune``.
-        ctx: this process's place.
-        runner: of the model.
+        ctx: the parallel context of this process.
+        runner: the model's runner.
 
     Raises:
-        ConfigError: the network has other parts, or its activation or the optimizer moves zeros.
+        ConfigError: the network cannot be pruned, or its activation or the optimizer moves zeros.
     """
 
     def __init__(self, cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
@@ -67,13 +68,13 @@ class PruningInTraining:
         _check_optimizer(cfg)
 
     def before_step(self, step: int) -> None:
-        """Take out what is to be gone after ``step`` steps; in most steps, nothing.
+        """Prune what the schedule says for ``step``; in most steps that is nothing.
 
-        The first call looks whatever the step is, and so does one after the run has gone back: it may go on
-        from a checkpoint that was not pruned.
+        The first call always checks the model, and so does the first one after a rollback: the run may have
+        been resumed from a checkpoint that was not pruned.
 
         Raises:
-            ConfigError: what was taken out did not stay zero.
+            ConfigError: pruned parts did not stay zero.
         """
         if step <= self._step:
             self._begun, self._out = False, (0, 0)
@@ -83,7 +84,7 @@ class PruningInTraining:
         out = self._counts(share)
         if not any(out):
             return
-        self._runner.before_update()  # a checkpoint that is being written has its own copy then
+        self._runner.before_update()  # gives a checkpoint that is being written its own copy
         scores = self._scores()
         self._check_zeros(scores)
         num_new = self._take_out(scores, out)
@@ -92,10 +93,10 @@ class PruningInTraining:
             get_logger().info(f"pruned after {step} steps: {self._said()}")
 
     def finish(self) -> None:
-        """At the end of training: say what is zero, and how it is taken out.
+        """At the end of training, log what is zero and how to remove it.
 
         Raises:
-            ConfigError: what was taken out did not stay zero.
+            ConfigError: pruned parts did not stay zero.
         """
         if not self._begun:
             return
@@ -110,7 +111,7 @@ class PruningInTraining:
 
     @property
     def zero_share(self) -> float:
-        """The share of the layers' matrices that has been taken out."""
+        """The share of the layers' matrices that has been pruned."""
         zero = total = 0.0
         for own, spec in model_spec(self._model).blocks[0].parameters().items():
             shape = spec.shape
@@ -135,9 +136,9 @@ class PruningInTraining:
         )
 
     def _scores(self) -> list[Scores]:
-        """Of each layer of the whole model; the same on every rank, and under every plan."""
+        """The scores of each layer of the whole model, the same on every rank and under every plan."""
         groups, units = self._model.kv_heads, self._model.ffn_size
-        # Apart by axis: of each matrix of a layer.
+        # Kept apart by axis, for each matrix of a layer.
         sums = np.zeros((2, self._model.num_layers, groups + units))
         for piece in self._pieces():
             if not piece.is_matrix or not self._runner.writes(piece.parameter):
@@ -147,7 +148,8 @@ class PruningInTraining:
             first = piece.first + (0 if piece.parts.of_groups else groups)
             sums[piece.parts.axis, piece.layer, first : first + len(mass)] = mass
         if self._ctx.world_size > 1:
-            # Each number is one rank's, the others have zeros: their bits are summed, which all devices can.
+            # Each number is on one rank, and zero on the others; their bits are summed as integers, which all
+            # devices support.
             bits = paddle.to_tensor(sums.view(np.int64))
             distributed.all_reduce(bits)
             sums = bits.numpy().view(np.float64)
@@ -165,7 +167,7 @@ class PruningInTraining:
                     )
 
     def _take_out(self, scores: list[Scores], out: tuple[int, int]) -> int:
-        """Set to zero what has the smallest scores; how many parts of a layer were not zero before."""
+        """Set the parts with the smallest scores to zero. Returns how many per layer were not zero before."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
         gone, num_new = [], 0
@@ -201,7 +203,7 @@ class PruningInTraining:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What this rank holds of a tensor that is made of parts: ``count`` of them from ``first`` on."""
+    """This rank's share of a tensor that consists of parts: ``count`` parts from ``first`` on."""
 
     name: str
     parameter: Any
@@ -216,7 +218,7 @@ class _Piece:
 
 
 def _check_activation(cfg: RunConfig) -> None:
-    """Refuse one that gives something for nothing, or has no finite slope there."""
+    """Refuse an activation that is not zero at zero, or has no finite slope there."""
     name = cfg.Model.hidden_act
     given = paddle.zeros([1, 1, _WIDTH])
     given.stop_gradient = False
@@ -232,7 +234,7 @@ def _check_activation(cfg: RunConfig) -> None:
 
 
 def _check_optimizer(cfg: RunConfig) -> None:
-    """Refuse one that moves zeros whose gradients are zero."""
+    """Refuse an optimizer that moves zero weights with zero gradients."""
     parameter = paddle.create_parameter(
         [_WIDTH, _WIDTH], "float32", default_initializer=paddle.nn.initializer.Constant(0.0)
     )

@@ -1,12 +1,12 @@
-"""Structured pruning: attention groups, feed-forward units and whole layers are taken out of a model.
+"""Structured pruning: remove attention groups, feed-forward units and whole layers from a model.
 
-What is left is an ordinary model with smaller sizes. The configuration has one size for all layers, so each
-layer loses the same number of groups and units; which ones is decided in each layer by itself. A group is
-a key/value head with its query heads. Scores are computed from whole tensors in float64: a checkpoint gives
-the same model, bit for bit, under whatever plan it was saved.
+The result is an ordinary model with smaller sizes. The configuration has one size for all layers, so each
+layer loses the same number of groups and units, though not the same ones. A group is a key/value head with
+its query heads. Scores are computed from whole tensors in float64, so a checkpoint gives the same model, bit
+for bit, whatever plan it was saved under.
 
-Shape letters: h trunk, g groups, w columns of a group in the fused projection, v its width in the output
-projection's input, f units, p columns of a unit (2 with a gate).
+Shape letters: h hidden size, g groups, w columns of a group in the fused projection, v its width in the
+output projection's input, f units, p columns of a unit (2 with a gate).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ppfleetx.models.gpt.spec import model_spec
 Criterion = Literal["l1_norm", "l2_norm", "saliency"]
 Part = Literal["heads", "mlp", "both"]
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-"""A layer's number, and the name of a tensor in it."""
+"""Matches the number of a layer, and the name of a tensor in it."""
 _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How much each part of one layer matters.
+    """The importance of each part of one layer.
 
     Attributes:
         groups: ``[g]`` float64.
@@ -46,7 +46,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays of one layer: sorted indices."""
+    """The parts of one layer that are kept, as sorted indices."""
 
     groups: np.ndarray
     units: np.ndarray
@@ -54,12 +54,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Parts:
-    """The groups or units that a layer's tensor is made of, side by side.
+    """How a layer's tensor is divided into groups or units.
 
     Attributes:
-        of_groups: they are groups; false: units.
-        axis: along which dimension they lie.
-        width: of each of them.
+        of_groups: whether the parts are groups; otherwise they are units.
+        axis: the dimension along which it is divided.
+        width: width of each part.
     """
 
     of_groups: bool
@@ -67,16 +67,16 @@ class Parts:
     width: int
 
     def indices(self, which: np.ndarray) -> np.ndarray:
-        """Along the axis, those of the parts ``which``."""
+        """The indices along the axis that belong to the parts ``which``."""
         return (which[:, np.newaxis] * self.width + np.arange(self.width)).reshape(-1)
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """What a layer's tensor is made of; None: it belongs to all groups and units.
+    """How a layer's tensor is divided; None if it does not belong to particular groups or units.
 
     Args:
-        own: its name within the layer.
-        shape: of the whole tensor.
+        own: the tensor's name within the layer.
+        shape: shape of the whole tensor.
         model: the network.
     """
     linear, _, kind = own.rpartition(".")
@@ -92,11 +92,11 @@ def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None
 
 @dataclass(frozen=True)
 class Sizes:
-    """What stays in every layer, and which layers do.
+    """The sizes of the pruned model.
 
     Attributes:
-        num_groups, num_units: of each layer.
-        layers: indices of those that stay, in order.
+        num_groups, num_units: number of groups and units in each layer.
+        layers: indices of the layers that are kept, in order.
     """
 
     num_groups: int
@@ -112,17 +112,17 @@ def sizes_after(
     multiple: int = 1,
     drop_layers: tuple[int, ...] = (),
 ) -> Sizes:
-    """What stays when ``ratio`` of the groups and units is taken out, rounded to fewer.
+    """The sizes after removing ``ratio`` of the groups and units, rounded down.
 
     Args:
         model: the network.
         ratio: from 0 to below 1.
-        part: what is pruned.
-        multiple: what stays is rounded up to a multiple of it (a tensor-parallel degree to come).
-        drop_layers: layers to leave out.
+        part: what to prune.
+        multiple: round what is kept up to a multiple of this (a tensor-parallel degree for later).
+        drop_layers: layers to remove.
 
     Raises:
-        ConfigError: nothing, or too little, would be left, or nothing would change.
+        ConfigError: too little would be left, or nothing would change.
     """
     check_network(model)
     if not 0 <= ratio < 1:
@@ -167,7 +167,7 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 
 def check_network(model: ModelConfig) -> None:
-    """Raise ConfigError when the layers are of another kind than pruning knows."""
+    """Raise ConfigError if the layers are of a kind that cannot be pruned."""
     if model.moe is not None:
         raise ConfigError("models with mixtures of experts are not pruned", key="Model.moe")
     block, *others = model_spec(model).blocks
@@ -182,7 +182,7 @@ def check_network(model: ModelConfig) -> None:
 
 
 def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
-    """The ``Model`` section of what is left."""
+    """The ``Model`` section of the pruned model."""
     per_group = model.num_attention_heads // model.kv_heads
     values: dict[str, Any] = {
         "num_layers": len(sizes.layers),
@@ -192,7 +192,7 @@ def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
         "ffn_hidden_size": sizes.num_units,
     }
     if len(sizes.layers) < model.num_layers:
-        values |= {"recompute_layers": None, "no_recompute_layers": None}  # they count layers
+        values |= {"recompute_layers": None, "no_recompute_layers": None}  # they refer to layers by number
     return ModelConfig(**{**model.model_dump(), **values})
 
 
@@ -202,7 +202,7 @@ def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
 def magnitude_scores(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, layer: int, criterion: Criterion
 ) -> Scores:
-    """Sum of magnitudes or squares of the weights that write into a group or unit, and read from it."""
+    """The sum of magnitudes or squares of all weights that write into a group or unit or read from it."""
 
     def mass(name: str) -> np.ndarray:
         tensor = tensors[f"decoder.layers.{layer}.{name}.weight"]
@@ -213,12 +213,12 @@ def magnitude_scores(
 
 
 def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Criterion) -> np.ndarray:
-    """Sum of magnitudes or squares of each part, float64.
+    """The sum of magnitudes or squares in each part, float64.
 
     Args:
         values: a matrix, or some of its parts; bfloat16 as its bits in uint16.
-        dtype: of its elements, as checkpoints name it.
-        parts: what it is made of.
+        dtype: type of its elements, as checkpoints name it.
+        parts: how the matrix is divided.
         criterion: which sum.
     """
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
@@ -228,7 +228,7 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
 
 
 def kept_of(scores: Scores, sizes: Sizes) -> Kept:
-    """The parts with the largest scores; of equal ones the first."""
+    """The parts with the largest scores; of equal ones those with smaller indices."""
     return Kept(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
 
 
@@ -242,13 +242,13 @@ def _largest(scores: np.ndarray, count: int) -> np.ndarray:
 def pruned_tensors(
     tensors: Mapping[str, LazyTensor], model: ModelConfig, sizes: Sizes, kept: Mapping[int, Kept]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of what is left, each read when it is asked for; layers are numbered anew.
+    """The tensors of the pruned model, read lazily, with layers renumbered.
 
     Args:
-        tensors: of the whole model.
+        tensors: the tensors of the original model.
         model: its ``Model`` section.
-        sizes: what stays.
-        kept: of each layer that stays.
+        sizes: the sizes of the pruned model.
+        kept: the parts to keep of each layer that is kept.
     """
     numbers = {old: new for new, old in enumerate(sizes.layers)}
     for name, tensor in tensors.items():
@@ -262,7 +262,7 @@ def pruned_tensors(
 
 
 def _cut(tensor: LazyTensor, own: str, model: ModelConfig, kept: Kept) -> LazyTensor:
-    """The part of a layer's tensor that belongs to what is kept."""
+    """The slice of a layer's tensor that belongs to the kept parts."""
     parts = parts_of(own, tensor.shape, model)
     if parts is None:
         return tensor

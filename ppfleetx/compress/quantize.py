@@ -1,7 +1,7 @@
-"""Quantisation after training, stage by stage: no more than two layers and the windows are in memory.
+"""Post-training quantisation, stage by stage: only two layers and the calibration windows are in memory.
 
-With calibration data, windows go through the model twice: as it was, and as it will be, in the layers that
-use the stored numbers. What a layer is calibrated on is what reaches it in the quantised model.
+Calibration windows go through two models at once: the original, and the quantised one as far as it is ready.
+A layer is calibrated on the inputs that it gets in the quantised model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paddle import nn
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY, MODEL, NUMPY_OF_DTYPE, TensorSlice
 from ppfleetx.checkpoint.tensors import load_model
-from ppfleetx.checkpoint.weights import VOCAB_DIM, with_vocabulary
+from ppfleetx.checkpoint.weights import vocab_dims, with_vocabulary
 from ppfleetx.compress.report import LayerReport, Report
 from ppfleetx.compress.rounding import (
     Stored,
@@ -52,11 +52,11 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 
 Method = Literal["rtn", "gptq"]
-_VOCAB_DIM = {**VOCAB_DIM, "embedding.word_embeddings.scale": 0, "head.scale": 1}
+_SCALE_VOCAB_DIM = {"embedding.word_embeddings.scale": 0, "head.scale": 1}
 _MATRICES = ("matrix", "head", "word_embedding")
 GROUPS = (128, 64, 32, 16, 8)
-"""Sizes of groups, of which the first that fits is taken unless one is named."""
-_ROWS = 4  # windows in one pass
+"""Group sizes to try; the first that fits is used unless the user names one."""
+_ROWS = 4  # windows per pass
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Options:
     """How to quantise a checkpoint.
 
     Attributes:
-        weights: how weights are stored.
-        method: round to nearest, or GPTQ; the latter, and ``smooth``, need samples.
-        smooth: move outliers of activations into the weights first.
-        trained: the settings of quantisation-aware training, whose grid rounding to nearest then takes. None:
-            there was none.
+        weights: how to store weights.
+        method: round to nearest, or GPTQ. GPTQ and ``smooth`` need samples.
+        smooth: first move outliers of activations into the weights.
+        trained: the settings of quantisation-aware training, whose grid rounding to nearest then uses; None
+            if there was none.
     """
 
     weights: WeightsConfig
@@ -78,10 +78,10 @@ class Options:
 
 
 def check_options(model: ModelConfig, options: Options) -> None:
-    """Whether all matrices of the model can be stored so.
+    """Check that all matrices of the model can be stored this way.
 
     Raises:
-        ConfigError: naming the first that cannot.
+        ConfigError: a matrix cannot; the first one is named.
     """
     if model.moe is not None and (options.method == "gptq" or options.smooth):
         raise ConfigError(
@@ -100,11 +100,11 @@ def check_options(model: ModelConfig, options: Options) -> None:
 
 
 def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
-    """``weights`` of 4 bits with the largest group that divides the input features of all matrices; those
-    that no group divides are left as they are, with a warning.
+    """Complete 4-bit ``weights`` with the largest group size that divides the input features of all matrices.
+    Matrices that no group size divides are not quantised, with a warning.
 
     Raises:
-        ConfigError: no group divides any of them.
+        ConfigError: no group size divides any of them.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     odd = {layer: n for layer, n in wanted.items() if n % GROUP_MULTIPLE}
@@ -140,14 +140,14 @@ def _matrices(model: ModelConfig) -> dict[str, int]:
 
 
 class Quantizer:
-    """Quantises the model of a checkpoint.
+    """Quantises the model in a checkpoint.
 
     Args:
-        checkpoint: its weights.
-        model: its ``Model`` section.
-        options: what is made.
-        room: an empty directory, where what is ready waits to be written.
-        samples: to calibrate on and to measure with; None: neither.
+        checkpoint: the weights.
+        model: the ``Model`` section.
+        options: how to quantise.
+        room: an empty directory for tensors that are ready to be written.
+        samples: text for calibration and measurement; None: neither is done.
     """
 
     def __init__(
@@ -167,11 +167,11 @@ class Quantizer:
 
     @paddle.no_grad()
     def run(self) -> list[TensorSlice]:
-        """The tensors of the quantised model, each read from ``room`` when it is asked for.
+        """Quantise the model. Returns its tensors, which are read lazily from ``room``.
 
         Raises:
             DataError: a weight is NaN or infinite.
-            CheckpointError: the checkpoint is not one of the model.
+            CheckpointError: the checkpoint does not belong to the model.
         """
         factory = LocalFactory()
         stages = model_stages(self._model, factory)
@@ -207,7 +207,7 @@ class Quantizer:
     def _quantize(
         self, stage: Stage, layer: nn.Layer, parameters: Mapping[str, paddle.Tensor]
     ) -> dict[str, Stored]:
-        """What is to be stored of each quantised parameter of a stage."""
+        """What to store for each quantised parameter of a stage."""
         forms: dict[str, Form] = {}
         for name, parameter in parameters.items():
             linear = name.removesuffix(".weight")
@@ -232,7 +232,7 @@ class Quantizer:
     def _round(self, linear: str, parameter: paddle.Tensor, form: Form, hessian: np.ndarray | None) -> Stored:
         values = parameter.numpy()
         is_table = parameter.info.kind == "word_embedding"
-        weight = values.T if is_table else values  # the scale of a table is that of its row
+        weight = values.T if is_table else values  # an embedding table has one scale per row
         try:
             if hessian is not None and self._options.method == "gptq":
                 stored = compensated(weight, hessian, form)
@@ -290,7 +290,7 @@ class Quantizer:
             (0,) * values.ndim,
             values.shape,
             lambda: np.load(path, mmap_mode="r"),
-            vocab_dim=_VOCAB_DIM.get(name),
+            vocab_dim=_SCALE_VOCAB_DIM.get(name, vocab_dims().get(name)),
         )
 
     def _fill(self, layer: nn.Layer) -> None:
@@ -300,11 +300,11 @@ class Quantizer:
 
 @dataclass
 class _Inputs:
-    """What reaches the linears of a layer while this is entered.
+    """Within this context, collects statistics of the inputs of a layer's linears.
 
     Attributes:
-        layer: one stage.
-        linears: canonical names.
+        layer: a stage.
+        linears: canonical names of its linears.
         sums: linear -> ``X^T X [k, k]`` float64 of its inputs.
         largest: linear -> largest magnitude ``[k]`` of each input feature.
     """
@@ -347,7 +347,7 @@ class _Inputs:
 
 
 class _Walk:
-    """Windows on their way through both models, one stage at a time."""
+    """Takes windows through both models, one stage at a time."""
 
     def __init__(self, samples: Samples, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -358,13 +358,13 @@ class _Walk:
         self._after = list(self._before)
 
     def pass_calibration(self, layer: nn.Layer) -> None:
-        """Show ``layer`` what reaches it."""
+        """Run the calibration windows of the quantised model through ``layer``."""
         for state in self._calibration:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer) -> None:
-        """Run the stored activations through one layer: the reference through the original, others through
-        its quantised version."""
+        """Advance all activations by one layer: those of the original model through the original layer, the
+        others through its quantised version."""
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             for number, state in enumerate(states):
                 states[number] = through(state)
@@ -376,7 +376,7 @@ class _Walk:
         return token_loss(states[number], labels, paddle.ones(labels.shape), self._vocab_size).loss.item()
 
     def perplexities(self) -> tuple[float, float]:
-        """Before and after, once the last stage has been passed."""
+        """The perplexities before and after quantisation; available after the last stage."""
         return tuple(
             math.exp(min(sum(states) / self.num_measured, 700)) for states in (self._before, self._after)
         )

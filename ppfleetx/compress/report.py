@@ -1,4 +1,4 @@
-"""What quantising did to each layer, and to the model."""
+"""Report the effect of quantisation on each layer and on the whole model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ppfleetx.config.counts import counted
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer.
+    """The effect on one layer.
 
     Attributes:
-        name: canonical.
-        bits: of an element.
-        before, after: bytes, as stored before, and with scales.
-        weight_error: what rounding changed, relative to the matrix (root mean squares).
-        output_error: the same of its products with calibration data; None: there were none.
+        name: canonical name.
+        bits: bits per element.
+        before, after: bytes before and after, including scales.
+        weight_error: the rounding error relative to the matrix (root mean squares).
+        output_error: the relative error of its products with calibration data; None if there was none.
     """
 
     name: str
@@ -30,14 +30,15 @@ class LayerReport:
 
 @dataclass
 class Report:
-    """The whole model.
+    """The effect on the whole model.
 
     Attributes:
-        layers: those that were quantised, in the order of the model.
+        layers: the quantised layers, in the order of the model.
         kept: bytes of all other parameters.
-        perplexity_before, perplexity_after: on the same windows; None: there was no data.
-        num_measured: tokens they are of.
-        on_trained_grid: matrices whose numbers are those that training with quantisation computed with.
+        perplexity_before, perplexity_after: perplexities on the same windows; None if there was no data.
+        num_measured: number of tokens they were measured on.
+        on_trained_grid: number of matrices whose values are the ones quantisation-aware training computed
+            with.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -51,7 +52,7 @@ class Report:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def table(self) -> str:
-        """For people to read."""
+        """The report as a table for people."""
         rows = [("layer", "bits", "bytes before", "after", "weight error", "output error")]
         for layer in self.layers:
             output = "" if layer.output_error is None else f"{layer.output_error:.3%}"

@@ -1,8 +1,8 @@
-"""Matrices stored in few bits: rounding to nearest, with GPTQ, or as trained, and SmoothQuant before it.
+"""Low-bit matrices: rounding to nearest, GPTQ, rounding as in training, and SmoothQuant.
 
-A number x is held as q = round(x / scale), an integer from -(2^(b-1) - 1) to 2^(b-1) - 1, and read as
-q * scale. A matrix has one scale, or one per output channel, or one per group of input features and output
-channel; the shape of the scales says which. Rounding is to the nearest, halves to the even one.
+A number x is stored as q = round(x / scale), an integer from -(2^(b-1) - 1) to 2^(b-1) - 1, and read back as
+q * scale. A matrix has one scale, or one per output channel, or one per output channel and group of input
+features; the shape of the scales says which. Rounding is to nearest, ties to even.
 
 Shape letters: k input features, n output features, g groups of k / g consecutive input features.
 Scales are ``[1, 1]`` (whole matrix), ``[1, n]`` (channels) or ``[g, n]`` (groups).
@@ -24,13 +24,13 @@ from ppfleetx.config.sections.compress import QUANTIZER, Form, QuantizationConfi
 ScaleMethod = Literal["absmax", "mse"]
 BITS = range(2, 17)
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
-"""Scale of what is zero; smaller ones would not be normal numbers."""
+"""The scale of zeros; smaller scales would be denormal."""
 _SHRINK = np.linspace(1.0, 0.5, 26, dtype=np.float32)[1:]
-"""Shares of the largest magnitude that ``mse`` tries as the end of the grid."""
+"""The fractions of the largest magnitude that ``mse`` tries as the end of the grid."""
 
 
 def largest_level(bits: int) -> int:
-    """The largest integer of a symmetric grid of this many bits: 127 for 8.
+    """The largest integer of a symmetric grid with this many bits, such as 127 for 8.
 
     Raises:
         ValueError: there is no such grid.
@@ -41,7 +41,7 @@ def largest_level(bits: int) -> int:
 
 
 def num_groups(in_features: int, group_size: int | None) -> int:
-    """How many groups of ``group_size`` input features there are; one for None.
+    """The number of groups of ``group_size`` input features; one for None.
 
     Raises:
         ValueError: the size does not divide the number of features.
@@ -61,15 +61,15 @@ def scales_of(
     group_size: int | None = None,
     method: ScaleMethod = "absmax",
 ) -> np.ndarray:
-    """Scales of a matrix, float32.
+    """Compute the scales of a matrix, float32.
 
     Args:
         weight: ``[k, n]``.
-        bits: of the grid.
-        per_tensor: one scale for all; else one per output channel, and per group where there are some.
-        group_size: input features of a group; None: all.
-        method: the grid ends at the largest magnitude (``absmax``), or where the squared error of the
-            rounded values is smallest (``mse``, which tries 26 ends from the largest down to half of it).
+        bits: bits of the grid.
+        per_tensor: one scale for the whole matrix; otherwise one per output channel and group.
+        group_size: input features per group; None: all.
+        method: the grid ends at the largest magnitude (``absmax``), or where the squared error of the rounded
+            values is smallest (``mse``, which tries 26 ends from the largest magnitude down to half of it).
 
     Returns:
         ``[1, 1]``, ``[1, n]`` or ``[g, n]``.
@@ -91,10 +91,10 @@ def scales_of(
 
 
 def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """``weight [k, n]`` on the grid: int8 up to 8 bits, int16 above.
+    """Round ``weight [k, n]`` to the grid: int8 up to 8 bits, int16 above.
 
     Raises:
-        ValueError: the scales are not those of such a matrix.
+        ValueError: the scales do not fit the matrix.
     """
     grouped = _grouped(np.asarray(weight, np.float32), _groups_in(weight.shape, scales.shape))
     rounded = _rounded(grouped, scales[:, np.newaxis].astype(np.float32), bits)
@@ -102,10 +102,10 @@ def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
 
 
 def dequantize(levels: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The values of integers ``[k, n]``, float32.
+    """The float32 values of integers ``[k, n]``.
 
     Raises:
-        ValueError: the scales are not those of such a matrix.
+        ValueError: the scales do not fit the matrix.
     """
     grouped = _grouped(levels.astype(np.float32), _groups_in(levels.shape, scales.shape))
     return (grouped * scales[:, np.newaxis].astype(np.float32)).reshape(levels.shape)
@@ -124,7 +124,7 @@ def _groups_in(shape: tuple[int, ...], scales: tuple[int, ...]) -> int:
 
 
 def _largest_scale(bits: int) -> float:
-    """The largest whose grid ends within float32."""
+    """The largest scale whose grid does not overflow float32."""
     return float(np.nextafter(np.finfo(np.float32).max / np.float32(largest_level(bits)), np.float32(0)))
 
 
@@ -147,14 +147,14 @@ def _shrunk(whole: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _squared_error(grouped: np.ndarray, scales: np.ndarray, bits: int, axes: tuple[int, ...]) -> np.ndarray:
-    """In units of the scale of the whole grid, so that small numbers do not vanish when squared."""
+    """The squared error in units of the whole grid's scale, so that small squares do not vanish."""
     difference = (_rounded(grouped, scales, bits) - grouped / scales).astype(np.float64)
     return np.square(difference * scales).sum(axis=axes, keepdims=True)
 
 
-_BLOCK = 128  # input features whose errors are spread together
-_LEAST_CLIP = np.float32(0.01)  # as in training: a learned clip never closes
-_DAMPING = 0.01  # of the mean diagonal of the Hessian, added to it
+_BLOCK = 128  # input features whose errors are propagated together
+_LEAST_CLIP = np.float32(0.01)  # lower limit of a learned clip, as in training
+_DAMPING = 0.01  # this fraction of the Hessian's mean diagonal is added to the diagonal
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ class Stored:
     form: Form
 
     def packed(self) -> np.ndarray:
-        """The elements as a checkpoint holds them: int8, or two of 4 bits in a byte, ``[k / 2, n]`` uint8."""
+        """The elements as a checkpoint stores them: int8, or two 4-bit elements per uint8, ``[k / 2, n]``."""
         if self.form.bits == 8:
             return self.levels
         nibbles = (self.levels & 15).astype(np.uint8)
         return nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)
 
     def values(self) -> np.ndarray:
-        """What is stored, in the shape of ``levels``, float32."""
+        """The stored values, in the shape of ``levels``, float32."""
         if self.levels.ndim == 3:
             return np.stack([dequantize(*one) for one in zip(self.levels, self.scale, strict=True)])
         return dequantize(self.levels, self.scale)
@@ -187,12 +187,12 @@ class Stored:
 
 
 def method_of_scales(form: Form) -> ScaleMethod:
-    """Few bits gain by leaving out the largest numbers; 8 do not."""
+    """The method for computing scales: few bits gain by clipping the largest numbers, 8 bits do not."""
     return "mse" if form.bits < 8 else "absmax"
 
 
 def check_form(name: str, in_features: int, form: Form) -> None:
-    """Whether a matrix can be stored so.
+    """Check that a matrix can be stored this way.
 
     Raises:
         ConfigError: groups do not divide the input features, or no kernel supports this form.
@@ -215,21 +215,20 @@ def check_form(name: str, in_features: int, form: Form) -> None:
 
 
 def nearest(weight: np.ndarray, form: Form) -> Stored:
-    """Each element of ``[k, n]`` on the nearest point of its grid."""
+    """Round each element of ``[k, n]`` to the nearest point of its grid."""
     scale = scales_of(weight, form.bits, group_size=form.group_size, method=method_of_scales(form))
     return Stored(quantize(weight, scale, form.bits), scale, form)
 
 
 def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
-    """Round one input feature after the other and let those that follow make up for the error.
+    """GPTQ (Frantar et al., 2022): round one input feature after the other; later ones make up for the error.
 
-    Frantar et al., "GPTQ", 2022: features in falling order of the Hessian's diagonal, scales those of
-    :func:`nearest`.
+    Features are processed in descending order of the Hessian's diagonal; scales are as in :func:`nearest`.
 
     Args:
         weight: ``[k, n]``.
         hessian: ``X^T X [k, k]`` of the matrix's inputs, float64.
-        form: of what is stored.
+        form: how the matrix is stored.
     """
     scale = scales_of(weight, form.bits, group_size=form.group_size, method=method_of_scales(form))
     size = weight.shape[0]
@@ -252,7 +251,7 @@ def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
 
 
 def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
-    """Upper triangular U with ``U^T U`` the inverse of the damped Hessian."""
+    """The upper triangular U for which ``U^T U`` is the inverse of the damped Hessian."""
     damped = hessian.astype(np.float64)
     diagonal = np.diag(damped)
     added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # what was never seen may be anything
@@ -261,13 +260,13 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
-    """Root mean square of what rounding changed, over that of the matrix; 0 for a matrix of zeros."""
+    """The root mean square of the rounding error, relative to that of the matrix; 0 for a zero matrix."""
     size = float(np.linalg.norm(weight.astype(np.float64)))
     return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
 
 
 def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> float:
-    """The same of the products with the inputs that ``hessian [k, k]`` was summed over."""
+    """The same relative error for the products with the inputs behind ``hessian [k, k]``."""
     change = (weight - held).astype(np.float64)
     size = float(np.einsum("kn,kn->", hessian @ weight, weight, dtype=np.float64))
     error = float(np.einsum("kn,kn->", hessian @ change, change, dtype=np.float64))
@@ -282,11 +281,11 @@ def on_trained_grid(
     None if training did not round it, or rounded it to more bits than are stored.
 
     Args:
-        weight: as trained.
+        weight: the trained weight.
         linear: canonical name.
-        form: of what is stored.
-        cfg: how it was trained.
-        checkpoint: has the learned clip, if there is one.
+        form: how the matrix is stored.
+        cfg: the settings it was trained with.
+        checkpoint: source of the learned clip, if there is one.
     """
     kind = "ColumnParallelLinear" if linear.endswith(("qkv", "fc1")) else "RowParallelLinear"
     if not cfg.quantizes(linear, kind) or cfg.weight_bits > form.bits:
@@ -307,14 +306,14 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Change the norms and linears of one block in place.
+    """SmoothQuant: change the norms and linears of one block in place.
 
     Args:
-        parameters: of the block, by canonical name.
+        parameters: the block's parameters by canonical name.
         largest: linear -> largest magnitude ``[k]`` of each of its input features.
 
     Returns:
-        linear -> ``[k]`` what its inputs were divided by.
+        linear -> factors ``[k]`` by which its inputs were divided.
     """
     factors = {}
     for linear, norm in _pairs(parameters):
@@ -330,7 +329,7 @@ def smooth_block(
 
 
 def _pairs(parameters: Mapping[str, paddle.Tensor]) -> Iterator[tuple[str, str]]:
-    """(linear, norm before it) where the norm has a gain."""
+    """Pairs (linear, preceding norm) for norms that have a gain."""
     for name in list(parameters):
         for linear, norm in _NORM_OF.items():
             block, found, _ = name.rpartition(f".{linear}.weight")

@@ -1,8 +1,8 @@
-"""What the loss would lose with each part of a layer, to first order, on calibration data.
+"""Estimate, to first order, how much the loss on calibration data depends on each part of a layer.
 
-The derivative of the loss by a factor on a group's output, which is 1, is the sum of the weights that read
-this output times their gradients (Michel et al., "Are Sixteen Heads Really Better than One?", 2019). Its
-magnitude is summed over batches of windows.
+If a group's output is multiplied by a factor of 1, the derivative of the loss by that factor is the sum of
+the weights that read the output, each times its gradient (Michel et al., "Are Sixteen Heads Really Better
+than One?", 2019). Its magnitude is summed over batches of windows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.loss import token_loss
 from ppfleetx.nn.stage import canonical_parameters
 
-_ROWS = 4  # windows of a batch
+_ROWS = 4  # windows per batch
 
 
 def saliency_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndarray) -> dict[int, Scores]:
@@ -37,7 +37,7 @@ def saliency_scores(checkpoint: Checkpoint, model: ModelConfig, windows: np.ndar
     """
     stages = model_stages(model.model_copy(update={"loss_chunks": 1}), LocalFactory())
     network = StagedModel(stages, seed=None)
-    network.eval()  # nothing is dropped; gradients flow all the same
+    network.eval()  # no dropout; gradients still flow
     parameters = canonical_parameters(network)
     scales = [name for name in checkpoint.names() if is_of_quantizer(name)]
     load_model(
@@ -65,7 +65,7 @@ _READING: dict[str, Callable[[ModelConfig], int]] = {
     "attention.out_proj": lambda model: model.kv_heads,
     "mlp.fc2": lambda model: model.ffn_size,
 }
-"""Linears that read what is pruned -> how many parts they read."""
+"""The linears that read what is pruned -> the number of parts they read."""
 
 
 def _backward(network: StagedModel, windows: np.ndarray, vocab_size: int) -> None:

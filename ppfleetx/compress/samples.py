@@ -1,4 +1,4 @@
-"""Windows of text that a model is calibrated and measured on."""
+"""Windows of text for calibrating and measuring a model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ppfleetx.data.corpus_formats import open_tokens
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 _TEXT = (".txt", ".md", ".text")
-_MEASURED = 10  # the last tenth of the tokens is not calibrated on
+_MEASURED = 10  # the last tenth of the tokens is kept for measuring
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Tokens, each row one more than what a model is given: the last one is only predicted.
+    """Windows of tokens. Each row has one token more than the model's input: the last one is only predicted.
 
     Attributes:
         calibration: ``[c, s + 1]`` int64, from the first nine tenths of the data.
@@ -32,19 +32,19 @@ class Samples:
 def read_samples(
     place: str, tokenizer: Tokenizer | None, *, vocab_size: int, seq_len: int, num_windows: int, fewest: int
 ) -> Samples:
-    """Windows spread evenly over a corpus (the prefix of .bin/.idx) or a plain text.
+    """Take windows that are spread evenly over a corpus (the prefix of .bin/.idx) or a plain text.
 
     Args:
-        place: the corpus, or a file .txt.
-        tokenizer: for a text.
-        vocab_size: ids are below it.
+        place: the corpus, or a .txt file.
+        tokenizer: tokenizer for a text.
+        vocab_size: ids must be below this.
         seq_len: s.
-        num_windows: c at most; e is at most half of it.
-        fewest: tokens to calibrate on that are needed.
+        num_windows: limit of c; e is at most half of it.
+        fewest: how many tokens calibration needs.
 
     Raises:
-        DataError: there is no such data, or it holds ids that the model has not.
-        ConfigError: it is too little.
+        DataError: there is no such data, or it contains ids outside the model's vocabulary.
+        ConfigError: there is too little data.
     """
     tokens = _tokens(place, tokenizer)
     border = len(tokens) - len(tokens) // _MEASURED

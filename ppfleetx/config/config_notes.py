@@ -17,14 +17,12 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
         device: the kind of device of the run.
     """
     precision = cfg.Engine.mix_precision
-    table: list[tuple[bool, str]] = [
-        (
-            device == "cpu" and precision.enable,
-            f"Engine.mix_precision.enable = True: Paddle has no {precision.dtype} kernels for the CPU; "
-            "compute in float32 with -o Engine.mix_precision.enable=False",
-        ),
+    if device != "cpu" or not precision.enable:
+        return []
+    return [
+        f"Engine.mix_precision.enable = True: Paddle has no {precision.dtype} kernels for the CPU; compute "
+        "in float32 with -o Engine.mix_precision.enable=False"
     ]
-    return [reason for applies, reason in table if applies]
 
 
 def missing(cfg: RunConfig) -> list[str]:

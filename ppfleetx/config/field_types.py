@@ -51,7 +51,7 @@ def item_type(annotation: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What an annotation is made of: a section, items or values of a type, and whether keys are free."""
+    """The parts of an annotation: a section, items or values of a type, and whether keys are free."""
 
     section: type[Section] | None
     item: Any
@@ -87,7 +87,7 @@ def is_text_only(annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """What the field accepts, in words: ``an integer of at least 1, or null``."""
+    """The values that the field accepts, in words: ``an integer of at least 1, or null``."""
     words = [_describe_one(part) for part in members(annotation) if part is not type(None)]
     if type(None) in members(annotation):
         words.append("null")

@@ -12,6 +12,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.tree import Node, plain_value
 
 _LOSSES = {"gshard": "gshard", "switch": "switch", "naive": "none"}
+_OF_SECTION = ("expert_mode", "gate", "top_k", "num_experts")
 # Of the later layout (examples/transformer), beside num_experts.
 _FLAT = (
     "expert_interval", "topk", "moe_use_residual", "moe_train_capacity_factor", "moe_eval_capacity_factor",
@@ -27,19 +28,21 @@ def rewrite_experts(tree: Node) -> list[str]:
     """
     model, engine = _section(tree, "Model"), _section(tree, "Engine")
     given, flat = model.pop("moe_configs", None), {key: model.pop(key) for key in _FLAT if key in model}
-    number = model.pop("num_experts", None)
+    number = model.pop("num_experts", None) if flat else None
     weight = engine.pop("balance_loss_weight", None) or flat.get("balance_loss_weight")
     for key, dense in (("module", "GPTModule"), ("name", "GPT")):
         if key in model and model[key].value in ("MoEModule", "MoE"):
             model[key] = Node(dense, model[key].place)
     if given is not None and given.value is not None:
-        keys, place = given.value if isinstance(given.value, dict) else {}, given.place
-        moe, degree = _of_section(keys, _section(tree, "Distributed"))
+        place = given.place
+        moe, degree = _of_section(_checked(given), _section(tree, "Distributed"))
     elif number is not None and _count("Model.num_experts", number) > 1:
         place, degree = number.place, 1
         moe = _of_flat(number, flat, model)
     else:
-        return []
+        return [
+            f"Model.{key} ({node.place}) is not used: the model has no experts" for key, node in flat.items()
+        ]
     if moe["aux_loss"]["kind"] != "none" and weight is not None:
         moe["aux_loss"]["weight"] = weight.value
     model["moe"] = _node(moe, place)
@@ -49,6 +52,22 @@ def rewrite_experts(tree: Node) -> list[str]:
         f"FleetX's experts ({place}) are read as Model.moe ({_flow(moe)}), by formulas that do not depend on "
         "the plan: experts are weighted by probabilities, and the balancing loss is E sum(f P)"
     ]
+
+
+def _checked(section: Node) -> dict[str, Node]:
+    """The keys of ``moe_configs``."""
+    keys = section.value
+    if not isinstance(keys, dict):
+        value = plain_value(section)
+        raise ConfigError("must be a section", key="Model.moe_configs", value=value, place=section.place)
+    if unknown := [key for key in keys if key not in _OF_SECTION]:
+        key, place = unknown[0], keys[unknown[0]].place
+        raise ConfigError(
+            f"there is no such key; those that are: {', '.join(_OF_SECTION)}",
+            key=f"Model.moe_configs.{key}",
+            place=place,
+        )
+    return keys
 
 
 def _of_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:

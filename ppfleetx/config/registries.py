@@ -29,7 +29,7 @@ class CallbackTraits:
 
 @dataclass(frozen=True)
 class LoggerTraits:
-    """What has to be known of a log writer before it is made.
+    """What must be known about a log writer before it is made.
 
     Attributes:
         package: the library it imports; None: none.
@@ -75,7 +75,7 @@ class ModuleTraits:
 
 @dataclass(frozen=True)
 class ArchitectureTraits:
-    """What is known of an architecture before it is built.
+    """Facts about an architecture that are needed before it is built.
 
     Attributes:
         spec: a function, or ``package.module:attribute``, that makes the ``ModelSpec``
@@ -119,7 +119,7 @@ class PositionTraits:
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """What an optimizer keeps and reads.
+    """The states that an optimizer keeps and the keys that it reads.
 
     Attributes:
         states: float32 tensors of a parameter's shape that it keeps for each parameter.
@@ -141,7 +141,7 @@ class ScheduleTraits:
 
 @dataclass(frozen=True)
 class DatasetTraits:
-    """What the configuration has to know of a data set.
+    """Facts about a data set that the configuration needs.
 
     Attributes:
         kind: ``corpus``: samples are cut from token files, Train repeats them in the data set's own order.

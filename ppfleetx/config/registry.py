@@ -113,10 +113,10 @@ class Registry(Generic[TargetT, TraitsT]):
         return load_target(target)
 
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
-        """What the part gives when it is called.
+        """Call the part and return its result.
 
         Args:
-            name: of the part.
+            name: name of the part.
             arguments: what it is called with.
             gives: the type that the result must have; None: any.
 
@@ -140,7 +140,7 @@ class Registry(Generic[TargetT, TraitsT]):
     def _check_call(self, name: str, part: Any, *arguments: Any) -> None:
         try:
             inspect.signature(part).bind(*arguments)
-        except ValueError:  # a function written in C may not tell its arguments
+        except ValueError:  # a function written in C may not show its arguments
             return
         except TypeError as error:
             given = ", ".join(type(value).__name__ for value in arguments)
@@ -156,7 +156,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
     def hint(self, name: str) -> str:
-        """What the writer of an unknown name may have meant."""
+        """A hint for an unknown name: the nearest known ones."""
         near = difflib.get_close_matches(name, self.names(), n=2, cutoff=0.6)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         return f"({meant}a name of your own is known when --plugin names the module that registers it)"
@@ -175,7 +175,7 @@ class Registered:
 
     @property
     def words(self) -> str:
-        """What the field accepts; grows with the registry."""
+        """The accepted names, in words; they grow with the registry."""
         return self.registry.in_words()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

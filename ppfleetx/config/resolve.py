@@ -91,7 +91,7 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
 
 
 def _overrides(plan: ParallelPlan, near: ParallelPlan, axes: Iterable[str]) -> str:
-    """What turns ``plan`` into ``near`` on the command line."""
+    """The overrides that turn ``plan`` into ``near``."""
     changed = [axis for axis in axes if getattr(plan, axis) != getattr(near, axis)]
     return " ".join(f"-o {CONFIG_KEYS[axis]}={getattr(near, axis)}" for axis in changed)
 
@@ -131,7 +131,7 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
 
 
 def _check_ramp(cfg: RunConfig) -> None:
-    """What goes with a batch that grows."""
+    """Rules for a batch that grows."""
     key = "Global.rampup_batch_size"
     if cfg.Engine.run_mode == "epoch":
         raise RuleError((key, "Engine.run_mode"), "counts in steps, so it needs Engine.run_mode = step")

@@ -25,7 +25,7 @@ def num_outputs(cfg: RunConfig) -> int:
 
 
 def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """What about finetuning contradicts itself in ``cfg``."""
+    """Contradictions of ``cfg`` about finetuning."""
     yield from _texts(cfg)
     if cfg.Engine.save_load.keep_best and not (cfg.Data.Eval is not None and cfg.Engine.eval_freq):
         yield RuleError(
@@ -123,7 +123,7 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
 
 def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
-    """What a plan has to divide of a mixture of experts."""
+    """Sizes of a mixture of experts that a plan has to divide."""
     if model.moe is None:
         return {"num_experts": 0}
     return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
@@ -158,7 +158,7 @@ _SECTION = "Compress.Quantization"
 
 
 def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """What about compression contradicts itself in ``cfg``."""
+    """Contradictions of ``cfg`` about compression."""
     quantization = cfg.Compress.Quantization
     try:
         if quantization is not None:

@@ -113,8 +113,14 @@ def _with_bases(path: Path) -> dict[str, str]:
     text = path.read_text("utf-8")
     line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")
     bases = [word.strip() for word in line.partition(":")[2].strip(" []").split(",") if word.strip()]
-    place = path.name if path.parent.name != _BASES else f"{_BASES}/{path.name}"
-    found = {place: text.replace(f"../../{_BASES}/", f"{_BASES}/")}
+    own, copied = _place_in_copy(path), line
+    for base in bases:
+        copied = copied.replace(base, os.path.relpath(_place_in_copy(path.parent / base), Path(own).parent))
+    found = {own: text.replace(line, copied, 1) if line else text}
     for base in bases:
         found |= _with_bases((path.parent / base).resolve())
     return found
+
+
+def _place_in_copy(path: Path) -> str:
+    return f"{_BASES}/{path.name}" if path.parent.name == _BASES else path.name

@@ -14,10 +14,13 @@ def main(directory: str, probe: str, answer: str) -> None:
     """Write the logits [b, s, vocabulary] in float32 for ``tokens`` at ``positions`` of PROBE."""
     import numpy as np
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    config._experts_implementation = "eager"  # its grouped products do not take every size
     model = AutoModelForCausalLM.from_pretrained(
         directory,
+        config=config,
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,  # no pickles

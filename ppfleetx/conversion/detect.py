@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.checkpoint.directory import weight_sources
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, MANIFEST_FILE, MARKER_FILE, is_rank_directory
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.weight_sources import sources
 from ppfleetx.conversion.fleetx import MODEL_FILE as FLEETX_FILE
 from ppfleetx.conversion.fleetx import is_fleetx
 from ppfleetx.conversion.huggingface.config_keys import model_keys, of_paddle
@@ -89,7 +89,7 @@ def refuse_foreign(cfg: RunConfig) -> None:
     Raises:
         ConfigError: naming the key.
     """
-    for key, place in sources(cfg):
+    for key, place in weight_sources(cfg):
         if sentence := described(Path(place)):
             raise ConfigError(sentence, key=key, value=place, place=cfg.origins.get(key))
 

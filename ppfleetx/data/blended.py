@@ -113,7 +113,7 @@ def _walk(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Follow the rule for one block from each of ``steps``, side by side.
 
-    Corpora that have given as many samples as their limit are passed over. (Behind the last sample all have,
+    Corpora that have reached their limit are skipped. (After the last sample all have,
     and what is chosen then is cut off.)
 
     Returns:
@@ -239,7 +239,7 @@ class BlendedDataset:
         return sum(dataset.samples_per_epoch for dataset in self.datasets)
 
     def __getitem__(self, index: int) -> Sample:
-        """As `GPTDataset.__getitem__`; ``sample_ids`` counts in the order of the blend."""
+        """A sample, as in `GPTDataset`; ``sample_ids`` counts in the order of the blend."""
         if index == PADDING:
             return self._from(0, self.datasets[0][PADDING])
         order = self.order
@@ -253,7 +253,7 @@ class BlendedDataset:
 
     @property
     def sources(self) -> list[str]:
-        """What ``source_ids`` number: the corpora, as the last part of their prefixes where these differ."""
+        """Names of the corpora that ``source_ids`` number: the last part of their prefixes, if it differs."""
         prefixes = [dataset.corpus.prefix for dataset in self.datasets]
         names = [Path(prefix).name for prefix in prefixes]
         return names if len({*names}) == len(names) else prefixes

@@ -23,8 +23,7 @@ from ppfleetx.data.blended import (
 )
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.gpt_dataset import MODES, GPTDataset, SampleOptions, split_ranges
-from ppfleetx.data.loader import DataLoader, Dataset
-from ppfleetx.data.sampler import GlobalBatchSampler, Tail
+from ppfleetx.data.loader import DataLoader, Dataset, GlobalBatchSampler, Tail
 from ppfleetx.data.tasks.chats import ChatDataset
 from ppfleetx.data.tasks.glue import TASKS, require_libraries
 from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
@@ -86,7 +85,7 @@ def build_dataloader(
 ) -> DataLoader:
     """Batches of ``Data.<mode>`` for one data rank.
 
-    Train goes on for ever from ``consumed_samples``; past the last prepared sample it starts again from the
+    Train never ends: it starts at ``consumed_samples``, and after the last prepared sample again from the
     first. Eval and Test are the first ``eval_iters`` (``test_iters``) global batches, the same each time the
     loader is iterated, so that losses can be compared. With ``sampler.drop_last: False`` they end with the
     split, and the last batch is filled up with samples of zero loss mask: none counts twice. Eval and Test of

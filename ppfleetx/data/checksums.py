@@ -1,8 +1,8 @@
 """Checksums of a corpus in blocks, in a small file beside it: ``PREFIX.checksums.json``.
 
-A token that has changed on disk reads like any other; nothing but a checksum tells. The file holds a CRC-32
+A token that has changed on disk reads like any other; only a checksum shows it. The file holds a CRC-32
 of each block of 1 MiB of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and one of itself. Other
-programs that read the pair take no notice of it.
+programs that read the pair ignore it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def checksums_path(prefix: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True)
 class FileChecksums:
-    """Of one file.
+    """The checksums of one file.
 
     Attributes:
         num_bytes: its length.
@@ -65,7 +65,7 @@ class RunningChecksums:
             position += len(piece)
 
     def result(self) -> FileChecksums:
-        """Of all that was added."""
+        """The checksums of everything that was added."""
         return FileChecksums(self._num_bytes, list(self._crcs))
 
 
@@ -85,10 +85,10 @@ class Block:
 
 @dataclass(frozen=True)
 class CorpusChecksums:
-    """What ``PREFIX.checksums.json`` holds.
+    """The contents of ``PREFIX.checksums.json``.
 
     Attributes:
-        prefix: of the corpus.
+        prefix: path of the corpus without ``.bin`` or ``.idx``.
         files: checksums by suffix, of ``.bin`` and ``.idx``.
     """
 
@@ -128,7 +128,7 @@ class CorpusChecksums:
                 raise DataError(
                     f"{path} has {counted(actual, 'byte', ',')}, but {checksums_path(self.prefix)} is for "
                     f"{sums.num_bytes:,}: the corpus is damaged, or a program that writes no checksums has "
-                    "made it anew. In that case remove the checksums"
+                    "rewritten it. In that case remove the checksums"
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
@@ -153,7 +153,7 @@ class CorpusChecksums:
 
 
 def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
-    """Of a pair as it is now.
+    """The checksums of a pair as it is now.
 
     Raises:
         DataError: a file is missing or cannot be read.

@@ -107,7 +107,7 @@ class GPTDataset:
         num_samples: samples the run will ask for, which decides how many epochs are shuffled together.
             None: one epoch.
         at_least: samples there must be, see `plan_epochs`.
-        seed: of the order.
+        seed: decides the order.
         name: what the split is called in messages (Train, Eval, Test).
         cache_dir: where index maps are kept; None: ``cache`` beside the corpus.
 

@@ -118,7 +118,7 @@ def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, 
     Args:
         sizes: int32 [N], tokens of every sequence of the corpus.
         plan: from `plan_epochs` with the tokens of that range.
-        seed: of the one generator that shuffles documents, then samples.
+        seed: for the generator that shuffles documents, then samples.
     """
     # The legacy generator is the definition of the order: only its stream gives Megatron's permutations.
     random = np.random.RandomState(seed)

@@ -74,7 +74,7 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
     """Raise DataError when there is a finished pair that is not to be replaced.
 
-    A ``.bin`` alone is none: the index is written last.
+    A ``.bin`` alone is not finished: the index is written last.
     """
     if idx_path(prefix).exists() and not overwrite:
         raise DataError(f"{idx_path(prefix)} exists already; --overwrite replaces it")
@@ -291,7 +291,7 @@ class IndexedDatasetWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             # An old index must never be seen beside the new tokens, so it goes first and the new one comes
-            # last, behind the checksums.
+            # last, after the checksums.
             idx_path(self.prefix).unlink(missing_ok=True)
             checksums_path(self.prefix).unlink(missing_ok=True)
             self._temporary.replace(bin_path(self.prefix))
@@ -332,7 +332,7 @@ class IndexedDatasetWriter:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """What fails here is not a defect of the program: a full disk, a folder that cannot be written."""
+        """Failures here are the system's: a full disk, a folder that cannot be written."""
         try:
             yield
         except OSError as error:

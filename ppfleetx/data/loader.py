@@ -1,18 +1,126 @@
-"""Batches of one data rank, prepared ahead by threads."""
+"""Batches of one data rank: which samples are in them, and threads that prepare them ahead."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from ppfleetx.data.gpt_dataset import Sample
-from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.data.gpt_dataset import PADDING, Sample
+
+Tail = Literal["wrap", "drop", "pad"]
+
+
+class GlobalBatchSampler:
+    """Global batches of consecutive positions in the dataset's order, shared out to data ranks.
+
+    Global batch k holds positions ``consumed_samples + [k B, (k + 1) B)``: a function of consumed samples and
+    batch size alone, also where the batch grows (``size_at``). Micro batch m of data rank r are positions
+    ``(m D + r) b + [0, b)`` of the global batch (b micro batch, D data ranks), so neither D nor b changes
+    which samples a step trains on.
+
+    Args:
+        total: samples of the dataset.
+        global_batch_size: samples of a step over all data ranks (B).
+        micro_batch_size: samples of a forward pass on one data rank (b).
+        data_rank, data_size: this rank and their number (D).
+        consumed_samples: samples already used, where to start. Iterating again starts there again.
+        size_at: samples of the step that begins after so many samples, where that is not always B.
+        tail: what happens at the end of the dataset. ``"wrap"``: batches never end, after the last
+            sample comes the first again (position modulo total), and a batch may hold both. ``"drop"``: the
+            last incomplete batch is left out. ``"pad"``: it is filled up with index -1, which has a zero
+            loss mask.
+        shuffle_seed: None: the dataset's own order. Otherwise every pass over the dataset has its own
+            permutation, drawn from (seed, number of the pass).
+
+    Raises:
+        ConfigError: the sizes do not divide.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        consumed_samples: int = 0,
+        *,
+        size_at: Callable[[int], int] | None = None,
+        tail: Tail = "wrap",
+        shuffle_seed: int | None = None,
+    ) -> None:
+        if global_batch_size % (micro_batch_size * data_size):
+            raise ConfigError(
+                f"{counted(global_batch_size, 'sample')} cannot be shared by "
+                f"{counted(data_size, 'data rank')} in micro batches of {micro_batch_size}",
+                key="Global.global_batch_size",
+            )
+        assert 0 <= data_rank < data_size
+        assert total > 0
+        self.total = total
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.data_rank, self.data_size = data_rank, data_size
+        self.consumed_samples = consumed_samples
+        self.size_at = size_at or (lambda _: global_batch_size)
+        self._firsts = [consumed_samples]
+        self.tail: Tail = tail
+        self.shuffle_seed = shuffle_seed
+        self._pass, self._permutation = -1, np.empty(0, np.int64)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of one iteration; None: without end."""
+        if self.tail == "wrap":
+            return None
+        left = max(0, self.total - self.consumed_samples)
+        return left // self.global_batch_size if self.tail == "drop" else -(-left // self.global_batch_size)
+
+    def __iter__(self) -> Iterator[list[np.ndarray]]:
+        """This rank's micro batches of each step, as arrays of sample indices int64 [b]."""
+        step, num_steps = 0, self.num_steps
+        while num_steps is None or step < num_steps:
+            yield self.micro_batches(step)
+            step += 1
+
+    def micro_batches(self, step: int) -> list[np.ndarray]:
+        """This rank's micro batches of the step, counted in steps after `consumed_samples`."""
+        batch = self.global_batch(step).reshape(-1, self.data_size, self.micro_batch_size)
+        return list(batch[:, self.data_rank])
+
+    def global_batch(self, step: int) -> np.ndarray:
+        """Sample indices of all ranks, int64 [B]."""
+        while len(self._firsts) <= step:
+            self._firsts.append(self._firsts[-1] + self.size_at(self._firsts[-1]))
+        first = self._firsts[step]
+        positions = np.arange(first, first + self.size_at(first), dtype=np.int64)
+        if self.tail == "wrap":
+            return self._visit(positions)
+        return np.where(positions < self.total, self._visit(positions), PADDING)
+
+    def _visit(self, positions: np.ndarray) -> np.ndarray:
+        indices = positions % self.total
+        if self.shuffle_seed is None:
+            return indices
+        passes = positions // self.total
+        for number in np.unique(passes).tolist():
+            here = passes == number
+            indices[here] = self._order_of_pass(number)[indices[here]]
+        return indices
+
+    def _order_of_pass(self, number: int) -> np.ndarray:
+        if number != self._pass:
+            generator = np.random.default_rng([self.shuffle_seed, number])
+            self._pass, self._permutation = number, generator.permutation(self.total)
+        return self._permutation
+
 
 MicroBatch = dict[str, np.ndarray]
 """Arrays of a micro batch by name, on the host."""
@@ -38,14 +146,14 @@ class Dataset(Protocol):
         """Samples in one pass."""
 
     def describe(self) -> str:
-        """What is read, for people."""
+        """A line for people about what is read."""
 
     def __getitem__(self, index: int) -> Sample:
         """Arrays of one sample: ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s]
         (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Several threads call this at once.
 
         Where samples come from several sources, an attribute ``sources`` names them, and each sample has
-        ``source_ids`` int64 [], its place in that list: `Engine.log_source_loss` tells their losses apart."""
+        ``source_ids`` int64 [], its place in that list: for `Engine.log_source_loss`."""
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
@@ -95,11 +203,11 @@ class DataLoader:
 
     @property
     def sources(self) -> list[str]:
-        """What ``source_ids`` number; empty where samples do not say where they come from."""
+        """Names of the sources that ``source_ids`` number; empty if samples have none."""
         return list(getattr(self.dataset, "sources", ()))
 
     def describe(self) -> str:
-        """What is read, in how many epochs, for people."""
+        """Lines for people about what is read, in how many epochs."""
         return self.dataset.describe()
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:

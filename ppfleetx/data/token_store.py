@@ -76,7 +76,7 @@ class TokenStore:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash that tells corpora apart without reading them: lengths, boundaries, size, and a few blocks.
+        """Hash that distinguishes corpora without reading them: lengths, boundaries, size, and a few blocks.
 
         Two corpora with equal sequence lengths (fixed-length chunks under two tokenizers, say) differ in the
         sampled blocks, though a single changed token elsewhere goes unnoticed. The path is not part of it, so

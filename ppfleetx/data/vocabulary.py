@@ -32,7 +32,7 @@ def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 <<
     Args:
         corpus: is looked at whole when it is small, else in parts that lie evenly over it. What is not looked
             at here is found when it is read.
-        vocab_size: of the model.
+        vocab_size: ids that the model has.
         most_tokens: that are looked at.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A model as a directory that generates by itself."""
+"""Export a model as a directory from which text can be generated without its configuration."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ _UNFINISHED = f".{RANK_DIRECTORY}.exporting"
 
 
 def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
-    """Write the model into ``Engine.save_load.output_dir``/rank_0, whole or not at all, in place of an
-    earlier export.
+    """Write the model into ``Engine.save_load.output_dir``/rank_0, atomically replacing an earlier export.
 
     Raises:
         UserError: checkpoint and tokenizer do not fit the model, or the directory cannot be written.
@@ -47,7 +46,7 @@ def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(output_dir / ".export.lock", busy):
-            shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by an export that was killed
             unfinished.mkdir()
             try:
                 use_panels = cfg.Inference.panels and not is_card(ctx.device)
@@ -65,14 +64,14 @@ def export(cfg: RunConfig, ctx: ParallelContext, generator: Generator) -> Path:
 
 
 def check_adapters(cfg: RunConfig) -> None:
-    """Whether adapters have weights beside them that an export can hold.
+    """Check that a model with adapters has weights that can be exported.
 
     Raises:
         ConfigError: the weights are quantised.
     """
     if cfg.Model.lora is not None and cfg.Compress.Weights is not None:
         raise ConfigError(
-            "names adapters beside quantised weights, which are not exported. Add them to the weights "
+            "adds adapters to quantised weights, which cannot be exported. Merge them into the weights "
             "(`ppfleetx merge --input DIR --output MERGED`), quantise the result, and export that",
             key="Model.lora",
             place=cfg.origins.get("Model.lora.rank"),
@@ -80,7 +79,7 @@ def check_adapters(cfg: RunConfig) -> None:
 
 
 def check_one_process(processes: int) -> None:
-    """Whether this is the only process of the job.
+    """Check that this is the only process of the job.
 
     Raises:
         ConfigError: it is not.
@@ -88,7 +87,7 @@ def check_one_process(processes: int) -> None:
     if processes > 1:
         raise ConfigError(
             f"{processes} processes were started, but one makes an export (--nproc_per_node 1): Paddle's "
-            "export leaves out communication without a word, so that a part of a model would compute wrong "
+            "export silently leaves out communication, so a part of a model would compute wrong "
             "numbers. The parts of a checkpoint of any plan are merged into one program. A model that is too "
             "large for one machine's memory cannot be exported: generate from its checkpoint with "
             "ppfleetx generate under Distributed.mp_degree"
@@ -96,10 +95,10 @@ def check_one_process(processes: int) -> None:
 
 
 def check_target(cfg: RunConfig) -> None:
-    """Whether ``output_dir``/rank_0 can be made, or is an export that may be replaced.
+    """Check that ``output_dir``/rank_0 can be created, or is an export that may be replaced.
 
     Raises:
-        ConfigError: it cannot, or something else is there.
+        ConfigError: it cannot be created, or holds something else.
     """
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY
@@ -109,12 +108,12 @@ def check_target(cfg: RunConfig) -> None:
     is_used = is_taken(target)
     if is_used and not is_export(target):
         raise directory_error(
-            cfg, f"{target} is there and is no export of this program; remove it or name another directory"
+            cfg, f"{target} exists and is not an export of this program; remove it or name another directory"
         )
     if is_used and (others := files_of_others(target)):
         raise directory_error(
             cfg,
-            f"{target} would be replaced, and holds {shown(others[0])}, which is no part of the export in it",
+            f"{target} would be replaced, but contains {shown(others[0])}, which is not part of the export",
         )
 
 

@@ -1,18 +1,18 @@
-"""An exported model: its directory, whether all of it is there, and what its program can do. No Paddle.
+"""The directory of an exported model: its manifest, its checks, and what its program can do.
 
 ::
 
     rank_0/
-      export.json        the manifest: what the program is, size and SHA-256 of every other file, and its own
-                         checksum, so that an edited one is noticed
+      export.json        the manifest: describes the program, lists size and SHA-256 of every other file,
+                         and has a checksum of its own, so that changes are noticed
       model.json         the program
       model.pdiparams    its weights
       model_cpu_ops_16.json
                          the same program with our own operators (ppfleetx/nn/cpu_ops) and panels of 16
-                         columns, when the machine that exported it had them compiled; of a quantised
-                         model: model_blocks_16.json, or model_quantized_ops_16.json where its blocks are
-                         not what the operator for whole blocks does
-      tokenizer/         files that this package and Hugging Face transformers load
+                         columns, if they were compiled on the machine that exported it. For a quantised model
+                         it is model_blocks_16.json, or model_quantized_ops_16.json if the operator for whole
+                         blocks cannot run its blocks
+      tokenizer/         files that this package and Hugging Face transformers can load
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ppfleetx.utils.foreign_files import opened, read_json
 from ppfleetx.utils.machine import CPUINFO, flags_in, read_cpuinfo
 
 FORMAT, VERSION = "ppfleetx-export", 3
-_READ = (2, 3)  # manifests of 2 have no checksum, and programs know one end token
+_READ = (2, 3)  # in version 2 manifests have no checksum, and programs know only one end token
 RANK_DIRECTORY, MANIFEST_FILE, PROGRAM, TOKENIZER_DIRECTORY = "rank_0", "export.json", "model", "tokenizer"
 PROGRAM_FILE, WEIGHTS_FILE = f"{PROGRAM}.json", f"{PROGRAM}.pdiparams"
 _FIRST_WITH_CHECKSUM = 3
@@ -45,7 +45,7 @@ _AGAIN = "export the model again with ppfleetx export"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file of an export must be: ``size`` in bytes and SHA-256 as hexadecimal digits."""
+    """The ``size`` of a file in bytes, and its SHA-256 as hexadecimal digits."""
 
     size: StrictInt
     sha256: StrictStr
@@ -53,20 +53,20 @@ class FileEntry:
 
 @dataclass(frozen=True, config={"extra": "forbid"})
 class ExportManifest:
-    """What a program needs to know of an exported model.
+    """The manifest of an exported model.
 
     Attributes:
         vocab_size: ids below this may be generated.
         end_id: id of the end-of-text token.
-        end_token: that token.
-        max_positions: most tokens of a prompt and its continuation together.
+        end_token: the end-of-text token.
+        max_positions: limit of tokens in a prompt and its continuation together.
         model: the ``Model`` section it was exported with.
-        generation: keys of the ``Generation`` section that were set when it was exported.
+        generation: the keys of the ``Generation`` section that were set when it was exported.
         tokenizer_fingerprint: see :attr:`ppfleetx.data.tokenizer.tokenizer.Tokenizer.fingerprint`.
-        checkpoint: name of the checkpoint the weights are of.
+        checkpoint: name of the checkpoint that the weights are from.
         inputs: names and types of the program's inputs.
-        paddle_version: of the Paddle that wrote the program.
-        files: what each file must be, by its path in the directory.
+        paddle_version: the version of Paddle that wrote the program.
+        files: size and checksum of each file, by its path in the directory.
     """
 
     vocab_size: StrictInt
@@ -89,22 +89,22 @@ class ExportManifest:
 
 
 def cpu_ops_file(width: int) -> str:
-    """Name of the program that is made with our own operators, for panels of ``width`` columns."""
+    """File name of the program that uses our own operators, with panels of ``width`` columns."""
     return f"{PROGRAM}_cpu_ops_{width}.json"
 
 
 def quantized_ops_file(width: int) -> str:
-    """The same of a quantised model, which takes the operators for few bits as well."""
+    """File name of the program of a quantised model, which also uses our operators for low-bit weights."""
     return f"{PROGRAM}_quantized_ops_{width}.json"
 
 
 def blocks_file(width: int) -> str:
-    """The same where all blocks of a quantised model are one operation."""
+    """File name of the program in which all blocks of a quantised model are one operation."""
     return f"{PROGRAM}_blocks_{width}.json"
 
 
 def describe_files(directory: Path) -> dict[str, FileEntry]:
-    """``ExportManifest.files`` of all files in ``directory``."""
+    """``ExportManifest.files`` for all files in ``directory``."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
         path.relative_to(directory).as_posix(): FileEntry(path.stat().st_size, _sha256(path))
@@ -113,10 +113,10 @@ def describe_files(directory: Path) -> dict[str, FileEntry]:
 
 
 def open_export(model_dir: str | Path, *, verify: bool = True) -> tuple[Path, ExportManifest]:
-    """The directory of an exported model, and its manifest.
+    """Find an exported model, and check it. Returns its directory and its manifest.
 
     Args:
-        model_dir: the directory itself, or the ``output_dir`` that holds it.
+        model_dir: the directory itself, or the ``output_dir`` that contains it.
         verify: compare the checksums of all files; sizes are always compared.
 
     Raises:
@@ -134,7 +134,7 @@ def is_export(directory: Path) -> bool:
 
 
 def files_of_others(directory: Path) -> list[str]:
-    """Files in the directory of an export that do not belong to it; none if its manifest is damaged."""
+    """Files in an export's directory that are not part of the export; none if its manifest is damaged."""
     try:
         own = {*_read(directory / MANIFEST_FILE).files, MANIFEST_FILE}
     except ConfigError:
@@ -168,7 +168,7 @@ def _read(path: Path) -> ExportManifest:
         content = read_json(path, max_bytes=_MAX_MANIFEST_BYTES)
         written_as, version = content.pop("format"), content.pop("version")
     except (CheckpointError, KeyError) as error:
-        raise _error(path, f"is damaged: it is no manifest of an export; {_AGAIN}") from error
+        raise _error(path, f"is damaged: it is not the manifest of an export; {_AGAIN}") from error
     if written_as != FORMAT or type(version) is not int or version not in _READ:
         known = " and ".join(map(str, _READ))
         raise _error(
@@ -189,7 +189,7 @@ def _read(path: Path) -> ExportManifest:
 
 
 def _checksum(content: dict[str, Any]) -> str:
-    """SHA-256 of the content of a manifest, independent of its layout."""
+    """The SHA-256 of a manifest's content, independent of its formatting."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -218,13 +218,13 @@ _INSTEAD = "generate from the checkpoint with ppfleetx generate"
 
 
 def check_generation(section: GenerationConfig, places: Mapping[str, str] | None = None) -> None:
-    """Whether an exported program decodes as the ``Generation`` section says.
+    """Check that an exported program can decode as the ``Generation`` section says.
 
     Args:
-        places: where keys were written.
+        places: where the keys were set.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it cannot.
     """
     key, rule = None, ""
     if section.decode_strategy == "beam_search":
@@ -246,17 +246,17 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 
 
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
-    """Whether an exported program that oneDNN runs decodes as the ``Generation`` section says.
+    """Check that an exported program can decode as the ``Generation`` section says when oneDNN runs it.
 
-    Of sampling it does when only the likeliest are drawn from. From the whole vocabulary, Paddle 3.3.1 ends
-    with an exception that has no text.
+    It can sample from the likeliest tokens only. When it samples from the whole vocabulary, Paddle 3.3.1
+    raises an exception without a message.
 
     Args:
-        vocab_size: tokens that may be generated.
-        places: where keys were written.
+        vocab_size: number of tokens that may be generated.
+        places: where the keys were set.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it cannot.
     """
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
@@ -270,7 +270,7 @@ def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str
 
 
 def check_inference(cfg: RunConfig, device: str) -> None:
-    """Whether this machine can run an exported program as the ``Inference`` section says.
+    """Check that this machine can run an exported program as the ``Inference`` section says.
 
     Raises:
         ConfigError: it cannot.
@@ -280,7 +280,7 @@ def check_inference(cfg: RunConfig, device: str) -> None:
         raise _refusal(
             cfg,
             "mp_degree",
-            "an export holds the whole model (Paddle's export leaves out communication without a word), so "
+            "an export holds the whole model (Paddle's export silently leaves out communication), so "
             f"this is 1; for a model larger than one device, {_INSTEAD} under Distributed.mp_degree",
         )
     if device != "cpu":
@@ -297,7 +297,7 @@ def check_inference(cfg: RunConfig, device: str) -> None:
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether the CPU described by ``cpuinfo`` multiplies in bfloat16."""
+    """Whether the CPU described by ``cpuinfo`` can multiply in bfloat16."""
     return not flags_in(read_cpuinfo(cpuinfo)).isdisjoint(_BF16_FLAGS)
 
 

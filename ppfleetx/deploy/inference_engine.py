@@ -1,4 +1,4 @@
-"""Prompts in, continuations out, with an exported model run by Paddle Inference."""
+"""Continue prompts with an exported model, run by Paddle Inference."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import back_process_by_huge_pages
 
 _NO_TOKEN = -1
-_GPU_POOL_MB = 256  # to begin with; it grows
+_GPU_POOL_MB = 256  # initial size; it grows
 _GARBAGE, _GARBAGE_GB = "FLAGS_eager_delete_tensor_gb", 1 / 1024
-"""On a CPU Paddle hands tensors that are no longer needed to a thread that frees them: by default each by
-itself, for whose waking a pass over few rows spends a tenth of its time. So many together, in each of the
-program's blocks, of which there are some thirty."""
+"""On a CPU Paddle hands unused tensors to another thread that frees them. By default it hands over one at a
+time, and waking that thread costs a pass over few rows a tenth of its time. This many are handed over
+together, in each of the program's blocks, of which there are some thirty."""
 
 
 class InferenceEngine(TextGenerator):
-    """Continues prompts as :class:`~ppfleetx.generation.generator.Generator` does, token for token.
+    """Continues prompts with the same results as :class:`~ppfleetx.generation.generator.Generator`.
 
-    The whole loop runs inside the program, so text is known when a batch has ended: ``on_text`` is then
-    told all of it at once, and a stop string is looked for afterwards. One thread at a time may generate.
+    The whole decoding loop runs inside the program, so text is available only when a batch has ended:
+    ``on_text`` then gets all of it at once, and stop strings are searched for afterwards. Only one thread at
+    a time may generate.
 
     Args:
-        options: the ``Inference`` section; ``model_dir`` is what ppfleetx export wrote.
-        device: a kind of device, perhaps with a number (``gpu:1``).
+        options: the ``Inference`` section; ``model_dir`` is a directory written by ppfleetx export.
+        device: a kind of device, optionally with a number (``gpu:1``).
 
     Raises:
-        ConfigError: there is no exported model, or it is damaged, or it cannot be run as ``options`` say.
+        ConfigError: there is no exported model, it is damaged, or it cannot be run as ``options`` say.
     """
 
     def __init__(self, options: InferenceConfig, *, device: str = "cpu") -> None:
@@ -125,7 +126,7 @@ class InferenceEngine(TextGenerator):
 
     @staticmethod
     def _row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
-        """The row up to its end; the program went on until all rows had ended."""
+        """The row up to its end. The program continues every row until all have ended."""
         row = Row(limit)
         for token_id in ids:
             told_to_stop = text.feed(token_id)
@@ -138,8 +139,8 @@ class Program:
     """The program of an export, ready to run.
 
     Args:
-        directory: holds the program and its weights.
-        files: those of the export; others may lie there.
+        directory: the directory with the program and its weights.
+        files: the names of the export's files; the directory may contain others.
         options, device: as in :class:`InferenceEngine`.
     """
 
@@ -152,22 +153,23 @@ class Program:
             paddle.set_flags({_GARBAGE: _GARBAGE_GB})
         self._predictor = inference.create_predictor(_configuration(directory, program, options, device))
         if is_cpu:
-            back_process_by_huge_pages()  # the weights, of which Paddle does not say where they are
+            back_process_by_huge_pages()  # for the weights; Paddle does not say where they are in memory
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """New tokens of :data:`ppfleetx.deploy.static.program.INPUTS`; ``[b, up to t]`` int64."""
+        """Run the program on :data:`ppfleetx.deploy.static.program.INPUTS`: new tokens ``[b, up to t]``
+        int64."""
         for name in self._predictor.get_input_names():
             self._predictor.get_input_handle(name).copy_from_cpu(inputs[name])
         with waiting_for_each_operator(self._device):
             self._predictor.run()
-        # A copy: the output itself lies in a buffer that the next run writes to.
+        # A copy, because the next run overwrites the output's buffer.
         return self._predictor.get_output_handle(self._predictor.get_output_names()[0]).copy_to_cpu()
 
 
 def _configuration(directory: Path, program: str, options: InferenceConfig, device: str) -> inference.Config:
-    """Paddle Inference's configuration.
+    """The configuration for Paddle Inference.
 
-    ``enable_memory_optim`` is left alone: with programs of Paddle 3.3.1 no predictor can be made with it.
+    ``enable_memory_optim`` is not called: with programs of Paddle 3.3.1 the predictor could not be created.
     """
     config = inference.Config(str(directory / program), str(directory / WEIGHTS_FILE))
     config.disable_glog_info()
@@ -193,7 +195,7 @@ def _configuration(directory: Path, program: str, options: InferenceConfig, devi
 
 
 def _program_file(files: Collection[str], options: InferenceConfig) -> str:
-    """The program to run on a CPU: that with our own operators where it can be, unless oneDNN is wanted."""
+    """The program to run on a CPU: the one with our own operators if it can run here, but not with oneDNN."""
     if options.onednn:
         return PROGRAM_FILE
     cpu_ops.note_if_missing()

@@ -112,6 +112,15 @@ def _values_after(argv: Sequence[str], position: int) -> list[str]:
     return found
 
 
+def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Corpora of a list, and their weights if a number stands before each: ``0.3 a 0.7 b``."""
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        weights = []
+    return (list(words[1::2]), weights) if weights and len(words) % 2 == 0 else (list(words), None)
+
+
 def normal_name(name: str) -> str:
     """``--Num-Layers`` and ``num_layers`` are one option: dashes to underscores, none in front, small."""
     return name.lstrip("-").replace("-", "_").lower()
@@ -124,8 +133,8 @@ _NODES = ("nnodes", "num_nodes")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """Of a command line: the processes that a launcher before ``*.py`` starts, the arguments behind that, and
-    the number of the first of them."""
+    """A command line without the launcher before ``*.py``: the processes that the launcher starts, the
+    arguments after the program, and the number of the first one."""
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
     if program is None:
@@ -164,7 +173,7 @@ def _count(name: str, value: str) -> int:
 
 
 def world_of(environ: Mapping[str, str]) -> int | None:
-    """Processes of the job as its launcher tells its ranks; None: there is none."""
+    """Processes of the job, from its launcher's variables; None without a launcher."""
     for name in _WORLD:
         text = environ.get(name, "")
         if is_index(text) and int(text) > 0:

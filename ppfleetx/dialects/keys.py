@@ -50,7 +50,7 @@ class Key:
         kind: what happens to it.
         to: native keys that it decides, alone or together with others.
         convert: how; None with ``to``: a rule of the dialect reads the key together with others.
-        accepts: of a fixed key, the values that it may have; None: any.
+        accepts: the values that a fixed key may have; None: any.
         says: the conversion, the reason, or what to do instead, as a sentence without its full stop.
     """
 

@@ -53,7 +53,7 @@ def dialects() -> dict[str, Dialect]:
     return {one.name: one for one in found}
 
 
-def named(name: str) -> Dialect:
+def dialect_named(name: str) -> Dialect:
     """The dialect ``name``.
 
     Raises:
@@ -65,7 +65,7 @@ def named(name: str) -> Dialect:
     return known[name]
 
 
-def of_file(path: Path, keys: frozenset[str]) -> Dialect:
+def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
     """The dialect that most of the top-level ``keys`` of the file ``path`` belong to.
 
     Raises:
@@ -84,7 +84,7 @@ def of_file(path: Path, keys: frozenset[str]) -> Dialect:
     return dialects()[best]
 
 
-def of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
+def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
     """The dialect of a command line, and what its ``of_arguments`` takes: the line, without the program where
     no launcher's options stand before that.
 

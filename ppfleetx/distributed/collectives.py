@@ -191,12 +191,25 @@ def alltoall_rows(
 ) -> paddle.Tensor:
     """Give each member of ``group`` its ``sent`` rows, in their order, and get ``received`` rows of each.
     Carries no gradient; every member takes part, also one without rows."""
+    return start_alltoall_rows(rows, sent, received, group)[1]()
+
+
+def start_alltoall_rows(
+    rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
+) -> tuple[paddle.Tensor, Callable[[], paddle.Tensor]]:
+    """Start :func:`alltoall_rows`. Returns the tensor that the rows arrive in, and what waits for them."""
     sent, received = ([int(number) for number in numbers] for numbers in (sent, received))
     out = paddle.empty([sum(received), *rows.shape[1:]], rows.dtype)
-    distributed.stream.alltoall_single(
-        out, _whole(rows), out_split_sizes=received, in_split_sizes=sent, group=group
+    rows = _whole(rows)
+    task = distributed.stream.alltoall_single(
+        out, rows, out_split_sizes=received, in_split_sizes=sent, group=group, sync_op=False
     )
-    return out
+
+    def finish(_used: paddle.Tensor = rows) -> paddle.Tensor:
+        task.wait()
+        return out
+
+    return out, finish
 
 
 def gather_rows(rows: paddle.Tensor, stride: int, group: Any) -> paddle.Tensor:

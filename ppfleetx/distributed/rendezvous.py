@@ -80,8 +80,7 @@ class Line:
             self._out.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self, deadline: float) -> Any:
-        """The next value. Raises TimeoutError at ``deadline`` (monotonic), ConnectionError if it is
-        closed."""
+        """The next value. Raises TimeoutError at ``deadline`` (monotonic), ConnectionError if closed."""
         while (value := self.buffered()) is None:
             left = deadline - time.monotonic()
             if left <= 0:

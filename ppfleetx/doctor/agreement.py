@@ -127,16 +127,16 @@ FACTS: tuple[Fact, ...] = (
 """All facts that are compared."""
 
 
-def digests(target: Target, tell: Callable[[str], None]) -> dict[str, str | None]:
+def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
     """A hash of each fact in this process; None if another process of the node reads it.
 
     Args:
         target: what this process examines.
-        tell: called with the name of each fact before it is read, which may take a while.
+        announce: called with the name of each fact before it is read, which may take a while.
     """
     found: dict[str, str | None] = {}
     for fact in FACTS:
-        tell(fact.name)
+        announce(fact.name)
         values = fact.of(target)
         found[fact.name] = None if values is None else _digest(values)
     return found
@@ -152,12 +152,14 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
 
-def in_full(target: Target, names: Sequence[str], tell: Callable[[str], None]) -> dict[str, Values | None]:
-    """The values of the named facts; ``tell`` is as in :func:`digests`."""
+def in_full(
+    target: Target, names: Sequence[str], announce: Callable[[str], None]
+) -> dict[str, Values | None]:
+    """The values of the named facts; ``announce`` is as in :func:`digests`."""
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:
-            tell(fact.name)
+            announce(fact.name)
             found[fact.name] = fact.of(target)
     return found
 

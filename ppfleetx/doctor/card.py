@@ -202,8 +202,7 @@ def _difference(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def flash(target: Target) -> Iterator[Row]:
-    """Compare flash attention with the reference for each head size and type, with and without packed
-    documents."""
+    """Compare flash attention with the reference for each head size and type, with and without documents."""
     for dtype in target.float_types:
         if dtype not in _HALF or lacks(dtype):
             continue
@@ -239,8 +238,7 @@ def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_
 
 
 def _attention_inputs(size: int, dtype: str, *, packed: bool) -> tuple:
-    """``query [b, g, r, q, d]``, and ``key`` and ``value [b, g, k, d]``, with two query heads per key
-    head."""
+    """``query [b, g, r, q, d]``, ``key`` and ``value [b, g, k, d]``, with two query heads per key head."""
     length = 64
     query = paddle.to_tensor(_random(2, 2, 2, length, size)).astype(dtype)
     key, value = (paddle.to_tensor(_random(2, 2, length, size)).astype(dtype) for _ in range(2))

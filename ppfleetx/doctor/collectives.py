@@ -1,5 +1,4 @@
-"""Try every kind of communication in every process group of the plan: check the results, measure the
-speed."""
+"""Try every collective in every process group of the plan: check the results, measure the speed."""
 
 from __future__ import annotations
 
@@ -135,19 +134,19 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
 
 
 def examine_groups(
-    ctx: ParallelContext, tell: Callable[[str], None], sizes: Sequence[int] | None = None
+    ctx: ParallelContext, announce: Callable[[str], None], sizes: Sequence[int] | None = None
 ) -> Iterator[Row]:
     """Try every operation in every group of this process. All processes of the job must call this.
 
     Args:
         ctx: the parallel context of this process.
-        tell: called with the name of each operation before it runs.
+        announce: called with the name of each operation before it runs.
         sizes: message sizes in bytes; None: the default for the device.
     """
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
         for name in OPERATIONS if member.title == "ep" else list(OPERATIONS)[:-1]:
-            tell(f"{name} of the {member.title} group {list(member.ranks)}")
+            announce(f"{name} of the {member.title} group {list(member.ranks)}")
             yield examine_operation(member, name, sizes)
 
 

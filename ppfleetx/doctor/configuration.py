@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ppfleetx.config.config_notes import missing, not_supported_reasons
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.without_effect import without_effect
-from ppfleetx.core.engine.run_directory import check_beginning
+from ppfleetx.core.engine.run_directory import check_start
 from ppfleetx.distributed.device import is_card, kind_of, total_memory
 from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.cards import GIB
@@ -42,13 +42,13 @@ def plan(target: Target) -> Iterator[Row]:
         yield warn("missing", reason, "install it, or remove what needs it")
 
 
-def beginning(target: Target) -> Iterator[Row]:
+def start(target: Target) -> Iterator[Row]:
     """Whether a run may start in the output directory."""
     if target.cfg.Data.Train is None:
         yield skipped("start", "the configuration trains nothing (no Data.Train)")
         return
     try:
-        check_beginning(target.cfg)
+        check_start(target.cfg)
     except UserError as error:
         yield fail("start", str(error), "follow the message, or give another output directory")
         return

@@ -12,18 +12,17 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ppfleetx.checkpoint.directory import resolve_checkpoint
+from ppfleetx.checkpoint.directory import resolve_checkpoint, weight_sources
 from ppfleetx.checkpoint.manifest import MANIFEST_FILE
 from ppfleetx.config.counts import bytes_text, counted
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.sections.root import RunConfig, data_sets
-from ppfleetx.config.weight_sources import sources
 from ppfleetx.conversion.detect import refuse_foreign
 from ppfleetx.core.engine.run_directory import output_dir_of
 from ppfleetx.data.build import build_dataset, load_tokenizer, open_corpora
 from ppfleetx.data.checksums import BLOCK_BYTES, Block, CorpusChecksums, checksums_path, read_checksums
+from ppfleetx.data.corpus_checks import token_id_lines
 from ppfleetx.data.gpt_dataset import MODES, split_ranges
-from ppfleetx.data.token_ids import token_id_lines
 from ppfleetx.data.token_store import TokenStore
 from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.long_run import checkpoint_bytes
@@ -173,7 +172,7 @@ def tokenizer(target: Target) -> Iterator[Row]:
 def checkpoints(target: Target) -> Iterator[Row]:
     """Check the marker, manifest, sizes and headers of the checkpoints the run starts from."""
     refuse_foreign(target.cfg)
-    named = list(sources(target.cfg))
+    named = list(weight_sources(target.cfg))
     if not named:
         yield skipped("checkpoints", "the run starts from none")
     for key, place in named:
@@ -225,7 +224,7 @@ def starts(target: Target) -> dict[str, str]:
     if target.cfg is None:
         return {}
     options = target.cfg.Engine.save_load
-    named = list(sources(target.cfg))
+    named = list(weight_sources(target.cfg))
     if options.resume:
         named.append(("Engine.save_load.output_dir", options.output_dir))
     return {key: _of_checkpoint(Path(place)) for key, place in named}

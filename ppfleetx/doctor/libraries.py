@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.doctor.check import Row, fail, ok
-from ppfleetx.utils.installed import LIBRARIES, not_installed, version_of
+from ppfleetx.utils.installed import LIBRARIES, not_installed
 
 if TYPE_CHECKING:
     from ppfleetx.doctor.check import Target
@@ -32,21 +32,10 @@ def libraries(target: Target) -> Iterator[Row]:
 def _problem(name: str) -> Row | None:
     distribution = LIBRARIES[name]
     try:
-        module = importlib.import_module(name)
+        importlib.import_module(name)
     except Exception as error:  # noqa: BLE001  (whatever a damaged library raises is a finding)
         return broken_row(error, name)
-    version = version_of(distribution)
-    if version is None:
-        return fail(name, f"{module.__file__} belongs to no installed package", _reinstall(distribution))
-    said = getattr(module, "__version__", version)
-    if said.split(".")[:2] != version.split(".")[:2]:
-        return fail(
-            name,
-            f"{module.__file__} is version {said}, and {distribution} {version} is installed: another copy "
-            "comes first on the path, or files of two versions are mixed",
-            f"look at PYTHONPATH and the current directory; {_reinstall(distribution)}",
-        )
-    wanted = _required(distribution)
+    version, wanted = metadata.version(distribution), _required(distribution)
     if wanted and not wanted.contains(version, prereleases=True):
         text = f"{distribution}{wanted}"
         return fail(name, f"{distribution} {version}: ppfleetx needs {text}", f"pip install '{text}'")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import socket
 import struct
 import threading
@@ -23,10 +22,9 @@ from ppfleetx.config.counts import bytes_text
 from ppfleetx.distributed.rendezvous import RendezvousError
 from ppfleetx.doctor.check import Row, Status, Target, fail, ok, warn, within
 from ppfleetx.doctor.meeting import Answer, Meeting, open_meeting
+from ppfleetx.utils.machine import interface_address, interface_flags
 
-# linux/sockios.h and linux/if.h
-_GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913
-_UP, _LOOPBACK = 0x1, 0x8
+_UP, _LOOPBACK = 0x1, 0x8  # linux/if.h
 _NOT_NCCL = ("lo", "docker")  # NCCL uses these only if they are named
 
 
@@ -46,21 +44,13 @@ class Interface:
 def interfaces() -> list[Interface]:
     """The interfaces of this machine (strictly, of this process's network namespace)."""
     found: list[Interface] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # containers come and go
-                found.append(_interface(probe, name))
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):  # containers come and go
+            flags, address = interface_flags(name), ""
+            with contextlib.suppress(OSError):
+                address = interface_address(name)
+            found.append(Interface(name, address, bool(flags & _UP), bool(flags & _LOOPBACK)))
     return found
-
-
-def _interface(probe: socket.socket, name: str) -> Interface:
-    request = struct.pack("256s", name.encode()[:15])
-    (flags,) = struct.unpack("H", fcntl.ioctl(probe.fileno(), _GET_FLAGS, request)[16:18])
-    try:
-        address = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)[20:24])
-    except OSError:
-        address = ""
-    return Interface(name, address, bool(flags & _UP), bool(flags & _LOOPBACK))
 
 
 def network(target: Target) -> Iterator[Row]:
@@ -235,8 +225,7 @@ def try_link(address: tuple[str, int]) -> dict[str, Any]:
 
 
 def measure_link(address: tuple[str, int]) -> dict[str, Any]:
-    """The ``speed`` of a link in bytes per second: the best of four trials, because machines do other work
-    too."""
+    """The ``speed`` of a link in bytes per second: the best of four trials, as machines do other work too."""
     count, best = _PACKETS_BYTES, 0.0
     try:
         with socket.create_connection(address, _REACH_SECONDS) as connection:

@@ -90,8 +90,7 @@ def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str
 
 
 def used_on_cpu(kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """The kernels a CPU needs, each with its types. A CPU stores 16-bit floats but does not compute in
-    them."""
+    """The kernels a CPU needs, each with its types. A CPU does not compute in 16-bit floats."""
     return {
         name: [dtype for dtype in kernel.used if dtype not in _HALF]
         for name, kernel in kernels.items()

@@ -81,7 +81,7 @@ CHECKS: tuple[Check, ...] = (
     Check("environment", "environment", "limits", "limits"),
     Check("environment", "environment", "variables", "variables", each=Each.RANK),
     Check("configuration", "configuration", "plan", "plan", Need.CONFIG),
-    Check("configuration", "configuration", "beginning", "start", Need.CONFIG, seconds=30.0),
+    Check("configuration", "configuration", "start", "start", Need.CONFIG, seconds=30.0),
     Check("files", "files", "data", "data", Need.CONFIG, seconds=300.0),
     Check("files", "files", "tokenizer", "tokenizer", Need.CONFIG, seconds=120.0),
     Check("files", "files", "checkpoints", "checkpoints", Need.CONFIG, seconds=60.0),

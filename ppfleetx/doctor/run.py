@@ -31,6 +31,7 @@ from ppfleetx.doctor.report import in_groups, joined
 
 LOCAL_SECONDS = 1200.0
 """Time limit for all checks that a process runs on its own; each check also has its own limit."""
+_CHECK_SECONDS = 360.0  # longer than any single check may take
 _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 ALONE = "meeting"
 """Name of the row of a rank that did not meet the others."""
@@ -66,11 +67,11 @@ def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]],
     with contextlib.closing(meeting):
         job = Job(target, meeting)
         try:
-            job.look_locally()
+            job.run_local_checks()
             job.compare()
             job.communicate(seconds, finish)
         except RendezvousError as error:
-            job.lose_host(error)
+            job.note_lost_host(error)
         return job.result()
 
 
@@ -111,23 +112,23 @@ class Job:
         """All rows, merged and sorted."""
         return in_groups([*joined(self.rows), *self.of_job])
 
-    def look_locally(self) -> None:
+    def run_local_checks(self) -> None:
         """Run the checks that are meant for this process."""
         own = list(self.target.found)
         for check in CHECKS:
             if check.is_for(self.target):
-                self.meeting.tell(f"{check.group}, {check.title}")
+                self.meeting.announce(f"{check.group}, {check.title}")
                 own += examine(check, self.target)
-        self._share(own, LOCAL_SECONDS)
+        self._share(own, _CHECK_SECONDS)
 
-    def _share(self, own: Sequence[Row], seconds: float, quiet: float | None = None) -> None:
+    def _share(self, own: Sequence[Row], seconds: float) -> None:
         """Exchange rows with the other processes.
 
         Raises:
             RendezvousError: rank 0 is gone; this process keeps its own rows.
         """
         try:
-            answers = self.meeting.exchange([row.as_json() for row in own], seconds, quiet)
+            answers = self.meeting.exchange([row.as_json() for row in own], seconds)
         except RendezvousError:
             self.rows[self.target.rank] += own
             raise
@@ -144,20 +145,19 @@ class Job:
                 self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, _LOST_FIX)))
 
     def compare(self) -> None:
-        """Check that everything that must be equal is equal, and that all machines share the output
-        directory."""
+        """Check what must be equal, and that all machines share the output directory."""
 
-        def tell(what: str) -> None:
-            self.meeting.tell(f"{_AGREEMENT}, {what}")
+        def announce(what: str) -> None:
+            self.meeting.announce(f"{_AGREEMENT}, {what}")
 
-        hashes = self._answered(self.meeting.exchange(digests(self.target, tell), _SHORT_SECONDS))
+        hashes = self._answered(self.meeting.exchange(digests(self.target, announce), _SHORT_SECONDS))
         names = differing(list(hashes.values()))
-        values = self._answered(self.meeting.exchange(in_full(self.target, names, tell), _SHORT_SECONDS))
+        values = self._answered(self.meeting.exchange(in_full(self.target, names, announce), _SHORT_SECONDS))
         self.of_job += [_in(_AGREEMENT, row) for row in agreement_rows(values, names)]
         if self.target.cfg is not None:
             self.of_job += [_in(_AGREEMENT, row) for row in self._shared_directory()]
 
-    def lose_host(self, error: RendezvousError) -> None:
+    def note_lost_host(self, error: RendezvousError) -> None:
         """Note that rank 0 is gone, so that only this process's rows are left."""
         self.rows[self.target.rank].append(_in(_PROCESSES, fail("first rank", str(error), error.fix)))
 
@@ -203,10 +203,10 @@ class Job:
             return
         own: list[Row] = []
 
-        def tell(what: str) -> None:
+        def announce(what: str) -> None:
             guard.begin(what)
             if not guard.has_given_up:  # from then on the guard's thread uses the connections
-                self.meeting.tell(what)
+                self.meeting.announce(what)
 
         def give_up(what: str) -> None:
             text = f"{what} did not end within {seconds:g} s"
@@ -215,24 +215,23 @@ class Job:
             try:
                 self._share_collectives(own, seconds)
             except RendezvousError as error:
-                self.lose_host(error)
+                self.note_lost_host(error)
             finish(self.result())
             sys.stdout.flush()
             os._exit(1)
 
         with Guard(seconds, give_up) as guard:
-            tell("joining the process groups")
-            self._collectives(tell, own, guard)
+            announce("joining the process groups")
+            self._collectives(announce, own, guard)
         self._share_collectives(own, seconds)
 
     def _share_collectives(self, own: Sequence[Row], seconds: float) -> None:
         rows = [_in(_COLLECTIVES, row) for row in own]
-        # Nothing is imported any more, so every process can answer at once.
-        self._share(rows, seconds + _SHORT_SECONDS / 2, quiet=seconds)
+        self._share(rows, seconds + _SHORT_SECONDS / 2)
         self.rows, measured = slowest(self.rows)
         self.of_job += measured
 
-    def _collectives(self, tell: Callable[[str], None], rows: list[Row], guard: Guard) -> None:
+    def _collectives(self, announce: Callable[[str], None], rows: list[Row], guard: Guard) -> None:
         """Try the collectives, adding each row to ``rows`` as it is found."""
         from ppfleetx.distributed.init import init_distributed
         from ppfleetx.doctor.collectives import examine_groups
@@ -240,7 +239,7 @@ class Job:
         try:
             ctx = init_distributed(plan_config(self.target))
             rows.append(ok("process groups", f"joined: {', '.join(('job', *ctx.groups))}"))
-            for row in examine_groups(ctx, tell):
+            for row in examine_groups(ctx, announce):
                 rows.append(row)
         except Exception as error:  # noqa: BLE001  (whatever a communication library raises is a finding)
             if guard.has_given_up:
@@ -316,8 +315,7 @@ def plan_config(target: Target) -> RunConfig:
 
 
 def slowest(rows_of_ranks: Sequence[Sequence[Row]]) -> tuple[list[list[Row]], list[Row]]:
-    """Split rows in two: all but those of successful collectives by rank, and per collective the slowest
-    rank's."""
+    """Split off the rows of successful collectives, and keep only the slowest rank's of each."""
     found: dict[str, tuple[float, int, Row]] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in filter(_is_measured, rows):

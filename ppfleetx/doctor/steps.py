@@ -34,8 +34,7 @@ TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
 
 
 def losses(target: Target) -> Iterator[Row]:
-    """Losses of GPT and Llama in float32; on a card also with recompute and in 16 bits at levels O1 and
-    O2."""
+    """Losses of GPT and Llama in float32; on a card also with recompute, and in 16 bits at O1 and O2."""
     golden = json.loads(GOLDEN.read_text("utf-8"))["losses"]
     allow_tf32(False)
     device, tolerance = target.device, TOLERANCE["card" if is_card(target.device) else "cpu"]

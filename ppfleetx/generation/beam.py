@@ -152,8 +152,7 @@ class _Candidates:
 
 
 def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
-    """The likeliest continuations, by log-probabilities ``[groups * N, V]`` of the next token plus the
-    beams'."""
+    """The likeliest continuations, by log-probabilities ``[groups * N, V]`` of the next token."""
     vocab = scores.shape[-1]
     size, looked_at = groups[0].options.group_size, max(2, 1 + len(groups[0].end_ids))
     so_far = paddle.to_tensor(np.concatenate([group.scores for group in groups]))

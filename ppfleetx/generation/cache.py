@@ -107,8 +107,7 @@ class GrowingCache:
             self._layers[index] = (key.index_select(rows, axis=0), value.index_select(rows, axis=0))
 
     def _write(self, memory: paddle.Tensor, new: paddle.Tensor) -> None:
-        """Write ``new [b, g, s, d]`` into its columns of ``memory [b, g, k, d]``, faster than by index on a
-        CPU."""
+        """Write ``new [b, g, s, d]`` into its columns of ``memory [b, g, k, d]``, faster than by index."""
         rows, groups, num_columns, size = memory.shape
         if self._places is None:
             first = np.arange(rows * groups)[:, None] * num_columns

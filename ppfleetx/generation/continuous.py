@@ -56,7 +56,7 @@ class JoinableCache(GrowingCache):
             for layer, pair in self._layers.items()
         }
 
-    def take(self, columns: np.ndarray) -> None:
+    def keep_columns(self, columns: np.ndarray) -> None:
         """Keep the given ``columns [b, m]`` of each row, in this order."""
         indices = [paddle.to_tensor(row) for row in columns]
         for layer, pair in self._layers.items():
@@ -82,8 +82,7 @@ class JoinableCache(GrowingCache):
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
-    """The first ``length`` columns of ``tensor [b, g, k, d]``, zero-padded on the left to ``[b, g, columns,
-    d]``."""
+    """The first ``length`` columns of ``tensor [b, g, k, d]``, zero-padded on the left."""
     if tensor.shape[2] == length == columns:
         return tensor
     rows, groups, _, size = tensor.shape
@@ -202,7 +201,7 @@ class ContinuousBatch:
         if self._cache.length - longest > max(_MOST_UNUSED, longest // 4):
             # For each row the unused columns first, then the used ones in order.
             columns = np.argsort(self._visible, axis=1, kind="stable")[:, -longest:]
-            self._cache.take(columns)
+            self._cache.keep_columns(columns)
             self._visible = np.take_along_axis(self._visible, columns, axis=1)
 
     def _prefill(self) -> paddle.Tensor:

@@ -24,8 +24,8 @@ from ppfleetx.nn.quantized import QuantizedLinear
 from ppfleetx.nn.rope import RotaryEmbedding
 
 _MOST_SMALL_ROWS, _MOST_COLUMNS = 256, 512
-"""Of weights of few bits so many rows are taken, while they attend to so many columns. Their products are the
-same operator either way; attention to more columns is left to Paddle's products."""
+"""Limits for low-bit weights: up to this many rows, which attend to up to this many columns, run in one
+operation. Beyond that Paddle's products are used, which compute attention faster."""
 AddLinear = Callable[[fused_blocks.BlockWeights, nn.Layer], bool]
 """Adds the matrix of a linear to the weights. Returns False if it is not available."""
 

@@ -56,8 +56,7 @@ class Batch:
 
     @property
     def uses_lookup(self) -> bool:
-        """Whether to guess tokens: worth it for few rows and greedy search, whose text tends to repeat
-        itself."""
+        """Whether to guess tokens: worth it for few rows and greedy search, which repeats itself."""
         cfg = self.cfg
         is_greedy = cfg.decode_strategy == "greedy_search" and cfg.num_return_sequences == 1
         is_small = len(self.max_new_tokens) <= MOST_ROWS
@@ -266,8 +265,7 @@ class Generator(TextGenerator):
 
     @property
     def next_token_model(self) -> NextTokenModel:
-        """The object that computes logits, for writing your own decoding loop (the model is in `eval`
-        mode)."""
+        """Computes the logits; for your own decoding loop (the model is in `eval` mode)."""
         return self._next_token
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:

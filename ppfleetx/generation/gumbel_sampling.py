@@ -47,8 +47,7 @@ class RandomStream:
         self._philox, self._step = np.random.Philox(key=self._key), 0
 
     def numbers(self, step: int, num_steps: int = 1) -> np.ndarray:
-        """``[num_steps, n]`` float32 numbers from Exp(1), all above 0, for ``num_steps`` steps from ``step``
-        on."""
+        """``[num_steps, n]`` float32 numbers from Exp(1), all above 0, for the steps from ``step`` on."""
         counters = -(-self._size // _NUMBERS_PER_COUNTER)  # of a step
         if step != self._step:
             self._philox = np.random.Philox(key=self._key, counter=step * counters)

@@ -93,8 +93,7 @@ class PrefixStore:
         self.num_tokens = sum(sizes)
 
     def _longest(self, prompt: Sequence[int]) -> tuple[int, Layers]:
-        """The length of the longest known prefix of a prompt, at most all but its last token, and its
-        entry."""
+        """The length of the longest known prefix of a prompt, never its last token, and its entry."""
         array = np.array(prompt[:-1], np.int64)
         lengths = [_shared(one.tokens, array) for one in self._entries]
         best = max(range(len(lengths)), key=lengths.__getitem__, default=None)

@@ -92,8 +92,7 @@ def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> 
 
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """The ``count`` largest values of each row of ``values [b, m]`` in descending order, and their
-    columns."""
+    """The ``count`` largest values in each row of ``values [b, m]``, descending, and their columns."""
     if not _is_on_host(values):
         return paddle.topk(values, count, axis=-1)
     # Paddle's CPU kernel sorts whole rows; NumPy selects first, which is several times faster.
@@ -138,8 +137,7 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """:func:`nucleus` of ``[V]``: values go into buckets, and only the bucket in which p is reached is
-    sorted."""
+    """:func:`nucleus` of ``[V]``: only the bucket of values in which p is reached is sorted."""
     top_p = _in_float32(top_p)
     # Buckets by exponent and the top 8 bits of the fraction, which sort like the numbers: none is negative.
     bucket = probabilities.view(np.int32) >> 15
@@ -169,8 +167,7 @@ def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[pad
 
 
 def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """``probabilities [b, V]`` with all but the ``count`` largest zero; ``smallest`` is the smallest to
-    keep."""
+    """``probabilities [b, V]`` with all but the ``count`` largest zero; ``smallest`` is the last kept."""
     kept = probabilities >= smallest
     too_many = kept.astype("int64").sum(-1, keepdim=True) - count
     if bool((too_many > 0).any()):

@@ -1,5 +1,4 @@
-"""Prompt lookup decoding (Saxena, 2023): guess several tokens from the row's own text, verify them in one
-pass.
+"""Prompt lookup decoding (Saxena, 2023): guess tokens from the row's own text, verify them in one pass.
 
 Text repeats itself: what followed an earlier occurrence of the last tokens often follows again. A pass over a
 few positions reads the weights once, just like a pass over one position, and with few rows reading them takes
@@ -25,10 +24,10 @@ weights. Measured with 12 layers of 768: 93 ms for 8 positions, and 3 ms for eac
 _TRUST = 0.75
 """The share of guesses that is assumed to be right when deciding how many guesses are worthwhile."""
 MOST_ROWS = 3
-"""Of a batch that is guessed for. With more rows a pass waits for arithmetic, and for the row that is guessed
-worst. Guesses make 1.8 times the tokens of two rows, 1.1 of three, 0.95 of four and 0.7 of eight."""
+"""The most rows for which guessing pays. With more, a pass is limited by arithmetic and by the row with the
+worst guesses. Guessing is 1.8 times as fast for two rows, 1.1 for three, 0.95 for four and 0.7 for eight."""
 LENGTHS = (3, 2)
-"""Tokens at the end that are looked for, the longest first: a single one says too little."""
+"""Lengths of the ends to look up, longest first: a single token says too little."""
 
 
 def decode_with_lookup(

@@ -108,8 +108,7 @@ def _count_penalties(new: Sequence[Sequence[int]], options: RowOptions, vocab_si
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The log-probability of a token in the model's own distribution, before penalties, temperature, top-k,
-    top-p.
+    """The log-probability of a token in the model's own distribution, before any sampling option.
 
     Attributes:
         token: the token's id.
@@ -123,8 +122,7 @@ class TokenScore:
 
 
 def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """The scores of ``tokens`` under ``logits [b, V]``, each with the ``num_top`` likeliest tokens at its
-    place."""
+    """The scores of ``tokens`` under ``logits [b, V]``, each with the ``num_top`` likeliest tokens."""
     scores = log_probabilities(logits)
     chosen = paddle.take_along_axis(scores, paddle.to_tensor(np.array(tokens)[:, None]), axis=1)
     own = chosen.flatten().numpy().tolist()

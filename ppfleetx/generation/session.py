@@ -115,8 +115,7 @@ class NextTokenModel:
     def without_cache(
         self, tokens: paddle.Tensor, position_ids: paddle.Tensor, document_start: paddle.Tensor | None
     ) -> paddle.Tensor:
-        """The logits from a plain forward pass over all ``tokens [b, n]``, which define the correct
-        result."""
+        """The logits from a plain forward pass over all ``tokens [b, n]``, the reference result."""
         logits = self.model(tokens, position_ids, document_start)
         return self._all_columns(logits[-1])
 

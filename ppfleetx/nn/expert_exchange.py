@@ -24,7 +24,7 @@ import paddle
 from paddle import distributed
 from paddle.autograd import PyLayer
 
-from ppfleetx.distributed.collectives import alltoall_rows, gather_rows
+from ppfleetx.distributed.collectives import gather_rows, start_alltoall_rows
 from ppfleetx.distributed.transfer import read, upload
 
 
@@ -47,20 +47,29 @@ class ExpertExchange:
         """All ``num_rows`` again, from the parts of :meth:`own`."""
         return rows
 
-    def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> tuple[paddle.Tensor, np.ndarray]:
+    def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
         """Send rows to their experts.
 
         Args:
             rows: ``[n, h]``, sorted by expert.
             counts: ``[E]``, int64: how many of them each expert gets.
-
-        Returns:
-            The rows for this rank's experts, sorted by expert, and how many each gets, on the host.
         """
-        return rows, read(counts)
+        return Journey(rows, counts)
 
-    def combine(self, outputs: paddle.Tensor) -> paddle.Tensor:
-        """What the experts made of the rows of the last :meth:`dispatch`, in the order of these rows."""
+
+class Journey:
+    """Rows on their way to experts and back; these stay where they are."""
+
+    def __init__(self, rows: paddle.Tensor, counts: paddle.Tensor) -> None:
+        self._rows, self._counts = rows, counts
+
+    def arrive(self) -> tuple[paddle.Tensor, np.ndarray]:
+        """The rows for this rank's experts, sorted by expert, and how many each gets, on the host. What is
+        computed before the call does not wait for them."""
+        return self._rows, read(self._counts)
+
+    def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
+        """What the experts made of the rows, in the order of the rows that were sent."""
         return outputs
 
 
@@ -75,7 +84,6 @@ class ParallelExperts(ExpertExchange):
 
     def __init__(self, *, ep: Any = None, emp: Any = None, alike: Any = None) -> None:
         self._ep, self._emp, self._alike = ep, emp, alike
-        self._route: Route | None = None
 
     @property
     def adds_output_bias(self) -> bool:  # type: ignore[override]
@@ -91,20 +99,29 @@ class ParallelExperts(ExpertExchange):
     def whole(self, rows: paddle.Tensor, num_rows: int) -> paddle.Tensor:
         return rows if self._alike is None else _Whole.apply(rows, num_rows, self._alike)
 
-    def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> tuple[paddle.Tensor, np.ndarray]:
+    def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
         if self._ep is None and self._emp is None:
             return super().dispatch(rows, counts)
+        return _Travel(rows, Route.of(counts, self._ep, self._emp))
+
+
+class _Travel(Journey):
+    """Between ranks."""
+
+    def __init__(self, rows: paddle.Tensor, route: Route) -> None:
         if paddle.is_grad_enabled() and rows.stop_gradient:  # all ranks come by in the backward pass
             rows = rows.detach()
             rows.stop_gradient = False
-        self._route = Route.of(counts, self._ep, self._emp)
-        return _Travel.apply(rows, self._route.there, self._route.back), self._route.local_counts
+        self._route, self._message = route, Message()
+        self._received = rows if route.ep is None else _Depart.apply(rows, route, self._message)
 
-    def combine(self, outputs: paddle.Tensor) -> paddle.Tensor:
-        if self._ep is None and self._emp is None:
-            return outputs
-        route, self._route = self._route, None
-        return _Travel.apply(outputs, route.back, route.there)
+    def arrive(self) -> tuple[paddle.Tensor, np.ndarray]:
+        rows = _Arrive.apply(self._received, self._route, self._message)
+        self._received = None
+        return rows, self._route.local_counts
+
+    def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
+        return _Return.apply(outputs, self._route)
 
 
 @dataclass(frozen=True)
@@ -140,8 +157,11 @@ class Route:
 
     @property
     def local_counts(self) -> np.ndarray:
-        """Rows that each expert of this rank gets."""
-        return self.table.sum((0, 1))
+        """Rows that each expert of this rank gets. The first gets one of zeros if there are none: not every
+        operator of every device takes a tensor without elements."""
+        counts = self.table.sum((0, 1))
+        counts[0] += not counts.any()
+        return counts
 
     @property
     def _received(self) -> np.ndarray:
@@ -166,24 +186,52 @@ class Route:
         place[order] = np.arange(len(order))
         return upload(place)
 
-    def there(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Rows, sorted by expert, to the ranks of their experts: sorted by expert again."""
-        if self.ep is not None:
-            rows = alltoall_rows(rows, self.sent, self._received, self.ep)
+    def depart(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
+        """Start to send rows, sorted by expert, to the ranks of their experts."""
+        return message.start(rows, self.sent, self._received, self.ep)
+
+    def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
+        """Rows that have come along ``ep`` to all ranks along ``emp``: sorted by expert again."""
+        if not self._longest:
+            return paddle.zeros([1, *rows.shape[1:]], rows.dtype)
         if self.emp is not None:
             rows = gather_rows(rows, self._longest, self.emp)
         return rows.index_select(self._order)
 
-    def back(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """The way of :meth:`there` in the other direction; what the ranks along ``emp`` have is added up."""
+    def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
+        """The opposite of :meth:`spread`: what the ranks along ``emp`` have is added up."""
+        if not self._longest:
+            return rows[:0]
         rows = rows.index_select(self._place)
-        if self.emp is not None:
-            total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
-            distributed.stream.reduce_scatter(total, rows, group=self.emp)
-            rows = total[: int(self._received.sum())]
-        if self.ep is not None:
-            rows = alltoall_rows(rows, self._received, self.sent, self.ep)
-        return rows
+        if self.emp is None:
+            return rows
+        total = paddle.empty([self._longest, *rows.shape[1:]], rows.dtype)
+        distributed.stream.reduce_scatter(total, rows, group=self.emp)
+        return total[: int(self._received.sum())]
+
+    def send_back(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
+        """The opposite of :meth:`depart`."""
+        return message.start(rows, self._received, self.sent, self.ep)
+
+
+class Message:
+    """Rows under way along ``ep``."""
+
+    def __init__(self) -> None:
+        self._finish: Callable[[], paddle.Tensor] | None = None
+
+    def start(self, rows: paddle.Tensor, sent: np.ndarray, received: np.ndarray, group: Any) -> paddle.Tensor:
+        """The tensor that the rows arrive in. Without a group they are there."""
+        if group is None:
+            self._finish = lambda: rows
+            return rows
+        out, self._finish = start_alltoall_rows(rows, sent, received, group)
+        return out
+
+    def wait(self) -> paddle.Tensor:
+        """The rows, once they are there."""
+        finish, self._finish = self._finish, None
+        return finish()
 
 
 def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
@@ -203,20 +251,47 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
     return np.repeat(begins - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
 
 
-class _Travel(PyLayer):
+class _Depart(PyLayer):
+    """Backward, the rows' gradients have been on their way since :class:`_Arrive`."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: paddle.Tensor,
-        there: Callable[[paddle.Tensor], paddle.Tensor],
-        back: Callable[[paddle.Tensor], paddle.Tensor],
-    ) -> paddle.Tensor:
-        ctx.back = back
-        return there(rows)
+    def forward(ctx: Any, rows: paddle.Tensor, route: Route, message: Message) -> paddle.Tensor:
+        ctx.message = message
+        return route.depart(rows, message)
+
+    @staticmethod
+    def backward(ctx: Any, _: paddle.Tensor) -> paddle.Tensor:
+        return ctx.message.wait()
+
+
+class _Arrive(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, received: paddle.Tensor, route: Route, message: Message) -> paddle.Tensor:
+        ctx.route, ctx.message = route, message
+        if route.ep is not None:
+            message.wait()
+        return route.spread(received)
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
-        return ctx.back(upstream)
+        gradient = ctx.route.collect(upstream)
+        if ctx.route.ep is not None:
+            ctx.route.send_back(gradient, ctx.message)
+        return gradient
+
+
+class _Return(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, outputs: paddle.Tensor, route: Route) -> paddle.Tensor:
+        ctx.route, message = route, Message()
+        route.send_back(route.collect(outputs), message)
+        return message.wait()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
+        message = Message()
+        ctx.route.depart(upstream, message)
+        return ctx.route.spread(message.wait())
 
 
 def _share(num_rows: int, group: Any) -> int:

@@ -19,8 +19,8 @@ def product(
     x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None, counts: Counts
 ) -> paddle.Tensor:
     """``x [n, in]`` to ``[n, out]``, in the type that a linear would have here; ``bias [groups, out]``."""
-    # Mixed precision decides by lists and levels: an empty product tells its type.
-    dtype = F.linear(x[:0], _of(weight, 0)).dtype
+    # Mixed precision decides by lists and levels: the product of two numbers tells its type.
+    dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, weight))).dtype
     with paddle.amp.auto_cast(enable=False):
         x, result = _in(x, dtype), paddle.empty([x.shape[0], weight.shape[-1]], dtype)
         for group, begin, end in _spans(counts):

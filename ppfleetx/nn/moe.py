@@ -169,17 +169,12 @@ class MoE(nn.Layer):
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """``hidden [s, b, h]`` to the same shape."""
         routing, kept, losses = self.router(hidden)
-        result = self._routed(hidden, routing, kept)
-        if self.shared is not None:
-            shared = self.shared(hidden)
-            if self.shared_gate is not None:
-                shared = shared * F.sigmoid(self.shared_gate(hidden))
-            result = result + shared
+        result = self._mixed(hidden, routing, kept)
         for loss in losses:
             result = with_aux_loss(result, loss)
         return result
 
-    def _routed(
+    def _mixed(
         self, hidden: paddle.Tensor, routing: choices.Routing, kept: paddle.Tensor | None
     ) -> paddle.Tensor:
         exchange, width = self.exchange, hidden.shape[-1]
@@ -189,10 +184,19 @@ class MoE(nn.Layer):
         )
         kept = None if kept is None else exchange.own(kept.reshape([-1, kept.shape[-1]]))
         order = Order(choice, self.num_experts, kept)
-        there, counts = exchange.dispatch(order.dispatch(rows), order.counts)
-        outputs = exchange.combine(self.experts(there, counts))
-        mixed = order.combine(outputs, weights)
-        return exchange.whole(mixed, hidden.shape[0] * hidden.shape[1]).reshape([*hidden.shape[:-1], width])
+        journey = exchange.dispatch(order.dispatch(rows), order.counts)
+        shared = self._shared(hidden)  # while rows travel
+        outputs = journey.back(self.experts(*journey.arrive()))
+        mixed = exchange.whole(order.combine(outputs, weights), hidden.shape[0] * hidden.shape[1])
+        mixed = mixed.reshape([*hidden.shape[:-1], width])
+        return mixed if shared is None else mixed + shared
+
+    def _shared(self, hidden: paddle.Tensor) -> paddle.Tensor | None:
+        """What the shared experts give."""
+        if self.shared is None:
+            return None
+        shared = self.shared(hidden)
+        return shared if self.shared_gate is None else shared * F.sigmoid(self.shared_gate(hidden))
 
 
 class Order:

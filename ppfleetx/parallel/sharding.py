@@ -196,17 +196,18 @@ class Sharding:
         if isinstance(layer, PieceHead) and layer.defers(inputs):
             return
         passed = partial(self._passed, layer, parameters)
-        hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed)))
+        can_wait = self._stage != 3 or hidden.is_leaf
+        hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
-    def _after_weights(self, call: Callable[[], None]) -> None:
+    def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
         """Call when the weights of a layer have their gradients, if its input has one now.
 
         Paddle may add to a weight after the input, where the weight went through an operator first, as a cast
-        does. The end of the backward pass is always after it. Stage 3 cannot wait for that, because other
-        ranks send before they fetch the values of the layer before; a weight that goes through more than two
-        operators before its product ends the run with an error there.
+        does. The end of the backward pass is always after it. Stage 3 cannot wait for that where a layer
+        comes before (``can_wait`` False): ranks send before they fetch the values of that layer. There a
+        weight that goes through more than two operators before its product ends the run with an error.
         """
-        if self._stage == 3:
+        if not can_wait:
             call()
         else:
             paddle.base.core.eager._add_backward_final_hook(call)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import itemgetter
 
-from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.plan import ParallelPlan, Workload
 from ppfleetx.config.rules import expert_sizes
 from ppfleetx.config.sections.compress import CompressConfig
@@ -143,8 +142,7 @@ class Job:
 
     @property
     def hidden_bytes(self) -> float:
-        """Bytes of one micro batch's hidden states on a context rank, before sequence parallelism cuts
-        them."""
+        """Bytes of one micro batch's hidden states on a context rank, before sequence parallelism."""
         tokens = self.micro_batch * self.seq_len / self.plan.sep
         return tokens * self.model.hidden_size * self.precision.activation_bytes
 
@@ -247,24 +245,9 @@ class Job:
             return {self.kinds[0]: self.model.num_layers // self.plan.pp}
         return dict(Counter(self.layers[n] for chunk in self.layers_of_stage(stage) for n in chunk))
 
-    def with_plan(self, plan: ParallelPlan, micro_batch: int) -> Job:
-        """The same step of the same job under another plan.
-
-        Raises:
-            ValueError: the batch cannot be split that way.
-        """
-        per_step = plan.data_size * micro_batch
-        if self.global_batch % per_step:
-            raise ValueError(
-                f"{self.global_batch} sequences a step cannot be split among {plan.data_size} data ranks in "
-                f"micro batches of {micro_batch}"
-            )
-        return replace(self, plan=plan, micro_batch=micro_batch, accumulate=self.global_batch // per_step)
-
 
 class ModelKey:
-    """Hashes a model by identity: hashing all its fields would take longer than computing the cached
-    value."""
+    """Hashes a model by identity: hashing all fields would take longer than computing the cached value."""
 
     __slots__ = ("compress", "model")
 
@@ -350,9 +333,3 @@ def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
     if model.attention_kernel == "reference" or precision.compute == "float32":
         return False
     return card.flash_efficiency > 0 and card.kernels != "plugin"
-
-
-def batch_of(job: Job) -> BatchPlan:
-    """The job's batch sizes under the configuration's names."""
-    local = job.micro_batch * job.accumulate
-    return BatchPlan(job.global_batch, local, job.micro_batch, job.accumulate)

@@ -148,8 +148,7 @@ def _fragments(job: Job) -> float:
 
 
 def least_memory(job: Job, cluster: Cluster) -> float:
-    """Bytes that the fullest rank needs whatever its micro batch and recompute: a search checks them
-    first."""
+    """Bytes that the fullest rank needs whatever its micro batch and recompute, checked first in a search."""
     precision, states = job.precision, 0.0
     if not job.plan.sharding_offload:
         states = precision.master_bytes + 4 * job.moments
@@ -190,8 +189,7 @@ def passes_in_flight(job: Job, stage: int) -> float:
 
 @dataclass(frozen=True)
 class _Run:
-    """``count`` equal layers in a row; ``everywhere``: each chunk has them, not only the first or the
-    last."""
+    """``count`` equal layers in a row; ``everywhere``: in each chunk, not only the first or last."""
 
     tape: Tape
     count: int

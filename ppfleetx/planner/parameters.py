@@ -86,7 +86,7 @@ class _Groups(NamedTuple):
 
 
 def held_parameters(job: Job, stage: int) -> Held:
-    """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one with most."""
+    """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one that holds most."""
     plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
@@ -136,8 +136,8 @@ def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fe
 
 
 def embedding_bytes(job: Job, stage: int) -> float:
-    """Of the gradient that is complete last, and of the values that are needed first: the word embedding's,
-    if it is on ``stage`` and trains."""
+    """Gradient bytes of the word embedding if it is on ``stage`` and trains: its gradient is complete last,
+    and its values are needed first."""
     words = _groups(job.model_key, *_slices(job)).embedding[0]
     return words.size * job.precision.gradient_bytes if stage == 0 and words.trains else 0.0
 

@@ -23,7 +23,7 @@ _DEGREES = {
     "ep": "ep",
     "emp": "expert_mp",
 }
-_GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
+GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
 WORDS = (*_DEGREES, "micro", "sp", "offload", "zb", "recompute")
 
 
@@ -62,8 +62,8 @@ def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOpt
     if values.get("mp") == 1 and "sp" not in given:
         values["sequence_parallel"] = False
     recompute = given.get("recompute")
-    if recompute not in (None, *_GRANULARITIES, "mixed"):
-        raise ConfigError(f"recompute is one of {', '.join(_GRANULARITIES)}", key=option, value=words)
+    if recompute not in (None, *GRANULARITIES, "mixed"):
+        raise ConfigError(f"recompute is one of {', '.join(GRANULARITIES)}", key=option, value=words)
     micro = _whole(given, "micro", option) if "micro" in given else None
     return PlanOption(replace(own, **values), micro, None if recompute == "mixed" else recompute)
 

@@ -9,16 +9,15 @@ from functools import cache
 from itertools import product
 
 from ppfleetx.config.plan import ParallelPlan, Workload, violations
-from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.job import Job
 from ppfleetx.planner.memory import least_memory
 from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.plan_option import GRANULARITIES
 from ppfleetx.planner.prediction import Prediction
 
-_GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
 _MAX_MICRO_BATCH = 64
-_PLAYED = 40  # how many of the estimated best are simulated before the final ranking
+_SIMULATED = 40  # how many of the estimated best are simulated before the final ranking
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def search(job: Job, cluster: Cluster, devices: int, *, goal: str = "time", keep
             fullest card first).
         keep: how many plans to return.
     """
-    looking = _Search(job, cluster, goal, _Shortest(max(_PLAYED, keep)))
+    looking = _Search(job, cluster, goal, _Shortest(max(_SIMULATED, keep)))
     plans = _plans(job, devices, cluster.per_node)
     if goal == "time":  # ZB-H1 never needs less memory
         plans = _in_both_orders(plans)
@@ -150,7 +149,7 @@ def _batches(job: Job, plan: ParallelPlan) -> Iterator[Job]:
 
 
 def _recomputing(job: Job) -> Iterator[Job]:
-    for kind in _GRANULARITIES:
+    for kind in GRANULARITIES:
         if job.flash and kind == "core_attn":
             continue  # flash attention keeps no scores, so nothing would be saved
         yield replace(job, recomputed=(kind,) * job.model.num_layers)

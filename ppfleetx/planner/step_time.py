@@ -62,8 +62,7 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
 
 
 def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """Exposed seconds of sending updated parameters (sharding stages 1 and 2) during the next forward
-    pass."""
+    """Exposed seconds of sending updated parameters (sharding stages 1 and 2) during the next forward."""
     whole = held.trained * job.precision.gradient_bytes
     if not job.overlap.values or not whole:
         return sending
@@ -71,8 +70,7 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """Seconds that a layer waits for its parameters (stage 3), which arrive while the previous layer
-    computes."""
+    """Seconds that a layer waits for its parameters (stage 3), sent while the previous layer computes."""
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
 
@@ -111,7 +109,7 @@ class Passes:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return sum(getattr(self, name) for name in PARTS)
 
     def __add__(self, other: Passes) -> Passes:
@@ -345,14 +343,13 @@ def _price(o: Operation, flops: float, moved: float, kernels: int, job: Job, clu
 
 
 def _activation_sum(job: Job, cluster: Cluster) -> float:
-    """Seconds of one tensor-parallel sum of the hidden states; under sequence parallelism, of scatter and
-    gather."""
+    """Seconds of one tensor-parallel sum of the hidden states; or of the scatter and gather instead."""
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
 
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
     """Communication of one layer in one pass: an all-reduce along mp of attention and of an MLP, and two
-    all-to-alls along sep. With sequence parallelism the backward pass all-gathers the inputs of both
+    all-to-alls along sep. Under sequence parallelism, the backward pass gathers the inputs of both
     column-parallel products again."""
     routed = isinstance(block.mlp, MoESpec)
     pairs = 1 if routed and block.mlp.shared is None else 2
@@ -404,8 +401,8 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Sums of gradients that a rank waits for: into the owners, over sep and replicas. Those over the
-    replicas of owners come when the passes are over, and so do those of experts."""
+    """Exposed seconds of the sums of gradients: to their owners, or over sep and replicas. The sums over
+    replicas of owners, and of experts, follow after the passes."""
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
         early = gather_seconds(held.dense * each, group_of(plan, "sharding", cluster), cluster)

@@ -244,8 +244,7 @@ def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
 def _crossed(
     waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
 ) -> str:
-    """The sentence for ranks that wait for each other in different calls: one skipped a call, or swapped
-    two."""
+    """The sentence for ranks that wait for each other in different calls: one skipped or swapped a call."""
     for rank, absent in edges.items():
         for other in absent:
             if other in edges and rank in _reached(other, edges):

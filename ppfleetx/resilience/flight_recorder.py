@@ -101,8 +101,7 @@ class CallRecord:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Context in which calls only ask other ranks whether they are done, which does not count as
-        progress."""
+        """Context for calls that only ask whether other ranks are done, which is no progress."""
         before, self._asks = self._asks, True
         try:
             yield
@@ -144,8 +143,7 @@ class CallRecord:
         return call
 
     def recorded(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Wrap ``method`` of a process group so that its calls are recorded, but not the calls it makes
-        itself."""
+        """Wrap ``method`` of a process group so that its calls are recorded, but not nested ones."""
         nested = self._nested
 
         @functools.wraps(method)
@@ -178,8 +176,7 @@ class CallRecord:
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """The call that ``thread`` waits for: one that has not returned, or the one that the backend
-        names."""
+        """The call that ``thread`` waits for: one that has not returned, or the backend's."""
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:

@@ -177,7 +177,7 @@ class Identity:
     pid: int = field(default_factory=os.getpid)
 
 
-def take(
+def capture_report(
     who: Identity,
     progress: Progress,
     record: CallRecord,

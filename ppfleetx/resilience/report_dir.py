@@ -113,8 +113,7 @@ class ReportDir:
         self._do(write)
 
     def _is_foreign(self) -> bool:
-        """Whether another user has created the directory, or a link of its name, in a place open to all
-        users.
+        """Whether another user has created the directory, or a link of its name, in a shared place.
 
         Raises:
             OSError: it does not exist.

@@ -3,9 +3,8 @@
 1. A rank that makes no progress for the timeout writes its report (``hang_report.py``).
 2. The others see it and write theirs, whatever they are doing.
 3. After a short wait each rank reads all reports (a frozen rank writes none) and combines them
-(``explain.py``). If
-   a rank still works, the job is slow, and all keep waiting. Otherwise the explanation is printed, and every
-   rank ends with exit code 4 or keeps waiting, as configured.
+   (``explain.py``). If a rank still works, the job is slow, and all keep waiting. Otherwise the explanation
+   is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 from ppfleetx.resilience.activity import EVALUATING, GENERATING, MEETING, PROGRESS, STEPPING, Progress
 from ppfleetx.resilience.explain import Explanation, explain, explain_alone
 from ppfleetx.resilience.flight_recorder import RECORD, CallRecord
-from ppfleetx.resilience.hang_report import Identity, Report, latest, take
+from ppfleetx.resilience.hang_report import Identity, Report, capture_report, latest
 from ppfleetx.resilience.report_dir import PRIVATE, ReportDir
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine, state_of
@@ -240,7 +239,7 @@ class Watchdog:
     def _report(self, timeout: float, works: bool) -> Report:
         quiet = self._quiet()
         return self._with_peers(
-            take(
+            capture_report(
                 self._who,
                 self._progress,
                 self._record,
@@ -276,7 +275,7 @@ class Watchdog:
         earlier = one.reports(time.time() - _SAME_END_SECONDS)
         if lost and any(report.asks for report in earlier.values()):
             return  # a consequence: the others ended because of a hang
-        report = take(
+        report = capture_report(
             self._who,
             self._progress,
             self._record,

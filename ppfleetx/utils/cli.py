@@ -124,8 +124,7 @@ def _end_by_signal() -> None:
 
 
 def _keep_exit_code() -> None:
-    """Ignore SIGTERM from now on: a launcher that ends this rank while it exits must not change the exit
-    code."""
+    """Ignore SIGTERM from now on: a launcher that ends this rank must not change its exit code."""
     if _OF_LAUNCHER in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -153,8 +152,7 @@ def _exit_code_of(error: Exception) -> int | None:
 
 
 def _wait_for_the_launcher() -> None:
-    """Give the launcher time to find the rank that failed; it then ends this one, which keeps its exit
-    code."""
+    """Give the launcher time to find the failed rank; it then ends this one."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     deadline = time.monotonic() + _LAUNCHER_LOOKS_SECONDS

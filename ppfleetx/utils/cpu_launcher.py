@@ -8,9 +8,8 @@ does so for its own ``.venv``. To undo it, delete the file.
 In processes started as ``python -m paddle.distributed.launch``, and only there, it changes this:
 
 - ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs and fails with
-``ValueError:
-  substring not found`` if there is none. But if ``CUDA_VISIBLE_DEVICES`` lists the numbers, Paddle starts one
-  process for each, so the variable is set to the value of ``--devices``.
+  ``ValueError: substring not found`` if there is none. But if ``CUDA_VISIBLE_DEVICES`` lists the numbers,
+  Paddle starts one process for each, so the variable is set to the value of ``--devices``.
 - The launcher never waits for ever, and its exit code says what happened (``launcher_watch.py``).
 
 Why a ``.pth`` file: Python runs the ``import`` lines of such files at start, in every process of the

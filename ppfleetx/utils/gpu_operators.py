@@ -79,23 +79,6 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
     return {part[-1] for part in parts if part[0] in backends}
 
 
-def missing_kernels(
-    registry: Mapping[str, Iterable[str]], kernels: Mapping[str, Kernel]
-) -> list[tuple[str, str]]:
-    """(kernel, element type) pairs that are used but that a build does not register for a GPU.
-
-    Args:
-        registry: ``paddle.base.core._get_registered_phi_kernels("function")`` of the build.
-        kernels: what is used.
-    """
-    return [
-        (name, dtype)
-        for name, kernel in sorted(kernels.items())
-        for dtype in kernel.used
-        if dtype not in registered_types(registry.get(name, ()))
-    ]
-
-
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
     """What a run on Ascend computes on the host, with copies, because the plugin has no kernel: a sentence
     for each key. ``docs/devices/ascend.md`` has the full list."""

@@ -17,8 +17,7 @@ def get_logger() -> logging.Logger:
 
 
 def configure_logging(*, quiet: bool = False) -> logging.Logger:
-    """Give the logger its stdout handler; ``quiet``, for other ranks than the main one, keeps warnings
-    only."""
+    """Give the logger its stdout handler; ``quiet``, for all but the main rank, keeps warnings only."""
     logger = get_logger()
     logger.handlers.clear()
     handler = _Handler(_Stdout())

@@ -1,10 +1,13 @@
-"""The CPU, the memory and the processes of this machine, as Linux describes them."""
+"""The CPU, memory, processes and network interfaces of this machine, as Linux describes them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -35,22 +38,23 @@ def available_cpus() -> int:
 
 def available_fraction() -> float:
     """The share of the machine's memory that is available; 1 if unknown."""
-    kibibytes = _kibibytes()
+    kibibytes = _numbers(_MEMINFO)
     return kibibytes.get("MemAvailable", 1) / kibibytes.get("MemTotal", 1)
 
 
 def available_bytes() -> int | None:
     """Bytes of memory that are available; None if unknown."""
-    kibibytes = _kibibytes().get("MemAvailable")
+    kibibytes = _numbers(_MEMINFO).get("MemAvailable")
     return None if kibibytes is None else kibibytes << 10
 
 
-def _kibibytes() -> dict[str, int]:
+def _numbers(path: Path) -> dict[str, int]:
+    """The numbers in a file of ``/proc`` with lines like ``NAME: NUMBER kB``; empty if it cannot be read."""
     try:
-        lines = _MEMINFO.read_text().splitlines()
+        words = [line.split() for line in path.read_text().splitlines()]
     except OSError:
         return {}
-    return {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return {word[0].rstrip(":"): int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
 
 def back_by_huge_pages(address: int, num_bytes: int) -> None:
@@ -79,6 +83,31 @@ def back_process_by_huge_pages() -> None:
         if permissions == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
             start, end = (int(address, 16) for address in addresses.split("-"))
             back_by_huge_pages(start, end - start)
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface.
+
+    Raises:
+        OSError: there is no such interface, or it has no address.
+    """
+    get_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
+    return socket.inet_ntoa(_ask_interface(name, get_address)[4:8])
+
+
+def interface_flags(name: str) -> int:
+    """The flags of a network interface (linux/if.h).
+
+    Raises:
+        OSError: there is no such interface.
+    """
+    get_flags = 0x8913  # SIOCGIFFLAGS, linux/sockios.h
+    return int.from_bytes(_ask_interface(name, get_flags)[:2], sys.byteorder)
+
+
+def _ask_interface(name: str, request: int) -> bytes:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))[16:]
 
 
 _STATES = {
@@ -127,27 +156,14 @@ def machine() -> str:
 
 def killed_for_memory() -> int:
     """How many processes the kernel has killed since boot because memory ran out."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, _, number = line.partition(" ")
-            if name == "oom_kill":
-                return int(number)
-    return 0
+    return _numbers(Path("/proc/vmstat")).get("oom_kill", 0)
 
 
 def memory() -> dict[str, int]:
     """Bytes of memory: of this process now and at its peak, and available on the machine."""
-    found: dict[str, int] = {}
-    for path, names in (
-        ("/proc/self/status", {"VmRSS": "resident", "VmHWM": "peak"}),
-        ("/proc/meminfo", {"MemAvailable": "machine_available"}),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            for line in Path(path).read_text().splitlines():
-                name, _, value = line.partition(":")
-                if name in names:
-                    found[names[name]] = int(value.split()[0]) << 10
-    return found
+    kibibytes = _numbers(Path("/proc/self/status")) | _numbers(_MEMINFO)
+    names = {"resident": "VmRSS", "peak": "VmHWM", "machine_available": "MemAvailable"}
+    return {ours: kibibytes[name] << 10 for ours, name in names.items() if name in kibibytes}
 
 
 def _queued_seconds() -> float:
@@ -169,11 +185,8 @@ class WorkMeter:
         self._seen = self._now()
 
     def _now(self) -> tuple[float, float, int]:
-        moved = 0
-        with contextlib.suppress(OSError, ValueError):
-            for line in Path("/proc/self/io").read_text().splitlines():
-                name, _, number = line.partition(":")
-                moved += int(number) if name in ("rchar", "wchar") else 0
+        io = _numbers(Path("/proc/self/io"))
+        moved = io.get("rchar", 0) + io.get("wchar", 0)
         return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 
     def look(self, *, share: float, size: int) -> tuple[bool, bool]:

@@ -46,8 +46,7 @@ _TOO_LATE = (
 
 
 def mkl_cpu_type(cpuinfo: str) -> str | None:
-    """The MKL code path for the CPU described by ``/proc/cpuinfo``: "7" AVX-512, "5" AVX2, None: MKL's
-    choice.
+    """The MKL code path for a CPU, given ``/proc/cpuinfo``: "7" AVX-512, "5" AVX2, None: MKL's choice.
 
     Only AMD needs this.
     """
@@ -71,8 +70,7 @@ _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Apply the settings to this process, and make a rank end with its launcher. Call before importing
-    Paddle.
+    """Apply the settings to this process, and let a rank end with its launcher. Call before importing Paddle.
 
     After that only malloc can be set; the first such call logs a warning.
 
@@ -234,11 +232,9 @@ def _quick_imports() -> Iterator[None]:
     Every command and every rank imports Paddle first, so half a second is worth two tricks:
 
     - Garbage collection is off, and later ignores what was imported: modules, functions and classes are not
-    garbage,
-      but there are so many that examining them takes time.
+      garbage, but there are so many that examining them takes time.
     - ``httpx``, which Paddle imports, does not find its command line program ``httpx._main``, and so does not
-    import
-      libraries for drawing on a terminal. Afterwards ``httpx._main`` can be imported as usual.
+      import libraries for drawing on a terminal. Afterwards ``httpx._main`` can be imported as usual.
     """
     collects, name = gc.isenabled(), "httpx._main"
     is_hidden = name not in sys.modules

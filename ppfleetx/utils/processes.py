@@ -73,11 +73,12 @@ def _wait_for_end(pid: int, is_parent: bool) -> None:
             end.poll()
         return
     # The launcher has ended already, or this system has no pidfd_open.
-    while os.getppid() == pid if is_parent else _exists(pid):
+    while os.getppid() == pid if is_parent else process_exists(pid):
         time.sleep(_LOOK_AT_PARENT_SECONDS)
 
 
-def _exists(pid: int) -> bool:
+def process_exists(pid: int) -> bool:
+    """Whether a process of this number runs, whoever owns it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

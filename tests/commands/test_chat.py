@@ -193,7 +193,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(tmp_path: Path, t
         process.send_signal(signal.SIGINT)
         wait_for("stopped\r\n.*> ")
         os.write(ours, b"/reset\n")
-        wait_for("begins anew\r\n.*> ")
+        wait_for("starts over\r\n.*> ")
         os.write(ours, b"\x04")
         assert process.wait(60) == 0
     finally:

@@ -1,51 +1,76 @@
-"""Options that name what cannot be used: refused before any work, with the option and its value."""
+"""Mistakes on a command line: refused before any work, and the message names the option and its value."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from ppfleetx.commands.compare import Compare
-from ppfleetx.commands.main import call
-from ppfleetx.config.errors import ConfigError, UserError
+from ppfleetx.commands.main import _call, call
+from ppfleetx.config.errors import ConfigError, UserError, shown
 
-NANO = ("-c", "debug/gpt_nano")
-TO_HF = ("convert", "--from", "ppfleetx", "--to", "hf", "--input", "folder")
+TO_HF = "convert --from ppfleetx --to hf --input folder"
 FILE = "exists.yaml"
 UNDER = f"{FILE}/x"
+
+MISTAKES = {
+    "inspect-verify-json": ("inspect run --json --verify", "--json"),
+    "inspect-absent": ("inspect nope", "DIR = 'nope'"),
+    "merge-absent": ("merge --input nope --output out", "--input = 'nope'"),
+    "finetune-absent": ("finetune --from nope --output out", "--from = 'nope'"),
+    "generate-absent": ("generate nope words", "CHECKPOINT = 'nope'"),
+    "infer-absent": ("infer nope words", "Inference.model_dir = 'nope' (EXPORT)"),
+    "quantize-absent": ("quantize nope --to int8 --output out", "CHECKPOINT = 'nope'"),
+    "prepare-eod": ("prepare --input a --output-prefix b --tokenizer t --eod-token x", "--eod-token = 'x'"),
+    "tokenizer-frequency": (
+        "tokenizer --input a --vocab-size 300 --output b --min-frequency 0",
+        "--min-frequency = 0",
+    ),
+    "tokenizer-key": ("tokenizer --input c.jsonl --vocab-size 300 --output b --json-key nope", "key 'nope'"),
+    "compare-config": ("compare -c gpt_nano --metrics-a a --metrics-b b", "-c = 'gpt_nano'"),
+    "compare-side": ("compare --metrics-a a --metrics-b b --a Global.seed=1", "--a"),
+    "compare-picture": ("compare --metrics-a a --metrics-b b --plot run", "--plot = 'run'"),
+    "plot-picture": ("plot --metrics m.jsonl --output run", "--output = 'run'"),
+    "plugin-empty": ("check -c gpt_nano --plugin=", "--plugin = ''"),
+    "convert-data-absent": ("convert-data --input nope --output-prefix m", "no corpus at nope"),
+    "plan-explain": ("plan -c gpt_nano --explain foo", "--explain = 'foo'"),
+    "index-cache": (
+        "index -c gpt_nano -o Data.Train.dataset.cache_dir=c.jsonl",
+        "Data.Train.dataset.cache_dir = 'c.jsonl' (-o override 1)",
+    ),
+    "configs-proc": ("configs copy gpt_nano /proc/nope", "DIR = '/proc/nope'"),
+    "configs-file": (f"configs copy gpt_nano {FILE}", f"DIR = '{FILE}'"),
+    "plan-report": (f"plan -c gpt_nano --plan dp=1 --report {FILE}", f"--report = '{FILE}'"),
+    "tokenizer-output": (
+        f"tokenizer --input c.jsonl --vocab-size 9 --output {UNDER}",
+        f"--output = '{UNDER}'",
+    ),
+    "stdlib-output": (f"stdlib-corpus --output {UNDER}/y", f"--output = '{UNDER}'"),
+    "quantize-output": (f"quantize folder --to int8 --output {UNDER}", f"--output = '{UNDER}'"),
+    "prune-output": (f"prune folder --ratio 0.5 --output {UNDER}", f"--output = '{UNDER}'"),
+    "merge-output": (f"merge --input folder --output {UNDER}", f"--output = '{UNDER}'"),
+    "convert-output": (f"{TO_HF} --output {UNDER}", f"--output = '{UNDER}'"),
+    "convert-tokenizer": (f"{TO_HF} --output new --tokenizer nope", "--tokenizer = 'nope'"),
+    "compare-work-dir": (f"compare -c gpt_nano --work-dir {UNDER}", f"--work-dir = '{UNDER}'"),
+    "compare-plot": (f"compare -c gpt_nano --plot {UNDER}", f"--plot = '{UNDER}'"),
+}
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path(FILE).write_text("Global: {}\n")
-    Path("text.jsonl").write_text('{"text": "a text"}\n')
+    Path("c.jsonl").write_text('{"text": "words"}\n')
     Path("folder").mkdir()
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "value"),
-    [
-        (("configs", "copy", "gpt_nano", "/proc/nope"), "DIR", "/proc/nope"),
-        (("configs", "copy", "gpt_nano", FILE), "DIR", FILE),
-        (("plan", *NANO, "--plan", "dp=1", "--report", FILE), "--report", FILE),
-        (("tokenizer", "--input", "text.jsonl", "--vocab-size", "300", "--output", UNDER), "--output", UNDER),
-        (("stdlib-corpus", "--output", f"{UNDER}/y"), "--output", UNDER),
-        (("quantize", "folder", "--to", "int8", "--output", UNDER), "--output", UNDER),
-        (("prune", "folder", "--ratio", "0.5", "--output", UNDER), "--output", UNDER),
-        (("merge", "--input", "folder", "--output", UNDER), "--output", UNDER),
-        ((*TO_HF, "--output", UNDER), "--output", UNDER),
-        ((*TO_HF, "--output", "new", "--tokenizer", "nope"), "--tokenizer", "nope"),
-        (("compare", *NANO, "--work-dir", UNDER), "--work-dir", UNDER),
-        (("compare", *NANO, "--plot", UNDER), "--plot", UNDER),
-    ],
-)
-def test_a_place_that_cannot_be_used(words: tuple[str, ...], key: str, value: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        call(words[0], words[1:])
-    assert caught.value.key == key and str(caught.value.value) == value
+@pytest.mark.parametrize(("line", "named"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_names_its_option(line: str, named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        _call(line.split())
+    assert named in str(caught.value)
     assert not Path("new").exists()
 
 
@@ -66,3 +91,20 @@ def test_compare_takes_shipped_names_and_says_error_once(monkeypatch: pytest.Mon
         Compare(config="gpt_nano").run()
     assert "error:" not in str(caught.value) and "Global.x: no" in str(caught.value)
     assert Path(commands[0][commands[0].index("-c") + 1]).is_file()
+
+
+def test_help_of_a_verb(capsys) -> None:
+    with pytest.raises(SystemExit):
+        _call(["help", "configs"])
+    assert "copy NAME DIR" in capsys.readouterr().out
+
+
+def test_a_second_copy_says_that_it_is_there(tmp_path, capsys) -> None:
+    for said in ("copied: ", "already there: "):
+        _call(["configs", "copy", "gpt_nano", str(tmp_path)])
+        assert capsys.readouterr().out.startswith(said)
+
+
+def test_a_path_is_shown_as_text() -> None:
+    assert shown(PurePosixPath("a")) == "'a'"
+    assert "'a'" in str(ConfigError("is taken", key="--write", value=PurePosixPath("a")))

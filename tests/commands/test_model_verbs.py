@@ -290,7 +290,7 @@ def test_a_process_that_fails_leaves_nothing_to_the_next(
         assert shared_directory(source, {}, Path.mkdir, stack).is_dir()
     monkeypatch.setattr("os.getuid", lambda: 12345678)
     (tmp_path / "ppfleetx-12345678").mkdir()
-    with pytest.raises(CheckpointError, match="can be changed by somebody else"), ExitStack() as stack:
+    with pytest.raises(CheckpointError, match="can be changed by other users"), ExitStack() as stack:
         shared_directory(source, {}, Path.mkdir, stack)
 
 

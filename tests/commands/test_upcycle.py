@@ -6,7 +6,6 @@ import pytest
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.commands.upcycle import Upcycle, upcycle
 from ppfleetx.config.errors import UserError
-from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.logits import our_logits
 from tests.compress.runs import MODELS, write_run
@@ -17,7 +16,8 @@ TOKENS = np.arange(24).reshape(2, 12)
 def made(place, output, **keys):
     """The mixture that the verb writes: its network and its weights."""
     upcycle(Upcycle(checkpoint=str(place), output=str(output), experts=3, **keys))
-    return load_config(output / "config.yaml").Model, read_ppfleetx(output)
+    weights = read_ppfleetx(output)
+    return ModelConfig(**weights.model), weights
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -31,7 +31,7 @@ def test_a_mixture_begins_with_what_the_dense_model_computes(tmp_path, name):
 
 
 def test_noise_tells_experts_apart(tmp_path):
-    place = write_run(tmp_path / "dense", MODELS["llama"])
+    place = write_run(tmp_path / "dense", MODELS["llama_style"])
     name = "decoder.layers.0.mlp.experts.fc1.weight"
     dense = read_ppfleetx(place).tensors["decoder.layers.0.mlp.fc1.weight"].read()
     _, weights = made(place, tmp_path / "one", noise=0.1, top_k=1)
@@ -49,19 +49,19 @@ def test_noise_tells_experts_apart(tmp_path):
         ({"top_k": 4}, "a position cannot choose 4 of 3 experts"),
         ({"noise": 2.0}, "--noise = 2.0: must be between 0 and 1"),
         ({"override": ("Model.moe.expert_ffn_size=8",)}, "whose inner width is 96"),
-        ({"override": ("Model.moe.shared_experts={ffn_size: 8}",)}, "nothing is left for shared ones"),
+        ({"override": ("Model.moe.shared_experts={ffn_size: 8}",)}, "nothing to make shared ones of"),
         ({"override": ("Model.moe.router.normalize=False",)}, "would change what the model computes"),
         ({"override": ("Model.rotary_base=5",)}, "upcycling changes Model.moe alone"),
     ],
 )
 def test_what_would_not_compute_the_same_is_refused(tmp_path, keys, words):
-    place = write_run(tmp_path / "dense", MODELS["llama"])
+    place = write_run(tmp_path / "dense", MODELS["llama_style"])
     with pytest.raises(UserError, match=words):
         made(place, tmp_path / "moe", **keys)
     assert not (tmp_path / "moe").exists()
 
 
 def test_experts_are_not_merged(tmp_path):
-    place = write_run(tmp_path / "mixture", {**MODELS["llama"], "moe": {"num_experts": 4}})
-    with pytest.raises(UserError, match=r"mixture of 4 experts\. Experts are neither merged nor multiplied"):
+    place = write_run(tmp_path / "mixture", {**MODELS["llama_style"], "moe": {"num_experts": 4}})
+    with pytest.raises(UserError, match=r"mixture of 4 experts\. Experts cannot be merged or multiplied"):
         made(place, tmp_path / "moe")

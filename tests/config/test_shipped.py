@@ -54,12 +54,13 @@ def test_pretraining_sizes(row):
     [
         ("mixtral_8x7B_ep8_pp4", 46_702_792_704, 64),
         ("qwen3_30B_A3B_ep8", 30_532_122_624, 128),
+        ("deepseek_v3_ep64_pp16", 671_026_419_200, 2048),
     ],
 )
 def test_mixtures_of_experts_have_their_size_and_fit(name, parameters, world):
     cfg = load_config(GPT.parent / "moe" / f"pretrain_{name}.yaml")
     assert (parameter_count(cfg.Model), cfg.plan.world_size) == (parameters, world)
-    assert "it fits A100-80GB" in check_report(cfg)
+    assert f"it fits {cfg.Global.card}" in check_report(cfg)
 
 
 def test_finetuning_and_evaluation_do_not_write_where_pretraining_does():

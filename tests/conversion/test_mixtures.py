@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -16,11 +17,16 @@ from ppfleetx.conversion.convert import Conversion, check_logits, convert
 from ppfleetx.conversion.huggingface.config_export import hf_config
 from ppfleetx.conversion.huggingface.config_keys import model_keys, unknown_keys
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
+from ppfleetx.conversion.huggingface.tensors import rules
 from ppfleetx.conversion.logits import our_logits
 from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.nn.loss import token_loss
+from ppfleetx.nn.stage import canonical_parameters
+from tests.helpers.hf_weights import hf_to_canonical
+from tests.models.gpt_builders import assign, build
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+NAMES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3")
 ALL = pytest.mark.parametrize("name", NAMES)
 CLOSE = 1e-5
 
@@ -114,6 +120,8 @@ def test_experts_that_do_not_fit_are_named(tmp_path, change, words):
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
         ("glm4_moe", {"n_group": 3}, "8 experts do not divide into 3 groups"),
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "must be the number of attention heads, 4"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
         ("mixtral", {"norm_topk_prob": True}, "norm_topk_prob: True of this mixtral"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act"),
         ("mixtral", {"model_type": "gpt_oss"}, "each of its attention heads has a sink"),
@@ -210,6 +218,37 @@ PUBLISHED = {
         "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "DeepSeek-V3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+        "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+        "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 4096, "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+    },
+    "DeepSeek-V2-Lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "first_k_dense_replace": 1,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944,
+        "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v2",
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6,
+        "num_hidden_layers": 27, "num_key_value_heads": 16, "pretraining_tp": 1, "q_lora_rank": None,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+                         "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn"},
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 102400,
+    },
     "GLM-4.5-Air": {
         "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
         "pad_token_id": 151329, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
@@ -224,7 +263,10 @@ PUBLISHED = {
         "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
     },
 }  # fmt: skip
-BILLIONS = {"Mixtral-8x7B": 46.7, "Qwen1.5-MoE-A2.7B": 14.3, "Qwen3-30B-A3B": 30.5, "GLM-4.5-Air": 106.9}
+BILLIONS = {
+    "Mixtral-8x7B": 46.7, "Qwen1.5-MoE-A2.7B": 14.3, "Qwen3-30B-A3B": 30.5, "GLM-4.5-Air": 106.9,
+    "DeepSeek-V3": 671.0, "DeepSeek-V2-Lite": 15.7,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -234,3 +276,28 @@ def test_published_files_have_no_key_that_is_not_known(name):
     assert unknown_keys(config) == []
     assert parameter_count(model) / 1e9 == pytest.approx(BILLIONS[name], abs=0.06)
     assert hf_config(model, "BF16")["model_type"] == config["model_type"]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_loss_and_gradients_equal_transformers(name):
+    """Of routers and an expert, in the models without a balancing loss in transformers."""
+    config, weights, mine = golden(name)
+    model = build(ModelConfig(**model_keys(config)))
+    for key, value in hf_to_canonical(config, weights.__getitem__):
+        assign(model, key, value)
+    labels = np.concatenate([mine["labels"][:, 1:], np.full((2, 1), -100)], axis=1)
+    mask = paddle.to_tensor((labels != -100).astype(np.float32))
+    logits = model(paddle.to_tensor(mine["input_ids"]))
+    loss = token_loss(logits, paddle.to_tensor(np.maximum(labels, 0)), mask, 61).loss / mask.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(float(mine["ce"]), rel=1e-6)
+    gradients = {key: p.grad for key, p in canonical_parameters(model).items()}
+    expected = {key.removeprefix("g/"): value for key, value in mine.items() if key.startswith("g/")}
+    compared = 0
+    for rule in rules(config):
+        for index, theirs in enumerate(rule.theirs):
+            if theirs in expected:
+                found = rule.split(gradients[rule.ours].numpy(), index)
+                np.testing.assert_allclose(found, expected[theirs], rtol=1e-3, atol=1e-6, err_msg=theirs)
+                compared += 1
+    assert compared == len(expected) > 3

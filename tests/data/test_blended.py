@@ -1,4 +1,4 @@
-"""Blends: Megatron's greedy order, walked one by one and as computed in blocks."""
+"""Blends use Megatron's greedy order."""
 
 import hashlib
 import json
@@ -18,44 +18,6 @@ from ppfleetx.data.blended import (
 from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, SampleOptions
 from ppfleetx.data.index_map import plan_epochs
 from ppfleetx.data.indexed import IndexedDataset
-
-
-def one_by_one(weights: list[float], size: int) -> tuple[list[int], list[int]]:
-    taken = [0] * len(weights)
-    chosen, numbers = [], []
-    for k in range(size):
-        behind = [weight * max(k, 1) - count for weight, count in zip(weights, taken, strict=True)]
-        corpus = behind.index(max(behind))
-        chosen.append(corpus)
-        numbers.append(taken[corpus])
-        taken[corpus] += 1
-    return chosen, numbers
-
-
-def test_the_order_megatron_gives() -> None:
-    """Made with Megatron-LM d98e8a64, ``helpers.build_blending_indices``."""
-    chosen, numbers = blending_indices([0.5, 0.3, 0.2], 12)
-    assert chosen.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1]
-    assert (chosen.dtype, numbers.dtype) == (np.int16, np.int64)
-    assert numbers.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 5, 3]
-
-
-@pytest.mark.parametrize("case", range(25))
-def test_blocks_give_the_same_as_one_by_one(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = np.random.default_rng(case)
-    monkeypatch.setattr("ppfleetx.data.blended._BLOCK_STEPS", int(draw.integers(1, 60)))
-    monkeypatch.setattr("ppfleetx.data.blended._NUM_BLOCKS", int(draw.integers(1, 40)))
-    # Squares of squares make some corpora very rare; equal weights make every step a tie.
-    shares = draw.dirichlet(np.ones(draw.integers(1, 30))) ** draw.choice([0, 1, 4])
-    weights = normalise(shares)
-    chosen, numbers = blending_indices(weights, int(draw.integers(0, 4000)))
-    assert (chosen.tolist(), numbers.tolist()) == one_by_one(weights, len(chosen))
-
-
-def test_blocks_of_the_real_size() -> None:
-    weights = normalise([0.7, 0.2, 0.0999, 0.0001])
-    chosen, numbers = blending_indices(weights, 20000)
-    assert (chosen.tolist(), numbers.tolist()) == one_by_one(weights, 20000)
 
 
 def test_sizes_with_surplus() -> None:

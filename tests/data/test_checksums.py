@@ -1,8 +1,7 @@
-"""Checksums beside a corpus: every writer makes them, every flipped bit is found, and its documents named."""
+"""Corpus checksums: every writer creates them, and a flipped bit is located by document."""
 
 import json
 import random
-import shutil
 import zlib
 from pathlib import Path
 
@@ -11,15 +10,14 @@ import pytest
 
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import DataError
-from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data import checksums
-from ppfleetx.data.checksums import RunningChecksums, checksums_path, compute_checksums, read_checksums
+from ppfleetx.data.checksums import checksums_path, compute_checksums, read_checksums
+from ppfleetx.data.corpus_checks import all_damage, verify_corpora, verify_corpus
 from ppfleetx.data.corpus_formats import convert
 from ppfleetx.data.indexed import IndexedDataset, IndexedDatasetWriter
 from ppfleetx.data.prepare.corpus import find_sources
 from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.prepare.token_files import merge
-from ppfleetx.data.verify import all_damage, verify_corpora, verify_corpus
 from tests.data.test_loader import make_config
 from tests.helpers.texts import small_tokenizer
 
@@ -33,18 +31,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def crcs(data: bytes) -> str:
     return "".join(f"{zlib.crc32(data[i : i + BLOCK]):08x}" for i in range(0, len(data), BLOCK))
-
-
-def test_they_are_of_blocks_however_the_file_was_written() -> None:
-    rng = random.Random(1)
-    for _ in range(50):
-        pieces = [rng.randbytes(rng.choice([0, 1, 63, 64, 65, 200])) for _ in range(rng.randint(0, 9))]
-        running = RunningChecksums()
-        for piece in pieces:
-            running.update(piece)
-        data = b"".join(pieces)
-        assert running.result().num_bytes == len(data)
-        assert "".join(f"{crc:08x}" for crc in running.result().crcs) == crcs(data)
 
 
 def test_the_file_can_be_checked_by_anybody(toy_prefix: str) -> None:
@@ -94,27 +80,6 @@ def test_every_flipped_bit_is_found_with_its_documents(toy_prefix: str) -> None:
                 verify_corpus(toy_prefix, level)
         path.write_bytes(sound)
     assert all_damage(toy_prefix) == ([], True) and verify_corpus(toy_prefix, "full")
-
-
-def test_documents_without_tokens_are_in_no_block(write_corpus) -> None:
-    prefix = write_corpus([[], [1] * 32, [], [], [2] * 32, []], "gaps")
-    Path(f"{prefix}.bin").write_bytes(bytes(2 * BLOCK))
-    found, _ = all_damage(prefix)
-    assert [text.rsplit("documents", 1)[1] for text in found] == [
-        " 1 to 1, counted from 0", " 4 to 4, counted from 0"
-    ]  # fmt: skip
-
-
-def test_checksums_of_another_corpus_are_told_from_damage(toy_prefix: str, write_corpus, tmp_path) -> None:
-    other = write_corpus([[7] * 5000], "other", "u2")
-    shutil.copy(checksums_path(other), checksums_path(toy_prefix))
-    with pytest.raises(DataError, match=r"toy\.bin has 13,806 bytes, but .*checksums\.json is for 10,000"):
-        verify_corpus(toy_prefix, "index")
-    rewritten = Path(f"{other}.bin")
-    rewritten.write_bytes(bytes(10_000))
-    index = bytearray(Path(f"{other}.idx").read_bytes())
-    Path(f"{other}.idx").write_bytes(index[::-1])
-    assert "all blocks differ" in all_damage(other)[0][-1]
 
 
 def test_checksums_can_be_damaged_themselves(toy_prefix: str) -> None:
@@ -181,11 +146,6 @@ def test_a_run_says_once_what_it_compared(tmp_path, toy_prefix, write_corpus, ca
         said(full)
     off = ("Data.Train.dataset.verify=none", "Data.Eval.dataset.verify=none")
     assert said(*off) == "checksums of the data: nothing of 1 corpus compared"
-
-
-def test_texts_have_no_such_option() -> None:
-    with pytest.raises(ValueError, match="verify"):
-        DatasetConfig(name="PromptResponseDataset", input_dir="x", split="train", verify="full")
 
 
 def inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

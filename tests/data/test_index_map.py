@@ -1,4 +1,4 @@
-"""Index maps: Megatron's own arrays as goldens, and a slow obvious walk over tokens on random corpora."""
+"""Index maps match Megatron's arrays, and a slow reference on random corpora."""
 
 import hashlib
 
@@ -106,14 +106,6 @@ def test_maps_equal_the_slow_walk(case: int, monkeypatch: pytest.MonkeyPatch) ->
     maps = build_index_maps(sizes, first, last, plan_epochs(tokens, length, num_samples), seed)
     assert_equal_maps(maps, walk(sizes.tolist(), first, last, length, num_samples, seed))
     assert len(maps.shuffle_index) >= (num_samples or 0)
-
-
-@pytest.mark.parametrize("num_samples", range(1, 60))
-def test_around_the_borders_of_epochs(num_samples: int) -> None:
-    sizes = np.array([3, 0, 4, 0, 0, 5, 8], np.int32)
-    for length in (1, 2, 4, 5, 10, 19, 20, 21, 45):
-        maps = build_index_maps(sizes, 0, 7, plan_epochs(20, length, num_samples), 7)
-        assert_equal_maps(maps, walk(sizes.tolist(), 0, 7, length, num_samples, 7))
 
 
 def test_token_counts_beyond_single_precision() -> None:

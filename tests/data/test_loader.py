@@ -1,4 +1,4 @@
-"""From a YAML file to batches."""
+"""Data loaders built from a configuration file."""
 
 import signal
 import subprocess
@@ -16,8 +16,7 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.data.blended import exhaustive_indices
 from ppfleetx.data.build import build_dataloader
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.data.loader import DataLoader
-from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.data.loader import DataLoader, GlobalBatchSampler
 
 LENGTH = 16
 
@@ -136,13 +135,6 @@ def test_shuffling_visits_every_sample_once_a_pass_in_another_order(tmp_path: Pa
     assert ids(take(later, 1)[0]) == seen[16:24].tolist()
 
 
-def test_a_run_longer_than_the_data_starts_again(tmp_path: Path, toy_prefix: str) -> None:
-    loader = build_dataloader(make_config(tmp_path, toy_prefix), "Train")
-    total = len(loader.dataset)
-    seen = np.concatenate([ids(step) for step in take(loader, total // 8 + 2)])
-    assert seen.tolist() == [position % total for position in range(len(seen))]
-
-
 def test_several_corpora_are_blended_by_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, first, count in [("b", 2000, 300), ("a", 1000, 100), ("tiny", 3000, 1)]:
         with IndexedDatasetWriter(tmp_path / "corpora" / name, "u2") as writer:
@@ -169,17 +161,6 @@ def write_blend(tmp_path: Path, counts: list[int], length: int) -> list[str]:
         with IndexedDatasetWriter(tmp_path / f"blend{number}", "u2") as writer:
             writer.add_documents(np.full(count * length, 1000 + number), np.full(count, length))
     return [str(tmp_path / f"blend{number}") for number in range(len(counts))]
-
-
-def test_a_blend_takes_more_of_a_corpus_than_its_share(tmp_path: Path) -> None:
-    """One step more of rounding than Megatron-LM's half a percent has room for."""
-    prefixes = write_blend(tmp_path, [3, 2, 4, 1, 7, 2, 5, 1], 17)
-    weights = [0.0028, 4e-06, 0.0007, 0.514, 5e-05, 0.009, 0.085, 0.388]
-    cfg = make_config(tmp_path, prefixes, "Engine.max_steps=28", weights=weights, split=[1, 0, 0])
-    loader = build_dataloader(cfg, "Train")
-    seen = [ids(step) for step in take(loader, len(loader.dataset) // 8)]
-    assert len(np.concatenate(seen)) >= 28 * 8
-    assert [len(d) >= n for d, n in zip(loader.dataset.datasets, loader.dataset.order.counts, strict=True)]
 
 
 def test_an_exhaustive_blend_reads_everything_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -295,7 +276,7 @@ def test_threads_end_with_the_iteration_and_prefetch_is_bounded() -> None:
 PROGRAM = """
 import signal, sys, time, numpy as np
 from ppfleetx.data.loader import DataLoader
-from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.data.loader import GlobalBatchSampler
 
 class Dataset:
     fingerprint, samples_per_epoch = "", 1.0

@@ -1,10 +1,10 @@
-"""The sampler: what a step trains on depends on consumed samples and the global batch size only."""
+"""The samples of a step depend only on consumed samples and the global batch size."""
 
 import numpy as np
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.data.loader import GlobalBatchSampler
 
 
 def steps_of(sampler: GlobalBatchSampler, num: int) -> list[list[list[int]]]:
@@ -30,14 +30,6 @@ def test_a_step_is_the_same_set_for_every_plan(data_size: int, micro: int, shuff
         together = np.concatenate([np.concatenate(rank.micro_batches(step)) for rank in ranks])
         assert sorted(together) == sorted(reference.global_batch(step))
         assert all(len(rank.micro_batches(step)) == 8 // micro // data_size for rank in ranks)
-
-
-def test_the_batch_size_may_change_on_the_way() -> None:
-    before = np.concatenate([GlobalBatchSampler(100, 8, 8).global_batch(step) for step in range(3)])
-    after = np.concatenate(
-        [GlobalBatchSampler(100, 12, 12, 0, 1, 24).global_batch(step) for step in range(2)]
-    )
-    assert np.concatenate([before, after]).tolist() == list(range(48))
 
 
 def test_wrapping_starts_again_inside_a_batch() -> None:

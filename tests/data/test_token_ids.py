@@ -12,9 +12,9 @@ import pytest
 
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.loader import load_config
-from ppfleetx.data import token_ids
+from ppfleetx.data import corpus_checks
+from ppfleetx.data.corpus_checks import token_id_lines
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.data.token_ids import token_id_lines
 from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.data.vocabulary import check_corpus
 
@@ -115,7 +115,7 @@ def test_parts_of_a_large_corpus_are_looked_at(
     assert check_corpus(corpus, 8, most_tokens=1 << 18) == (7, 1 << 18)
     with pytest.raises(DataError, match="token id 7, and the model has ids 0 to 6"):
         check_corpus(corpus, 7, most_tokens=1 << 18)
-    monkeypatch.setattr(token_ids, "_MOST_TOKENS", 1)
+    monkeypatch.setattr(corpus_checks, "_MOST_TOKENS", 1)
     options = [f"Data.Train.dataset.input_dir={tmp_path / 'long'}"]
     assert token_id_lines(load_config(place / "run.yaml", options))[1].endswith(
         "has token ids up to 7 in 262,144 of 1,048,576 tokens"

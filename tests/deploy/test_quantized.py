@@ -46,10 +46,11 @@ def test_an_export_generates_what_the_quantised_model_does(style, way, tmp_path,
     if options.get("smooth"):
         options["calibration"] = write_corpus(tmp_path / "text")
     quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), **options))
-    plain = _export(run_dir, tmp_path / "plain")[1]
     cfg, directory = _export(tmp_path / "small", tmp_path / "out")
-    sizes = [(place / WEIGHTS_FILE).stat().st_size for place in (directory, plain)]
-    assert sizes[0] < 0.45 * sizes[1]
+    if (style, way) == ("gpt2_style", "int8"):  # an export takes seconds
+        plain = _export(run_dir, tmp_path / "plain")[1]
+        sizes = [(place / WEIGHTS_FILE).stat().st_size for place in (directory, plain)]
+        assert sizes[0] < 0.45 * sizes[1]
     engines = [InferenceEngine(InferenceConfig(model_dir=str(directory), cpu_threads=1))]
     if fused_blocks.all_are_available():
         assert (directory / blocks_file(ops.WIDTH)).is_file()
@@ -94,7 +95,7 @@ def test_adapters_beside_small_weights_are_not_exported(tmp_path) -> None:
     run_dir = write_run(tmp_path / "run", MODELS["gpt2_style"])
     quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), to="int8"))
     cfg = _configuration(add_adapters(tmp_path / "small", tmp_path / "adapted"))
-    with pytest.raises(ConfigError, match=r"adapters beside quantised weights.*ppfleetx merge"):
+    with pytest.raises(ConfigError, match=r"adapters to quantised weights.*ppfleetx merge"):
         check_adapters(cfg)
 
 

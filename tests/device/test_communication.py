@@ -3,6 +3,7 @@
 import pytest
 
 from tests.device.place import place
+from tests.nn.expert_exchange import ROUTES
 
 pytestmark = pytest.mark.device
 
@@ -27,6 +28,14 @@ def test_a_group_of_some_of_the_ranks(together, need_cards, device, size):
     members = list(range(1, size))
     found = together(size, "communication:within_a_group", device=device, members=members, dtype="float32")
     assert found == [[1.0] * 3] + [[float(sum(range(2, size + 1)))] * 3] * len(members)
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route != "no rows"])
+@pytest.mark.parametrize(("ep", "emp"), [(2, 1), (1, 2), (2, 2)])
+def test_rows_of_experts(together, need_cards, device, ep, emp, route):
+    need_cards(ep * emp)
+    found = together(ep * emp, "communication:rows_of_experts", device=device, ep=ep, emp=emp, route=route)
+    assert max(found) < 1e-4
 
 
 def test_a_strided_tensor_is_refused(together, need_cards, here, record_property):

@@ -174,6 +174,12 @@ def test_libraries_with_limits(limited, device, plan, name):
     assert found.first == 0 and found.worst <= TOLERANCE, found
 
 
+@pytest.mark.parametrize("plan", [Plan(dp=2, ep=2), Plan(mp=2)], ids=str)
+def test_experts_with_such_libraries(limited, device, plan):
+    found = limited.run(plan, "moe", "sgd", extra={"Global.device": device})
+    assert found.first == 0 and found.worst <= TOLERANCE, found
+
+
 @pytest.fixture(scope="module")
 def train_in_16_bits(comparison, device):
     """``train_in_16_bits(plan, model, dtype, level, name)``: results by rank, of each run once."""

@@ -12,8 +12,7 @@ from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.config.reading.parse import parse_yaml
 from ppfleetx.dialects.given import given_arguments, given_in, normal_name
 from ppfleetx.dialects.keys import KeyTable, tables_of
-from ppfleetx.dialects.translate import translate
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Translation, translate
 from tools.gen_dialect_docs import key_table
 
 TABLE = KeyTable(

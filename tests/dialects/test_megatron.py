@@ -547,13 +547,13 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
             "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
             "must be one of aux_loss, seq_aux_loss",
         ),
-        ("--num-experts 8 --moe-aux-loss-coeff 1e-2 1e-3", "one balancing loss at a time"),
+        ("--num-experts 8 --moe-aux-loss-coeff 1e-2 1e-3", "must name one balancing loss"),
         (
             "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 6",
             "best 3 experts",
         ),
         ("--num-experts 8 --moe-router-score-function sqrtsoftplus", "must be one of 'softmax', 'sigmoid'"),
-        ("--num-experts 8 4", "all mixtures have the same number of experts"),
+        ("--num-experts 8 4", "must be the same number for all layers"),
         ("--num-experts 4 --mlp-type residual", "can only be 'standard'"),
         ("--num-experts 4 --moe-use-upcycling", "ppfleetx upcycle"),
         ("--num-experts 8 --num-tokens-to-generate 9", "--num-tokens-to-generate = 9"),
@@ -735,3 +735,17 @@ def test_degrees_of_experts(arguments, degrees):
 def test_a_dense_network_says_what_has_no_effect():
     notes = of_arguments([*BASE.split(), "--moe-router-topk", "2"], 1).notes
     assert any("moe_router_topk without effect" in note for note in notes)
+
+
+def test_latent_attention():
+    words = (
+        "--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 12 "
+        "--qk-pos-emb-head-dim 8 --kv-channels 16 --position-embedding-type rope"
+    )
+    model = load_tree(of_arguments([*BASE.split(), *words.split()], 1).tree(), world_size=1).Model
+    latent = model.latent_attention
+    assert (latent.q_rank, latent.kv_rank, latent.nope_head_dim, latent.rope_head_dim) == (24, 16, 12, 8)
+    assert (latent.value_head_dim, model.rotary_interleaved, model.qk_layernorm) == (128, True, False)
+    without = words.replace("--qk-layernorm ", "")
+    with pytest.raises(ConfigError, match="needs qk_layernorm"):
+        of_arguments([*BASE.split(), *without.split()], 1)

@@ -165,8 +165,11 @@ def test_megatrons_lines(monkeypatch):
     monkeypatch.setattr(
         "ppfleetx.core.engine.callbacks.log_lines.get_logger", lambda: SimpleNamespace(info=said.append)
     )
-    log = MegatronLog(2, 16)
-    run = SimpleNamespace(max_steps=3, state=SimpleNamespace(consumed_samples=32))
+    log = MegatronLog(2)
+    dataset = SimpleNamespace(max_seq_len=4)  # 16 sequences of 64 tokens
+    data = SimpleNamespace(Train=SimpleNamespace(dataset=dataset))
+    state = SimpleNamespace(consumed_samples=32)
+    run = SimpleNamespace(max_steps=3, state=state, cfg=SimpleNamespace(Data=data))
     for step in (1, 2, 3):
         log.on_step_end(run, record(step, loss_scale=4096.0 if step == 2 else None, skipped=step == 1))
     log.on_eval_end(run, EvalRecord(3, 2.0, 7.389, 64.0, 1.0))

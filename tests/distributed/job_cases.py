@@ -1,4 +1,4 @@
-"""What the ranks of a pool run for test_together.py and test_checks.py."""
+"""Run in the ranks for test_together.py and test_checks.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mistake(failing: list[int], name_ranks: bool) -> str:
 
 
 def in_turns(directory: str, first_fails: bool, seconds: float = 0.3) -> list:
-    """Rank 0 is the first of its node and slow; the others must find what it made."""
+    """Rank 0 is the first of its node and slow; the others must find the file that it writes."""
     ctx = context(dp=3)
     os.environ["PADDLE_LOCAL_RANK"] = str(ctx.rank)
     cache = Path(directory) / "cache"
@@ -77,7 +77,7 @@ def configurations(differ: bool) -> str:
 
 
 def copies(degrees: dict[str, int], spoilt_rank: int | None, offset_by_rank: bool) -> str:
-    """Every rank holds "weight"; at one place of the tensor, or each rank at its own."""
+    """Every rank holds "weight": the same slice of the tensor, or a slice of its own."""
     import paddle
 
     ctx = context(**degrees)
@@ -100,7 +100,7 @@ def batches(degrees: dict[str, int], readers: list[int], kind: str) -> str:
 
 
 def saved_in_the_background(directory: str, seconds: float) -> list:
-    """The last rank writes so many seconds; what a rank hears of the save's end."""
+    """The last rank takes this long to write; what each rank learns when the save ends."""
     from ppfleetx.checkpoint import storage
     from ppfleetx.checkpoint.save import BackgroundManager
     from tests.checkpoint.checkpoints import slices

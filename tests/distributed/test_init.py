@@ -13,10 +13,7 @@ NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.ya
 
 @pytest.mark.parametrize(
     ("flag", "rule"),
-    [
-        ("FLAGS_no_such_flag=1", "has no such flag"),
-        ("FLAGS_check_nan_inf=often", "does not take it"),
-    ],
+    [("FLAGS_no_such_flag=1", "has no such flag"), ("FLAGS_check_nan_inf=often", "does not take it")],
 )
 def test_a_flag_paddle_does_not_take_is_named(flag: str, rule: str) -> None:
     cfg = load_config(NANO, [f"Global.flags.{flag}"])

@@ -1,4 +1,4 @@
-"""Processes meet, or each of them says in a known time why not: real ports, each process a thread."""
+"""Processes meet, or report within a known time why not: real ports, one thread per process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed import rendezvous
 from ppfleetx.distributed.cpu.handshake import meet
 from ppfleetx.distributed.cpu.wire import StartError
-from ppfleetx.distributed.rendezvous import (
-    Member,
-    Members,
-    RendezvousError,
-    meeting_point,
-    receive,
-    visit,
-)
+from ppfleetx.distributed.rendezvous import Member, Members, RendezvousError, meeting_point, receive, visit
 from ppfleetx.utils.peers import START_VARIABLE
 from tests.helpers.ranks import free_port
 
@@ -148,7 +141,7 @@ def test_a_member_that_ends_meanwhile_is_named_at_once(point) -> None:
     assert all("rank 2 ended before all had come" in told[number] for number in (0, 1))
 
 
-def test_two_jobs_at_one_place_are_told_apart(point) -> None:
+def test_two_jobs_at_one_place_are_distinguished(point) -> None:
     meeting = Meeting(point, 3.0)
     meeting.come(0, 3)
     meeting.come(1, 3)

@@ -1,10 +1,9 @@
-"""TF32: switched in Paddle by the configuration, and said once where there is a GPU."""
+"""TF32: set in Paddle by the configuration, and logged once on a GPU."""
 
 import logging
 from dataclasses import replace
 from pathlib import Path
 
-import paddle
 import pytest
 from paddle.base import core
 
@@ -35,18 +34,6 @@ def test_the_switches_follow_in_both_directions(switches):
         assert ("exact" in said) != allowed
 
 
-def test_flags_of_builds_that_have_them_follow_too(monkeypatch):
-    """`FLAGS_cublas_allow_tf32`, for which one that a CPU build has stands here."""
-    monkeypatch.setattr("ppfleetx.distributed.tf32._FLAGS", ("FLAGS_benchmark", "FLAGS_of_a_gpu_build"))
-    before = paddle.get_flags("FLAGS_benchmark")
-    try:
-        for allowed in (True, False):
-            allow_tf32(allowed)
-            assert paddle.get_flags("FLAGS_benchmark") == {"FLAGS_benchmark": allowed}
-    finally:
-        paddle.set_flags(before)
-
-
 @pytest.mark.parametrize(
     ("theirs", "allowed", "words"),
     [
@@ -74,7 +61,3 @@ def test_it_is_said_at_the_start_on_a_gpu(monkeypatch, caplog, switches, device,
     assert switches() == (allowed, allowed)
     said = [line for line in caplog.messages if line.startswith("float32 matrix products: ")]
     assert len(said) == (device == "gpu")
-
-
-def test_float32_is_exact_unless_asked_otherwise():
-    assert load_config(NANO).Global.allow_tf32 is False

@@ -1,4 +1,4 @@
-"""Values, mistakes and turns of the ranks of a job."""
+"""Values, errors and turn-taking across the ranks of a job."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_values_of_all_ranks_by_rank(ranks):
         ([0], False, ["DataError: no such corpus", *["JointError: no such corpus"] * 2]),
     ],
 )
-def test_a_mistake_of_one_is_told_by_all(ranks, failing, name_ranks, expected):
+def test_a_mistake_of_one_rank_is_raised_by_all(ranks, failing, name_ranks, expected):
     assert ranks(3).run(CASES + "mistake", failing=failing, name_ranks=name_ranks) == expected
 
 

@@ -1,4 +1,4 @@
-"""In the ranks of a pool: bytes that one training step makes a rank send, by parallel axis."""
+"""Run in the ranks: bytes that a rank sends in one training step, by parallel axis."""
 
 from __future__ import annotations
 

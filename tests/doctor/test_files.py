@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.doctor import files
+from ppfleetx.doctor import agreement, files, registry
+from ppfleetx.doctor.agreement import digests, in_full
 from ppfleetx.doctor.check import Status
-from ppfleetx.doctor.configuration import beginning, memory, memory_row, plan
+from ppfleetx.doctor.configuration import memory, memory_row, plan, start
+from ppfleetx.doctor.registry import CHECKS, examine
 from tests.doctor.conftest import by_name
 
 NOBODY = 65534
@@ -201,11 +206,11 @@ def test_a_plan_for_other_processes(target):
 
 
 def test_a_run_that_would_start_over_another_is_named(target, tmp_path):
-    (row,) = beginning(target())
+    (row,) = start(target())
     assert row.status is Status.OK
     (tmp_path / "output").mkdir()
     (tmp_path / "output/metrics.jsonl").write_text("{}\n")
-    (row,) = beginning(target())
+    (row,) = start(target())
     assert row.status is Status.FAIL and "already holds a run" in row.found
 
 
@@ -213,3 +218,52 @@ def test_memory_against_what_is_there(target):
     assert by_name(memory(target()))["memory"].status is Status.OK
     assert memory_row(2e10, 1e10, "A100", cpu=False).status is Status.FAIL
     assert memory_row(2e10, 1e10, "this machine", cpu=True).status is Status.WARN
+
+
+# -- a file system that never answers, for real: FUSE without a program behind it ------------------
+
+
+_AT_ONCE = 2  # MNT_DETACH
+
+
+@contextlib.contextmanager
+def hung(place: Path) -> Iterator[None]:
+    """Everything below ``place`` waits until the end, and fails then."""
+    library = ctypes.CDLL(None, use_errno=True)
+    try:
+        device = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"no FUSE: {error}")
+    try:
+        options = f"fd={device},rootmode=40000,user_id=0,group_id=0"
+        if library.mount(b"hung", bytes(place), b"fuse", 0, options.encode()):
+            pytest.skip(f"no FUSE here: {os.strerror(ctypes.get_errno())}")
+        try:
+            yield
+        finally:
+            library.umount2(bytes(place), _AT_ONCE)
+    finally:
+        os.close(device)
+
+
+def test_a_file_system_that_does_not_answer_is_named_in_time(target, tmp_path, monkeypatch):
+    place = tmp_path / "gone"
+    place.mkdir()
+    there = target(
+        f"Data.Train.dataset.input_dir={place}/toy",
+        f"Engine.save_load.output_dir={place}/output",
+        patience=0.3,
+    )
+    monkeypatch.setattr(registry, "_LEAST_PATIENCE", 0.3)
+    monkeypatch.setattr(agreement, "_READ_SECONDS", 0.3)
+    begin = time.monotonic()
+    with hung(place):
+        chosen = [check for check in CHECKS if check.group in ("configuration", "files", "storage")]
+        rows = {row.name: row for check in chosen for row in examine(check, there)}
+        told = digests(there, print)
+        (words,) = in_full(there, ["data and tokenizer"], print).values()
+    for name in ("data", "tokenizer", "output directory", "room"):
+        assert rows[name].status is Status.FAIL and rows[name].found == "no answer within 0 s"
+        assert "file system" in rows[name].fix
+    assert words == agreement._UNREAD
+    assert told["data and tokenizer"] and time.monotonic() - begin < 30.0

@@ -1,8 +1,7 @@
-"""A toy corpus on disk and the means to run the project's own tools on it."""
+"""A toy corpus, and fixtures that run the project's tools on it."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,18 +13,19 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.program import NANO, ROOT, losses, records
 from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
 from tests.helpers.ranks import Pools
 
-ROOT = Path(__file__).resolve().parents[2]
-NANO = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
+__all__ = ["NANO", "ROOT", "losses", "records"]  # for the tests of this room and others
+
 LLAMA_NANO = ROOT / "ppfleetx/configs/debug/llama_nano.yaml"
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a corpus whose next token can be learnt."""
+    """Prefix of a corpus with a learnable next token."""
     prefix = tmp_path_factory.mktemp("corpus") / "toy"
     write_corpus(prefix)
     return prefix
@@ -39,7 +39,7 @@ def pools() -> Iterator[Pools]:
 
 
 class Tool:
-    """Runs one of the project's tools on the toy corpus in a process of its own.
+    """Runs one of the project's tools on the toy corpus in a separate process.
 
     Processes are forked (``tests/helpers/programs.py``); those asked for with ``executed`` are started as a
     user starts them.
@@ -70,13 +70,13 @@ class Tool:
         return programs.run(command, timeout=120, env=environment(), executed=executed)
 
     def ok(self, output_dir: Path, *overrides: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """:meth:`run`, which must end well."""
+        """:meth:`run`; asserts that it succeeds."""
         done = self.run(output_dir, *overrides, **options)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
     def refused(self, output_dir: Path, *overrides: str, **options: Any) -> str:
-        """:meth:`run`, which must end with a user's mistake; the message."""
+        """:meth:`run`; asserts that it exits with a user's error, and returns the message."""
         done = self.run(output_dir, *overrides, **options)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stdout + done.stderr
         return done.stderr
@@ -99,22 +99,8 @@ class Tool:
 
 
 def environment() -> dict[str, str]:
-    """One thread, so that tests neither wait for nor disturb each other; two would give the same numbers."""
+    """One thread, so that tests do not slow each other down; two threads give the same results."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def records(output_dir: Path, kind: str) -> list[dict]:
-    """Whole records of a kind in metrics.jsonl; a line being written is left out."""
-    path = output_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")[:-1]
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
-def losses(output_dir: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of every recorded step."""
-    return [(r["step"], r["loss"], r["grad_norm"]) for r in records(output_dir, "train")]
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.registries import CALLBACKS, CallbackTraits
-from tests.e2e.program import plan_overrides
+from tests.e2e.program import plan_overrides, records
 from tests.helpers.ranks import Pools
 from tests.helpers.texts import small_tokenizer
 
@@ -86,11 +86,6 @@ def run(pools: Pools, plan: Any, values: Mapping[str, Any], config: str = GLUE) 
     return records(Path(values["Engine.save_load.output_dir"]))
 
 
-def records(output_dir: Path) -> list[dict[str, Any]]:
-    """All records of a run."""
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def losses(found: list[dict[str, Any]]) -> list[float]:
     """Losses and gradient norms of the steps, and losses of the evaluations."""
     return [number for r in found for number in (r["loss"], r.get("grad_norm", 1.0))]
@@ -129,7 +124,7 @@ def stop_after(run: Any, steps: int) -> Any:
 
 
 def train(values: Mapping[str, Any], world: int, config: str, stop_after: int | None = None) -> None:
-    """In a rank: what tools/train.py does, but for starting Paddle; ends like Ctrl-C after some steps."""
+    """In a rank: tools/train.py without starting Paddle; interrupted after ``stop_after`` steps."""
     import paddle
 
     from ppfleetx.commands.training import train

@@ -1,4 +1,4 @@
-"""In the ranks of a pool: training with a plugin, and an optimizer of one by itself."""
+"""Run in the ranks: training with a plugin, and steps of a plugin's optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def use(folder: str, plugin: str) -> None:
 
 
 def train(values: Mapping[str, Any], world: int, folder: str, plugin: str) -> str:
-    """What tools/train.py does; the user's error that it ended with, or ""."""
+    """Run tools/train.py; the user's error that it ended with, or ""."""
     from ppfleetx.config.errors import UserError
 
     use(folder, plugin)

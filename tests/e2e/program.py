@@ -67,11 +67,16 @@ def run(
     return losses(output_dir)
 
 
+def records(output_dir: Path, kind: str = "") -> list[dict[str, Any]]:
+    """Complete records of metrics.jsonl, of one kind or of all; an unfinished last line is ignored."""
+    path = output_dir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [record for record in map(json.loads, lines) if kind in ("", record["kind"])]
+
+
 def losses(output_dir: Path) -> list[tuple[int, float, float]]:
-    """(step, loss, gradient norm) of every step recorded in ``output_dir``."""
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
-    return [(record["step"], record["loss"], record["grad_norm"]) for record in records]
+    """(step, loss, gradient norm) of every recorded step."""
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in records(output_dir, "train")]
 
 
 def train(values: Mapping[str, Any], world: int, fault: str = "") -> str:

@@ -58,7 +58,7 @@ ALL: list[tuple[Plan, Plan]] = [
 
 
 def write_corpus(prefix: Path) -> None:
-    """Documents whose next token can be learnt."""
+    """Write documents with a learnable next token."""
     rng = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for _ in range(200):

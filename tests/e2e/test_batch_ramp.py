@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from ppfleetx.config.batch import BatchRamp, resolve_batch
 from ppfleetx.config.fields import RuleError
-from ppfleetx.data.sampler import GlobalBatchSampler
-from tests.e2e.conftest import Tool
+from ppfleetx.data.loader import GlobalBatchSampler
+from tests.e2e.conftest import Tool, records
 
 RAMP = (
     "Global.global_batch_size=8",
@@ -22,10 +21,9 @@ RAMP = (
 )
 
 
-def records(output_dir: Path) -> list[tuple[int, int, float]]:
+def progress(output_dir: Path) -> list[tuple[int, int, float]]:
     """(step, samples consumed, loss) of each step."""
-    lines = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["consumed_samples"], line["loss"]) for line in lines if "lr" in line]
+    return [(r["step"], r["consumed_samples"], r["loss"]) for r in records(output_dir, "train")]
 
 
 def test_sizes_are_those_of_megatron() -> None:
@@ -71,13 +69,13 @@ def test_ramps_that_lead_nowhere_are_refused(ramp: tuple[int, int, int]) -> None
 def test_a_run_resumes_within_the_ramp_and_any_plan_trains_the_same(tool: Tool, tmp_path: Path) -> None:
     whole, halves, wide = tmp_path / "whole", tmp_path / "halves", tmp_path / "wide"
     tool.ok(whole, *RAMP, "Engine.max_steps=6")
-    assert [consumed for _, consumed, _ in records(whole)] == [2, 4, 8, 14, 22, 30]
+    assert [consumed for _, consumed, _ in progress(whole)] == [2, 4, 8, 14, 22, 30]
     tool.ok(halves, *RAMP, "Engine.max_steps=2", "Optimizer.lr.decay_steps=6")
     tool.ok(halves, *RAMP, "Engine.max_steps=6", "Optimizer.lr.decay_steps=6", "Engine.save_load.resume=auto")
-    assert records(halves) == records(whole)
+    assert progress(halves) == progress(whole)
     one_each = [word.replace("micro_batch_size=2", "micro_batch_size=1") for word in RAMP]
     tool.ok(wide, *one_each, "Engine.max_steps=6")
-    for one, other in zip(records(whole), records(wide), strict=True):
+    for one, other in zip(progress(whole), progress(wide), strict=True):
         assert one[:2] == other[:2]
         assert one[2] == pytest.approx(other[2], rel=1e-5)
 

@@ -61,6 +61,14 @@ def test_another_choice_of_experts_is_another_network(tool: Tool, trained: Path,
         assert "Model.moe" in tool.refused(tmp_path, *keys, changed, **evaluation)
 
 
+def test_another_balancing_loss_may_follow(tool: Tool, trained: Path, tmp_path: Path) -> None:
+    """One that counts by sequences has no shares of the step before, and the other way round."""
+    others = (*BALANCED[:2], BALANCED[3], *FOUR_STEPS)
+    start, kind = "Engine.save_load.init_from", "Model.moe.aux_loss.kind"
+    tool.ok(tmp_path / "one", *others, f"{kind}=sequence", f"{start}={trained}", config=CONFIG)
+    tool.ok(tmp_path / "two", *others, f"{kind}=switch", f"{start}={tmp_path / 'one'}", config=CONFIG)
+
+
 def test_experts_are_stored_in_few_bits(tool: Tool, trained: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ppfleetx", "quantize", str(trained), "--to", "int8"]
     refused = programs.run(

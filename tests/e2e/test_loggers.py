@@ -1,4 +1,4 @@
-"""``Engine.loggers``: every writer holds the numbers of ``metrics.jsonl``, also of a run that goes on."""
+"""``Engine.loggers``: every writer has the numbers of ``metrics.jsonl``, after a resume too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.config.registries import LOGGERS, LoggerTraits
 from ppfleetx.core.engine.callbacks.records import build_writers, numbers_of
 from ppfleetx.core.loggers.base import LogStart
-from ppfleetx.core.loggers.files import CsvFile
 from tests.docs.blocks import blocks
 from tests.e2e.conftest import NANO, ROOT, Tool, records
 
@@ -138,23 +137,6 @@ def test_all_writers_hold_the_same_numbers(tool: Tool, tmp_path: Path) -> None:
     assert after == {name: {s: v for s, v in curve.items() if s > 2} for name, curve in expected.items()}
 
 
-def test_rows_of_a_table(tmp_path: Path) -> None:
-    table = CsvFile(tmp_path)
-    table.start(LogStart(0, {}))
-    table.write(1, {"train/loss": 0.1})
-    table.write(2, {"train/loss": 1e-20})
-    table.write(2, {"eval/a,b/loss": 3.0})
-    assert of_csv(tmp_path) == {"train/loss": {1: 0.1, 2: 1e-20}, "eval/a,b/loss": {2: 3.0}}
-    with (tmp_path / "metrics.csv").open("a") as file:
-        file.write("2,0.")
-    table = CsvFile(tmp_path)
-    table.start(LogStart(1, {}))
-    table.write(2, {"train/loss": 0.5})
-    assert of_csv(tmp_path) == {"train/loss": {1: 0.1, 2: 0.5}}
-    CsvFile(tmp_path).start(LogStart(0, {}))
-    assert not (tmp_path / "metrics.csv").exists() and len(list(tmp_path.iterdir())) == 1
-
-
 @pytest.mark.parametrize(
     ("loggers", "expected"),
     [
@@ -169,7 +151,7 @@ def test_writers_that_are_none(loggers: str, expected: str) -> None:
         load_config(NANO, [f"Engine.loggers={loggers}"])
 
 
-def test_a_missing_library_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = LOGGERS._entries["tensorboard"]
     gone = type(entry)(entry.target, LoggerTraits("no_such_library", "tensorboard", ("dir",)))
     monkeypatch.setitem(LOGGERS._entries, "tensorboard", gone)

@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.conftest import ROOT, Tool, environment, losses, records
 from tests.helpers import programs
 from tests.helpers.leftovers import children, leftovers
+from tests.helpers.waiting import wait_for
 
 COMMON = (
     "Global.global_batch_size=8",
@@ -122,11 +123,7 @@ def test_a_mistake_one_rank_finds_is_one_message_and_code_2(tool: Tool, tmp_path
 def test_sigterm_stops_all_ranks_after_the_same_step(tool: Tool, tmp_path: Path) -> None:
     steps = ("Engine.max_steps=2000", "Engine.eval_freq=0", "Engine.save_load.save_steps=null")
     job = Job(tool, tmp_path / "run", 2, "Distributed.pp_degree=2", *steps, executed=True)
-    deadline = time.monotonic() + 60
-    while len(losses(tmp_path / "run")) < 3:
-        assert time.monotonic() < deadline
-        assert job.process.poll() is None
-        time.sleep(0.02)
+    wait_for(lambda: len(losses(tmp_path / "run")) >= 3, 60, running=[job.process])
     job.process.send_signal(signal.SIGTERM)
     code, _ = job.wait()
     assert code == 0  # the run did what it was asked to do

@@ -1,7 +1,6 @@
-"""The training program in 16 bits (kernels emulated): skipped steps, what is logged, checkpoints."""
+"""The training program in 16 bits (kernels emulated): skipped steps, metrics, checkpoints."""
 
 import json
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,7 @@ from tests.e2e.program import values_of
 
 ONE = Plan()
 # 2^24 times the gradient is more than float16 holds: the first steps overflow.
-HALF = {
-    "enable": True,
-    "dtype": "float16",
-    "scale_loss": 2.0**24,
-    "hysteresis": 1,
-    "incr_every_n_steps": 3,
-}
+HALF = {"enable": True, "dtype": "float16", "scale_loss": 2.0**24, "hysteresis": 1, "incr_every_n_steps": 3}
 
 
 @pytest.fixture
@@ -141,21 +134,6 @@ def test_weights_go_between_precisions_without_loss(train, pools, dtype):
     start["Engine__save_load__init_from"] = str(low / "epoch_0_step_2")
     back = train("back", {"enable": False}, **start, **still)
     assert_same_weights(exact / "epoch_0_step_2", back / "epoch_0_step_2")
-
-
-def test_the_log_line():
-    """loss_scale and found_inf come after the learning rate, as in metrics.jsonl."""
-    from ppfleetx.core.engine.callbacks.log_lines import train_line
-    from ppfleetx.core.engine.run import StepRecord, Window
-
-    names = {field.name for field in fields(StepRecord)} - {"step", "loss_scale", "skipped"}
-    numbers = {**dict.fromkeys(names, 0), "data_size": 1, "batch_cost": 1.0}
-    record = StepRecord(step=1, **numbers, loss_scale=32768.0, skipped=True)
-    window = Window()
-    window.add(record)
-    line = train_line(record, window)
-    assert line.endswith(", loss_scale: 32768, found_inf: 1")
-    assert line.index("learning rate") < line.index("loss_scale")
 
 
 def test_at_the_smallest_scale_an_overflow_ends_the_run(train):

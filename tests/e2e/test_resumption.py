@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,8 @@ from tests.helpers.ranks import Pools
 
 
 @pytest.fixture(scope="module")
-def resumption(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resumption]:
-    pools = Pools()
-    yield Resumption(pools, tmp_path_factory.mktemp("runs"), corpus, steps=4, num_layers=4)
-    pools.close()
+def resumption(pools: Pools, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumption:
+    return Resumption(pools, tmp_path_factory.mktemp("runs"), corpus, steps=4, num_layers=4)
 
 
 @pytest.mark.parametrize(("before", "after"), SOME, ids=str)

@@ -1,11 +1,10 @@
-"""Several runs and one output directory, through the tools: nothing of another run is lost."""
+"""Several runs with one output directory: none loses another's files."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import yaml
 from ppfleetx.checkpoint.ownership import read_run, run_of
 from tests.e2e.conftest import ROOT, Tool, environment, losses
 from tests.helpers import programs
+from tests.helpers.waiting import wait_for
 
 SHORT = ("Engine.max_steps=3", "Engine.save_load.save_steps=1", "Engine.eval_freq=0")
 
@@ -83,15 +83,6 @@ def test_two_runs_started_at_once(tool: Tool, tmp_path: Path) -> None:
     assert runs == {read_run(tmp_path / "run").run}
 
 
-def test_the_supervisor_starts_a_run_and_goes_on_with_it(tool: Tool, tmp_path: Path) -> None:
-    command = tool.command("tools/train.py", tmp_path / "run", *SHORT)
-    for _ in range(2):
-        supervised = [sys.executable, str(ROOT / "tools/supervise.py"), "--backoff", "0", "--", *command]
-        done = programs.run(supervised, timeout=120, env=environment())
-        assert done.returncode == 0, done.stderr
-    assert "nothing to train: 3 of 3 steps" in done.stdout
-
-
 def test_a_runs_configuration_is_used_again(tool: Tool, used: Path, tmp_path: Path) -> None:
     """To go on with the run, and on a run that was started from its weights."""
     config = used / "config.yaml"
@@ -137,15 +128,12 @@ def test_killed_before_its_first_checkpoint(tool: Tool, tmp_path: Path) -> None:
         process = programs.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
         )
-        deadline = time.monotonic() + 90
         try:
-            while (first := first_line(metrics)) in (b"", before):
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.01)
+            wait_for(lambda: first_line(metrics) not in (b"", before), 90, running=[process])  # noqa: B023
         finally:
             process.kill()
             process.wait()
-        before = first
+        before = first_line(metrics)
         assert losses(tmp_path)[0][0] == 1
         runs.add(read_run(tmp_path).run)
     assert len(runs) == 1

@@ -1,4 +1,4 @@
-"""Losses by source of a blend, and by evaluation set."""
+"""Losses per source of a blend, and per evaluation set."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
 from ppfleetx.data.indexed import IndexedDatasetWriter
 from tests.e2e.conftest import NANO, Tool, losses, records
 from tests.helpers.ranks import Pools
@@ -79,26 +77,19 @@ def test_named_evaluation_sets(both: Path, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("sets", "expected"),
-    [
-        ("{a b: x}", r"Data\.Eval\.sets = .*'a b' is not a name"),
-        ("{a: {input_dir: x, weights: [1, 2]}}", r"Data\.Eval\.sets\.a\.weights .*2 weights for 1 corpus"),
-        ("{a: {inputs: x}}", r"Data\.Eval\.sets\.a\.inputs .*no such key in Data\.Eval\.sets\.a"),
-        ("{a: {split: [0, 0]}}", r"Data\.Eval\.sets\.a\.split .*needs up to three shares"),
-    ],
-)
-def test_sets_that_are_none(sets: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        load_config(NANO, [f"Data.Eval.sets={sets}"])
-
-
-def test_a_missing_corpus_is_told_by_its_set(tool: Tool, tmp_path: Path) -> None:
+def test_a_missing_corpus_is_reported_by_its_set(tool: Tool, tmp_path: Path) -> None:
     done = tool.run(tmp_path, "Data.Eval.sets.a=nowhere/x")
     assert done.returncode == 2 and "Data.Eval.sets.a.input_dir (" in done.stderr, done.stderr
 
 
-PLANS = ([], ["Distributed.pp_degree=2"], ["Distributed.mp_degree=2"], ["Distributed.dp_degree=2"])
+PLANS = (
+    [],
+    ["Distributed.pp_degree=2"],
+    ["Distributed.pp_degree=2", "Model.virtual_pp_degree=2"],
+    ["Distributed.mp_degree=2", "Model.sequence_parallel=True"],
+    ["Distributed.dp_degree=2"],
+    ["Distributed.sep_degree=2"],
+)
 
 
 def train_in_ranks(directory: str, output: str) -> None:
@@ -117,6 +108,7 @@ def train_in_ranks(directory: str, output: str) -> None:
             "Engine.max_steps=2",
             "Engine.eval_freq=2",
             "Engine.log_source_loss=True",
+            "Model.num_layers=4",
             "Global.global_batch_size=8",
             "Global.local_batch_size=null",
             "Model.hidden_dropout_prob=0",
@@ -126,18 +118,10 @@ def train_in_ranks(directory: str, output: str) -> None:
         train(*start_process(str(NANO), given, reads=("Train", "Eval")))
 
 
-def test_plans_record_the_same(both: Path, tmp_path: Path) -> None:
-    pools = Pools()
-    try:
-        for size in (1, 2):
-            pools(size).run(
-                "tests.e2e.test_sources:train_in_ranks",
-                directory=str(both),
-                output=str(tmp_path),
-                timeout=120.0,
-            )
-    finally:
-        pools.close()
+def test_plans_record_the_same(pools: Pools, both: Path, tmp_path: Path) -> None:
+    arguments = {"directory": str(both), "output": str(tmp_path)}
+    for size in (1, 2):
+        pools(size).run("tests.e2e.test_sources:train_in_ranks", timeout=120.0, **arguments)
     expected = {kind: records(tmp_path / "1_0", kind) for kind in ("train", "eval")}
     for number in range(len(PLANS) - 1):
         for kind, records_of_one in expected.items():

@@ -1,4 +1,4 @@
-"""Random flipped bits and truncations over all files of a checkpoint: every one has to be found.
+"""Flip bits in and truncate every file of a checkpoint at random: all damage must be found.
 
 ``python -m tests.faults.flip_campaign --damages 100`` trains two steps on two ranks, then damages one file at
 a time (manifest, marker and ``latest`` as often as data files): every damage must be found by
@@ -34,7 +34,7 @@ def make_checkpoint(pools: Pools, directory: Path) -> Path:
 
 
 def damage_one(output_dir: Path, rng: random.Random) -> str:
-    """Damage a file for a moment; what was done. Raises AssertionError if it was not found."""
+    """Damage a file temporarily and return what was done. Raises AssertionError if it was not found."""
     (checkpoint,) = output_dir.glob("epoch_*")
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     path = rng.choice([*files, output_dir / "latest"])
@@ -67,7 +67,7 @@ def found_by_loading(output_dir: Path) -> bool:
 
 
 def campaign(output_dir: Path, times: int, seed: int) -> Counter[str]:
-    """Damage so often; how often what was found."""
+    """Damage a file ``times`` times; the number of each kind of damage."""
     assert not found_by_tool(output_dir) and not found_by_loading(output_dir)
     rng = random.Random(seed)
     return Counter(damage_one(output_dir, rng) for _ in range(times))

@@ -1,4 +1,4 @@
-"""Ten ways in which a job comes to a halt: each must end in time with one sentence that is right.
+"""Ten ways in which a job hangs: each must end in time, with one correct sentence.
 
 ``python -m tests.faults.hang_campaign`` runs the training program in ranks that communicate on the CPU, lets
 one of them stop, sleep, differ or die, and reads what the job says and its exit code. The lost link needs two
@@ -34,7 +34,7 @@ MEMORY_GROUP = Path("/sys/fs/cgroup/memory")
 
 @dataclass(frozen=True)
 class Case:
-    """One way to halt.
+    """One kind of hang.
 
     Attributes:
         name: of the fault in ``hang_program.py``.
@@ -128,7 +128,7 @@ CASES = (
 
 @dataclass
 class Found:
-    """What a job that came to a halt has said."""
+    """The output of a job that hung."""
 
     seconds: float
     codes: list[int]
@@ -138,7 +138,7 @@ class Found:
 
 
 class Hang:
-    """A job that comes to a halt."""
+    """A job that hangs."""
 
     def __init__(
         self, case: Case, hosts: Sequence[Node | None], corpus: Path, directory: Path, device: str = "cpu"
@@ -154,7 +154,7 @@ class Hang:
         self.job = Job(PROGRAM, case.plan, hosts, corpus, directory, 38524, overrides, environment)
 
     def judge(self) -> Found:
-        """Wait for the job's end, and read what it said."""
+        """Wait for the end of the job and check its output."""
         begin, limit = time.monotonic(), TIMEOUT_SECONDS + SPARE_SECONDS
         codes = self.job.wait_for_launchers(limit)
         seconds = time.monotonic() - begin
@@ -186,7 +186,7 @@ class Hang:
         return sentence
 
     def close(self) -> None:
-        """End all that may be left."""
+        """Kill every process that is left."""
         for launcher in self.job.launchers:
             for pid in _below(launcher.pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -208,7 +208,7 @@ def _below(pid: int) -> list[int]:
 
 
 def run_case(case: Case, corpus: Path, directory: Path, device: str = "cpu") -> Found:
-    """Let the job come to a halt, and see what it says. Ranks on GPUs need ``PPFLEETX_TESTS_EXECUTE=1``."""
+    """Let the job hang and check its output. Ranks on GPUs need ``PPFLEETX_TESTS_EXECUTE=1``."""
     with _surroundings(case) as hosts:
         hang = Hang(case, hosts, corpus, directory, device)
         try:

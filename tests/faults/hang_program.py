@@ -31,17 +31,17 @@ AT_STEP = 3
 
 
 def reached() -> None:
-    """Tell that the moment has come."""
+    """Report that the fault is about to happen."""
     (Path(os.environ["HANG_DIR"]) / "reached").write_text(str(os.getpid()))
 
 
 def for_ever() -> None:
-    """Wait for what never comes."""
+    """Wait without end."""
     threading.Event().wait()
 
 
 def before_step(act: Callable[[Engine], None], *, on_all: bool = False) -> None:
-    """Call ``act`` before the third step, on the rank that it befalls or on all."""
+    """Call ``act`` before the third step, on the faulty rank or on all."""
     step = Engine._step
 
     def halting(engine: Engine, *arguments: Any) -> None:
@@ -97,7 +97,7 @@ def deaf() -> None:
 
 
 def data() -> None:
-    """A sample that is not read: its file server has gone."""
+    """Reading a sample blocks, as when its file server is gone."""
     get, count = GPTDataset.__getitem__, [0]
 
     def slow(dataset: GPTDataset, index: int) -> Any:
@@ -111,7 +111,7 @@ def data() -> None:
 
 
 def disk() -> None:
-    """A disk that takes nothing any more."""
+    """Writing to the disk blocks."""
     sync = os.fsync
 
     def dead(descriptor: Any) -> None:
@@ -136,7 +136,7 @@ def importing() -> None:
 
 
 def another_step() -> None:
-    """One rank believes that it is a step further, and so evaluates where the others train."""
+    """One rank is a step ahead, so it evaluates while the others train."""
 
     def act(engine: Engine) -> None:
         engine.state.step += 1
@@ -150,12 +150,12 @@ def link() -> None:
 
 
 def kill() -> None:
-    """A process that is gone from one moment to the next."""
+    """The process is killed."""
     before_step(lambda engine: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def memory() -> None:
-    """The kernel ends a process that takes more memory than there is."""
+    """The kernel kills a process that runs out of memory."""
 
     def act(engine: Engine) -> None:
         group = os.environ.get("HANG_CGROUP")

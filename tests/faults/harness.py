@@ -1,4 +1,4 @@
-"""What the campaigns share: a command line, programs run to their end, damaged bytes, jobs that halt."""
+"""Shared by the campaigns: a command line, damaged bytes, and jobs in which one rank halts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,13 +21,11 @@ from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
 from tests.multinode.nodes import Node
 
-MAX_SECONDS, MAX_BYTES = 20.0, 10**9
-_PATIENCE = 120.0  # seconds until a program is killed
 _START_SECONDS = 120.0
 
 
 def command_line(description: str, **counts: int) -> argparse.ArgumentParser:
-    """A parser with these numbers and ``--seed`` as options."""
+    """A parser with one option per number, and ``--seed``."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     for name, default in {**counts, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -36,7 +33,7 @@ def command_line(description: str, **counts: int) -> argparse.ArgumentParser:
 
 
 def conclude(counts: Mapping[str, int], failures: Sequence[str], summary: str) -> int:
-    """Print how often what happened and what failed; the exit code."""
+    """Print the counts and the failures; return the exit code."""
     for what, count in sorted(counts.items()):
         print(f"{count:4d} {what}")
     for failure in failures:
@@ -45,74 +42,11 @@ def conclude(counts: Mapping[str, int], failures: Sequence[str], summary: str) -
     return 1 if failures else 0
 
 
-# ---- programs that are given something bad
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a program ended.
-
-    Attributes:
-        code: exit code, negative for a signal.
-        said: what it wrote.
-        seconds: the smaller of wall-clock and CPU time, so that other work on the machine does not count.
-        num_bytes: most memory it, or a child of it, held.
-    """
-
-    code: int
-    said: str
-    seconds: float
-    num_bytes: int
-
-    def complaint(self, codes: Sequence[int], *, in_words: bool = True) -> str | None:
-        """What is wrong with how it ended; None: nothing. ``in_words``: code 2 comes with one sentence."""
-        if "Traceback" in self.said or "Fatal Python error" in self.said:
-            return "a traceback"
-        if self.seconds > MAX_SECONDS:
-            return f"{self.seconds:.0f} seconds"
-        if self.num_bytes > MAX_BYTES:
-            return f"{self.num_bytes >> 20} MiB"
-        if self.code not in codes:
-            return f"exit code {self.code}"
-        if (
-            in_words
-            and self.code == 2
-            and sum(line.startswith("error: ") for line in self.said.splitlines()) != 1
-        ):
-            return "not one sentence"
-        return None
-
-    def __str__(self) -> str:
-        return f"exit code {self.code}, {self.seconds:.1f} s, {self.num_bytes >> 20} MiB\n{self.said[-3000:]}"
-
-
-def run_to_end(command: Sequence[str], log: Path, cwd: Path = ROOT) -> Ended:
-    """Run a Python program in a process of its own; ``log`` gets what it writes."""
-    began = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        timer = threading.Timer(_PATIENCE, process.kill)
-        timer.start()
-        _, status, usage = os.wait4(process.pid, 0)
-        timer.cancel()
-    process.returncode = os.waitstatus_to_exitcode(status)
-    seconds = min(time.monotonic() - began, usage.ru_utime + usage.ru_stime)
-    said = log.read_text(errors="replace")
-    return Ended(process.returncode, said, seconds, usage.ru_maxrss * 1024)
-
-
 # ---- damaged bytes
 
 
 def flipped(content: bytes, rng: random.Random, times: int = 1) -> bytes:
-    """``content`` with so many random bits flipped."""
+    """``content`` with ``times`` random bits flipped."""
     changed = bytearray(content)
     for _ in range(times):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
@@ -121,7 +55,7 @@ def flipped(content: bytes, rng: random.Random, times: int = 1) -> bytes:
 
 @contextlib.contextmanager
 def damaged(path: Path, content: bytes) -> Iterator[None]:
-    """``path`` with other bytes, for as long as this lasts."""
+    """Within the context, ``path`` has other content."""
     sound = path.read_bytes()
     path.write_bytes(content)
     try:
@@ -186,7 +120,7 @@ class Job:
             )
 
     def await_halt(self, also: Callable[[], bool] = lambda: True) -> None:
-        """Wait until the rank has come to its moment, and ``also`` holds."""
+        """Wait until the rank halts and ``also`` holds."""
         deadline = time.monotonic() + _START_SECONDS
         while not ((self.directory / "reached").exists() and also()):
             ended = [launcher.poll() for launcher in self.launchers]
@@ -205,12 +139,12 @@ class Job:
         return codes
 
     def log(self, rank: int) -> str:
-        """What a rank has said."""
+        """A rank's output."""
         number, local = divmod(rank, self.per_host)
         return (self.directory / f"log.{number}" / f"workerlog.{local}").read_text(errors="replace")
 
     def said(self) -> str:
-        """What all ranks have said."""
+        """The output of all ranks."""
         logs = sorted(self.directory.glob("log.*/workerlog.*"))
         return "\n".join(path.read_text(errors="replace") for path in logs)
 
@@ -220,7 +154,7 @@ def run_cases(
 ) -> int:
     """Run named cases, each called with a corpus and a directory of its own; the exit code.
 
-    A case gives what it found and what is wrong with that. ``keep`` is where the directories stay.
+    A case returns its result and its complaints. ``keep``: where its directory is kept.
     """
     failed = 0
     with tempfile.TemporaryDirectory(prefix="campaign-") as name:

@@ -32,6 +32,7 @@ from tests.e2e.resumption import ONE, write_corpus
 from tests.faults.harness import command_line
 from tests.faults.program import EVERY_STEP
 from tests.helpers.ranks import Nursery, RankPool
+from tests.helpers.waiting import wait_for
 
 KEPT = 3
 STRANGER, NOBODYS = "epoch_7_step_7000", "epoch_8_step_8000"
@@ -73,7 +74,7 @@ class Campaign:
         return time.monotonic() - started
 
     def kill(self, times: int) -> Counter[str]:
-        """Kill so often, let the last run get to its end, and count what was met.
+        """Kill ``times`` times, let the last run finish, and count what happened.
 
         Raises:
             AssertionError, CheckpointError: something was lost or came out different.
@@ -199,11 +200,8 @@ def _checksums(checkpoint: Checkpoint) -> dict[tuple[str, str, str], list[tuple[
 
 
 def _wait_until_gone(pids: list[int]) -> None:
-    """Until the killed have let go of their locks; the connection ends a moment earlier."""
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a killed process does not end"
-        time.sleep(0.002)
+    """Wait until killed processes have released their locks, a moment after their connections close."""
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), what="a killed process goes on")
 
 
 def main() -> int:

@@ -207,7 +207,7 @@ class Loss:
         return any(self.names(other, self.lost_by(other)) for other in here)
 
     def close(self) -> None:
-        """End all that may be left."""
+        """Kill every process that is left."""
         for rank in range(self.case.plan.world_size):
             with contextlib.suppress(OSError):
                 os.kill(self.pid(rank), signal.SIGKILL)

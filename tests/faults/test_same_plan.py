@@ -7,15 +7,7 @@ from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.e2e.program import losses
 from tests.faults.program import Program
 
-PLANS = [
-    Plan(dp=2),
-    Plan(mp=2),
-    Plan(mp=2, sequence_parallel=True),
-    Plan(pp=2),
-    Plan(sep=2),
-    Plan(sharding=2, sharding_stage=2),
-    Plan(sharding=2, sharding_stage=3),
-]
+PLANS = [Plan(dp=2), Plan(mp=2, sequence_parallel=True), Plan(pp=2), Plan(sharding=2, sharding_stage=3)]
 
 
 def contents(output_dir, step):

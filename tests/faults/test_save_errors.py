@@ -1,4 +1,5 @@
-"""A checkpoint that cannot be written: training stops in words, or goes on; earlier checkpoints stay."""
+"""When a checkpoint cannot be written, training stops with a message or continues; earlier checkpoints
+stay."""
 
 import errno
 import os
@@ -41,7 +42,7 @@ def test_training_stops_in_words(pools, corpus, tmp_path, in_background, number)
 
 
 @BOTH_WAYS
-def test_training_goes_on_when_told_to(pools, corpus, tmp_path, undisturbed, in_background):
+def test_training_continues_where_configured(pools, corpus, tmp_path, undisturbed, in_background):
     program = Program(pools, corpus, tmp_path, async_save=in_background, on_save_error="continue")
     (outcome,) = program.fail_at(2, 3)
     assert outcome.error is None
@@ -54,7 +55,7 @@ def test_a_last_save_that_fails_is_an_error_all_the_same(pools, corpus, tmp_path
     program = Program(pools, corpus, tmp_path, async_save=in_background, on_save_error="continue")
     (outcome,) = program.fail_at(4)
     assert outcome.error.startswith("CheckpointError: checkpoint epoch_0_step_4 could not be written")
-    assert outcome.error.endswith("The end of the run is thus not saved.")
+    assert outcome.error.endswith("The end of the run is not saved.")
     assert program.steps() == [1, 2, 3] and len(losses(tmp_path)) == 4
 
 

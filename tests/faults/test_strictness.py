@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit is refused with a message of its own, and accepted with a key of its own."""
+"""A checkpoint that does not fit is rejected with a specific message, and accepted with a specific key."""
 
 import re
 import shutil
@@ -10,7 +10,7 @@ import pytest
 from ppfleetx.checkpoint.directory import resolve_checkpoint
 from ppfleetx.checkpoint.housekeeping import write_latest
 from ppfleetx.checkpoint.reader import open_checkpoint
-from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice, whole
+from ppfleetx.checkpoint.slices import TensorSlice, whole
 from ppfleetx.checkpoint.writer import save_checkpoint
 from tests.e2e.program import losses
 from tests.faults.program import Program
@@ -79,17 +79,8 @@ def drop_moments(it):
     it.tensors = {key: piece for key, piece in it.tensors.items() if piece.state != "moment1"}
 
 
-def widen_a_moment(it):
-    wide = whole(NORM, np.ones(40, np.float32), kind=OPTIMIZER, state="moment1")
-    it.tensors[OPTIMIZER, NORM, "moment1"] = wide
-
-
 def spoil_generators(it):
     it.state["rng"] = {**it.state["rng"], "python": {"version": 3, "words": [1], "gauss": None}}
-
-
-def forget_generators(it):
-    del it.state["rng"]
 
 
 def other_vocabulary(it):
@@ -134,16 +125,8 @@ CASES = {
         r"it lacks \d+: .*; set Engine.save_load.load_optim to False",
         {"load_optim": False},
     ),
-    "moment": (
-        widen_a_moment,
-        {},
-        rf"{NORM} moment1 has shape \[40\] .*; Engine.save_load.load_optim=False",
-        {"load_optim": False},
-    ),
     "generators": (spoil_generators, {}, "set Engine.save_load.load_rng to False", {"load_rng": False}),
-    "no generators": (forget_generators, {}, "set Engine.save_load.load_rng to False", {"load_rng": False}),
     "data": (nothing, {SPLIT: [7, 3, 0]}, "Engine.save_load.reset_data=True starts", {"reset_data": True}),
-    "seed": (nothing, {"Global.seed": 7}, "Engine.save_load.reset_data=True starts", {"reset_data": True}),
     "schedule": (
         nothing,
         {LR: 0.5},
@@ -228,13 +211,6 @@ def test_a_damaged_newest_checkpoint(pools, corpus, trained, tmp_path, how):
     assert f"resuming {good} (global step 3)" in said
     assert losses(tmp_path / "run") == losses(trained)
     assert open_checkpoint(newest).step == 4
-
-
-def test_a_damaged_newest_checkpoint_with_verify_off(pools, corpus, trained, tmp_path):
-    """Damage is then met while loading, before anything is trained."""
-    damaged_copy(trained, tmp_path / "run", "flipped")
-    (outcome,) = Program(pools, corpus, tmp_path / "run", resume=True, verify=False).call()
-    assert "model.safetensors is damaged: wrong checksum" in outcome.error
 
 
 def test_latest_left_behind_by_a_kill_is_mended(pools, corpus, trained, tmp_path):

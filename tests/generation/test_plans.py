@@ -105,6 +105,7 @@ def test_two_ranks_generate_what_one_process_does(
             ["Distributed.sharding.sharding_degree=8", "Distributed.sharding.sharding_stage=3"],
             "-o Distributed.sharding.sharding_stage=1",
         ),
+        (["Distributed.ep_degree=8", "Model.moe={num_experts: 8}"], "-o Distributed.ep_degree=1"),
     ],
 )
 def test_other_plans_are_refused_with_the_nearest_one(

@@ -208,7 +208,7 @@ class _Hidden:
         gc.enable()
 
     def show(self) -> None:
-        """Let the modules be imported: they are there."""
+        """Make the modules visible again."""
         sys.modules.update(self.modules)
         for name, module in self.modules.items():
             parent, _, child = name.rpartition(".")
@@ -285,7 +285,7 @@ class _Child(_Forked):
 
 
 def become(command: list[str], cwd: str, environment: Mapping[str, str], streams: list[int]) -> None:
-    """Be the program; does not return."""
+    """Become the program; does not return."""
     code = 1
     try:
         os.chdir(cwd)
@@ -316,7 +316,7 @@ def _enter_namespace(name: str) -> None:
 
 
 def _run(command: list[str]) -> int:
-    """The exit code, when all that a Python process does at its end is done."""
+    """The exit code, after everything that Python does at exit."""
     words = command[2:] if command[1] == "-u" else command[1:]
     sys.orig_argv = list(command)
     sys.path[:0] = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -43,7 +43,7 @@ START_SECONDS = 180.0
 
 @dataclass
 class Outcome:
-    """What became of one call in one rank: a value, an error, or the rank's end."""
+    """The result of one call in one rank: a value, an error, or the rank's death."""
 
     value: Any = None
     error: str | None = None  # "Type: message"
@@ -120,7 +120,7 @@ class Nursery:
 
 @functools.cache
 def shared_nursery() -> Nursery:
-    """The nursery of this process, started when first asked for and closed at the end."""
+    """The nursery of this process, started on first use and closed at exit."""
     nursery = Nursery()
     atexit.register(nursery.close)
     return nursery
@@ -137,13 +137,7 @@ class RankPool:
     """
 
     def __init__(
-        self,
-        nursery: Nursery,
-        size: int,
-        *,
-        device: str = "cpu",
-        executed: bool = False,
-        **environment: str,
+        self, nursery: Nursery, size: int, *, device: str = "cpu", executed: bool = False, **environment: str
     ) -> None:
         self.size, self.usable, self.calls = size, True, 0
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -257,7 +251,7 @@ class RankPool:
 
 
 def _settings_of(device: str, rank: int) -> dict[str, str]:
-    """What Paddle's launcher would tell a rank of its device."""
+    """The device variables that Paddle's launcher would set for a rank."""
     if device == "cpu":
         return {"PADDLE_DISTRI_BACKEND": "gloo", "PADDLE_CPU_COMM_TIMEOUT": "60"}
     place = {"PADDLE_LOCAL_RANK": str(rank), "PADDLE_RANK_IN_NODE": str(rank), "PADDLE_NNODES": "1"}
@@ -266,7 +260,7 @@ def _settings_of(device: str, rank: int) -> dict[str, str]:
 
 
 class Pools:
-    """Pools by size and environment, made when first asked for and again after a failure.
+    """Pools by size and environment, created on first use and again after a failure.
 
     Args:
         preload: slow modules that all ranks will need.

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.conftest import NANO, ROOT, corpus, environment  # noqa: F401  (fixture)
 from tests.helpers import programs
 from tests.multinode.nodes import Node, NoNamespacesError, joined
-from tests.planner.wire import MTU, wire
+from tests.multinode.wire import MTU, wire
 
 MASTER_PORT = 38531
 
@@ -118,10 +118,7 @@ def test_an_interface_of_another_network_and_one_that_is_down_are_named(nodes) -
         ["link", "set", "odd1", "up"],
     ):
         subprocess.run(["ip", "-n", second.name, *words], check=True)
-    jobs = [
-        doctor(first, first, timeout=20),
-        doctor(second, first, timeout=20, NCCL_SOCKET_IFNAME="odd0"),
-    ]
+    jobs = [doctor(first, first, timeout=20), doctor(second, first, timeout=20, NCCL_SOCKET_IFNAME="odd0")]
     for code, rows in reports(jobs, 60):
         named = failures(rows)["nodes", "NCCL_SOCKET_IFNAME"]
         assert code == 1 and "at the interface that it names: 10.99.0.1: " in named["found"]

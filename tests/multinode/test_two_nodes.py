@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, Tool, corpus, environment, losses, tool  # noqa: F401  (fixtures)
 from tests.helpers import programs
+from tests.helpers.waiting import wait_for
 from tests.multinode.nodes import Node
 
 OVERRIDES = (
@@ -118,11 +119,7 @@ def test_a_stopped_rank_is_waited_for_and_an_unplugged_host_is_not(
 
 def await_steps(output_dir: Path, number: int, jobs: list[subprocess.Popen]) -> None:
     """Until so many steps are recorded."""
-    deadline = time.monotonic() + 60
-    while len(losses(output_dir)) < number:
-        assert time.monotonic() < deadline
-        assert all(job.poll() is None for job in jobs)
-        time.sleep(0.05)
+    wait_for(lambda: len(losses(output_dir)) >= number, 60, running=jobs)
 
 
 def rank_of(log_dir: Path, local_rank: int) -> int:

@@ -35,16 +35,17 @@ def through_experts(exchange: Any, rows: Any, chosen: np.ndarray, params: dict[s
     import paddle
 
     counts = paddle.to_tensor(np.bincount(chosen, minlength=EXPERTS))
-    there, local_counts = exchange.dispatch(rows, counts)
+    journey = exchange.dispatch(rows, counts)
+    there, local_counts = journey.arrive()
     assert there.shape[0] == local_counts.sum() and len(local_counts) == params["w1"].shape[0]
-    outputs, end = [there[:0]], 0
+    outputs, end = [], 0
     for expert, count in enumerate(local_counts.tolist()):
         begin, end = end, end + count
         if count:
             inner = paddle.tanh(there[begin:end] @ params["w1"][expert])
             output = inner @ params["w2"][expert]
             outputs.append(output + params["b2"][expert] if exchange.adds_output_bias else output)
-    return exchange.combine(paddle.concat(outputs))
+    return journey.back(paddle.concat(outputs) if outputs else there)
 
 
 def parameters(ep: int, ep_rank: int, emp: int, emp_rank: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Difference:
 
 
 class Comparison:
-    """Runs plans; the runs of one process they are compared with are made once and kept.
+    """Runs plans and compares them with runs of one process, which are cached.
 
     Args:
         pools: where ranks come from.

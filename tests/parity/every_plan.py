@@ -53,7 +53,7 @@ def plans_of(model: str, size: int) -> list[ParallelPlan]:
 
 
 def workload(model: str) -> Workload:
-    """What a plan has to divide."""
+    """The sizes that a plan divides."""
     heads = SIZES["num_attention_heads"]
     return Workload(
         num_layers=SIZES["num_layers"],

@@ -110,21 +110,8 @@ def start(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> dict[
     return {"peak": peak, "kept": kept, "predicted": memory.start - memory.context + on_host}
 
 
-def types_of_linears(black_list: list[str]) -> dict[str, str]:
-    """What ``F.linear`` gives for float32 tensors at O1, with a bias and without."""
-    import paddle
-    import paddle.nn.functional as F
-
-    from tests.helpers.low_precision import emulated
-
-    x, weight, bias = paddle.ones([2, 3]), paddle.ones([3, 4]), paddle.ones([4])
-    with emulated(), paddle.amp.auto_cast(level="O1", dtype="bfloat16", custom_black_list=set(black_list)):
-        out = {"with bias": F.linear(x, weight, bias), "without": F.linear(x, weight)}
-    return {name: str(tensor.dtype)[7:] for name, tensor in out.items()}
-
-
 def state_digest(runner: Any) -> int:
-    """Changes with any bit of a weight or an optimizer state (masters, moments, powers of beta)."""
+    """A checksum of all weights and optimizer states (masters, moments, powers of beta)."""
     checksum = 0
     for _, tensor in [*runner.named_parameters(), *runner.optimizer_state().items()]:
         checksum = zlib.crc32(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8), checksum)
@@ -184,8 +171,7 @@ def _inexact_masters(runner: Any, seed: int) -> list[str]:
         for name, master in masters.items()
         for info in [infos[name]]
         if not np.array_equal(
-            master.numpy(),
-            draw(info.init, seed, name, info.global_shape, info.offset, info.local_shape),
+            master.numpy(), draw(info.init, seed, name, info.global_shape, info.offset, info.local_shape)
         )
     ]
 

@@ -77,9 +77,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "mp_async_allreduce": Option("overlapped", {"Distributed.mp_async_allreduce": True}, {"mp": 2}),
     "sp_async_reduce_scatter": Option(
-        "overlapped",
-        {"Distributed.sp_async_reduce_scatter": True},
-        {"mp": 2, "sequence_parallel": True},
+        "overlapped", {"Distributed.sp_async_reduce_scatter": True}, {"mp": 2, "sequence_parallel": True}
     ),
     "recompute_allgather": Option(
         "ppfleetx.nn.column_overlap:ScatteredInput.start_whole",
@@ -130,8 +128,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "lora": Option("ppfleetx.nn.lora:LoraBranch.forward", {"Model.lora.rank": 4}),
     "small_weights": Option(
-        "ppfleetx.nn.quantized:QuantizedMatrix.linear",
-        {"Model.lora.rank": 4, "Compress.Weights.bits": 8},
+        "ppfleetx.nn.quantized:QuantizedMatrix.linear", {"Model.lora.rank": 4, "Compress.Weights.bits": 8}
     ),
     "qat": Option(
         "ppfleetx.nn.fake_quant:FakeQuantizer.weight", {"Compress.Quantization.enable": True}, grid=True

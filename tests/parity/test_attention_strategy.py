@@ -23,11 +23,7 @@ def train(**arguments):
 
 @pytest.mark.parametrize(
     ("plan", "model", "more"),
-    [
-        (Plan(sep=2), "gpt", {}),
-        (Plan(sep=2), "llama", {"documents": True}),
-        (Plan(sep=2, mp=2), "mixed", {}),
-    ],
+    [(Plan(sep=2), "gpt", {}), (Plan(sep=2), "llama", {"documents": True}), (Plan(sep=2, mp=2), "mixed", {})],
     ids=str,
 )
 def test_a_strategy_from_a_plugin_is_one_card(comparison, tmp_path, plan, model, more):

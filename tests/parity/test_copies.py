@@ -17,21 +17,16 @@ PLANS = [
     (Plan(mp=2, sequence_parallel=True), SMALL, POSITIONS),
     (Plan(sep=2), SMALL, POSITIONS),
     (Plan(dp=2), SMALL, POSITIONS),
-    *((Plan(sharding=2, sharding_stage=stage), SMALL, POSITIONS) for stage in (1, 2, 3)),
-    (Plan(pp=2), SMALL, EMBEDDING),
+    *((Plan(sharding=2, sharding_stage=stage), SMALL, POSITIONS) for stage in (1, 3)),
     (Plan(pp=2, virtual_pp_degree=2), {"Model.num_layers": 4}, EMBEDDING),
     (Plan(mp=2), LORA, "decoder.layers.0.attention.qkv.lora.a"),
     (Plan(mp=2, sequence_parallel=True), LORA, "decoder.layers.1.mlp.fc2.lora.b"),
     (Plan(mp=2, pp=2), SMALL, EMBEDDING),
     (Plan(mp=2, pp=2, sequence_parallel=True), SMALL, NORM),
-    (Plan(dp=2, mp=2), SMALL, POSITIONS),
     (Plan(dp=2, mp=2, sequence_parallel=True), SMALL, NORM),
-    (Plan(dp=2, pp=2), SMALL, EMBEDDING),
-    (Plan(dp=2, sep=2), SMALL, POSITIONS),
     (Plan(sep=2, mp=2), SMALL, POSITIONS),
-    *((Plan(sharding=2, mp=2, sharding_stage=stage), SMALL, POSITIONS) for stage in (1, 3)),
+    (Plan(sharding=2, mp=2, sharding_stage=3), SMALL, POSITIONS),
     (Plan(sharding=2, pp=2, sharding_stage=2), SMALL, EMBEDDING),
-    (Plan(sharding=2, mp=2), LORA, "decoder.layers.0.attention.qkv.lora.a"),
 ]
 
 

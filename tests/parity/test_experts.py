@@ -9,24 +9,26 @@ from tests.parity.experts import RESUMED, resumed
 FULL = {"Model.use_recompute": True, "Model.recompute_granularity": "full"}
 
 
+CASES = [
+    (Plan(dp=2, ep=2), {}),
+    (Plan(dp=2, ep=2), FULL),
+    (Plan(mp=2), {}),
+    (Plan(mp=2, ep=2, expert_mp=1, sequence_parallel=True), FULL),
+    (Plan(sep=2, ep=2), {"Model.loss_chunks": 2}),
+    (Plan(sharding=2, sharding_stage=3, ep=2), FULL),
+    (Plan(dp=2, mp=2, ep=2), {}),
+    (Plan(sharding=4, sharding_stage=2, ep=2), {"Distributed.sharding.reduce_overlap": False}),
+    (Plan(dp=2, pp=2, ep=2), {"Distributed.overlap_p2p_comm": True}),
+    (Plan(dp=2, pp=2, ep=2, virtual_pp_degree=2), {}),
+    (Plan(dp=2, pp=2, ep=2, pp_schedule="zb_h1"), {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("plan", "extra"),
-    [
-        (Plan(dp=2, ep=2), {}),
-        (Plan(dp=2, ep=2), FULL),
-        (Plan(mp=2), {}),
-        (Plan(mp=2, ep=2, expert_mp=1, sequence_parallel=True), FULL),
-        (Plan(sep=2, ep=2), {"Model.loss_chunks": 2}),
-        (Plan(sharding=2, sharding_stage=3, ep=2), FULL),
-        (Plan(dp=2, mp=2, ep=2), {}),
-        (Plan(sharding=4, sharding_stage=2, ep=2), {"Distributed.sharding.reduce_overlap": False}),
-        (Plan(dp=2, pp=2, ep=2), {"Distributed.overlap_p2p_comm": True}),
-        (Plan(dp=2, pp=2, ep=2, virtual_pp_degree=2), {}),
-        (Plan(dp=2, pp=2, ep=2, pp_schedule="zb_h1"), {}),
-    ],
+    ("plan", "extra", "model"),
+    [(*case, ("moe", "moe_bias")[number % 2]) for number, case in enumerate(CASES)],
     ids=str,
 )
-@pytest.mark.parametrize("model", ["moe", "moe_bias"])
 def test_loss_metrics_and_weights(comparison, model, plan, extra):
     found = comparison.run(plan, model, "sgd", of_plan=extra)
     assert found.first == 0

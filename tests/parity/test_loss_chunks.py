@@ -1,4 +1,4 @@
-"""Head and loss in pieces (``Model.loss_chunks``): the numbers of whole logits, without their memory."""
+"""``Model.loss_chunks``: the results of whole logits, without their memory."""
 
 from dataclasses import replace
 
@@ -66,19 +66,6 @@ def test_logits_are_never_whole(tied):
     assert loss_in_pieces == pytest.approx(loss, rel=1e-6)
     assert paddle.allclose(of_trunk_in_pieces, of_trunk, rtol=1e-5, atol=1e-7)
     assert paddle.allclose(of_weight_in_pieces, of_weight, rtol=1e-5, atol=1e-7)
-
-
-def test_the_losses_of_rows():
-    """For ``Engine.log_source_loss``: the same as with whole logits."""
-    found = []
-    for pieces in (1, 3):
-        head, token_loss = _head(True, 8, 50, pieces)
-        trunk, labels = paddle.rand([16, 4, 8]), paddle.randint(0, 45, [4, 16])
-        with head.loss_follows():
-            found.append(token_loss(head((trunk,)), labels, paddle.ones([4, 16]), 45).rows())
-    whole, pieces = found
-    assert paddle.allclose(pieces.value, whole.value, rtol=1e-6)
-    assert pieces.count.tolist() == whole.count.tolist() == [16.0] * 4
 
 
 def _head(tied, hidden, vocab, pieces):

@@ -84,11 +84,7 @@ def test_a_degree_that_is_no_power_of_two(comparison):
 @pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
 @pytest.mark.parametrize(
     "plan",
-    [
-        Plan(mp=2, sequence_parallel=True),
-        Plan(pp=2, sharding=2, sharding_stage=3),
-        Plan(sep=2),
-    ],
+    [Plan(mp=2, sequence_parallel=True), Plan(pp=2, sharding=2, sharding_stage=3), Plan(sep=2)],
     ids=str,
 )
 def test_recomputation(comparison, plan, granularity):

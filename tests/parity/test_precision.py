@@ -1,4 +1,4 @@
-"""16-bit training under plans: close to one card in the same type; overflows are everyone's.
+"""16-bit training under plans is close to one card in the same type; an overflow is seen by all ranks.
 
 The CPU has no 16-bit kernels: tests/helpers/low_precision.py emulates them under the program's own code.
 """
@@ -11,13 +11,7 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.parity.comparison import fields_of, micro_batch_size_of
 
-PLANS = [
-    Plan(dp=2),
-    Plan(mp=2),
-    Plan(mp=2, sequence_parallel=True),
-    Plan(pp=2),
-    Plan(sharding=2),
-]
+PLANS = [Plan(dp=2), Plan(mp=2), Plan(mp=2, sequence_parallel=True), Plan(pp=2), Plan(sharding=2)]
 SMALL = {"Model.num_layers": 2}
 # Largest relative difference of a loss from one card's in the same type: roundings differ where sums are
 # cut differently. float16 keeps three bits more than bfloat16.
@@ -65,7 +59,7 @@ def difference(results, expected):
 @pytest.mark.parametrize(
     ("plan", "dtype", "level"),
     [
-        *((plan, dtype, "O2") for plan in PLANS for dtype in ("bfloat16", "float16")),
+        *((plan, ("bfloat16", "float16")[number % 2], "O2") for number, plan in enumerate(PLANS)),
         *((plan, "bfloat16", "O1") for plan in PLANS[2:4]),
     ],
     ids=str,
@@ -124,7 +118,7 @@ def test_an_overflow_on_one_rank_is_seen_by_all(run, plan, name):
         assert all(math.isfinite(loss) for loss in result["loss"])
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(mp=2), Plan(pp=2)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(mp=2), Plan(pp=2)], ids=str)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -172,13 +166,6 @@ def test_the_start_takes_little_more_than_what_is_kept(comparison, plan):
     assert peak == pytest.approx(predicted, rel=0.01)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_further_stages_of_sharding(run, one_card, stage):
-    options = {"dtype": "bfloat16", "level": "O2"}
-    results = run(Plan(sharding=2, sharding_stage=stage), options)
-    assert difference(results, one_card(options)) <= TOLERANCE["bfloat16"]
-
-
 @pytest.mark.parametrize(
     ("stage", "options", "steps"),
     [
@@ -208,14 +195,6 @@ def test_gradients_summed_in_16_bits(run, one_card, plan):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_recomputation_changes_nothing(run, level):
-    recompute = {"Model.use_recompute": True, "Model.recompute_granularity": "full"}
-    options = {"dtype": "bfloat16", "level": level}
-    plain, again = (run(Plan(), options, steps=2, extra=extra)[0] for extra in ({}, recompute))
-    assert again["loss"] == plain["loss"] and again["grad_norm"] == plain["grad_norm"]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_lists_of_operations(run, one_card, level):
     """Matrix products taken from Paddle's list are computed in float32; an unknown name changes nothing."""
     options = {"dtype": "bfloat16", "level": level}
@@ -224,21 +203,6 @@ def test_lists_of_operations(run, one_card, level):
     (same,) = run(Plan(), {**options, "custom_white_list": "[matmul]"}, steps=2)
     assert black["loss"] != plain["loss"] and same["loss"] == plain["loss"]
     assert black["loss"] == pytest.approx(plain["loss"], rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("black_list", "expected"),
-    [
-        ([], {"with bias": "bfloat16", "without": "bfloat16"}),
-        (["linear_v2"], {"with bias": "float32", "without": "bfloat16"}),
-        (["matmul"], {"with bias": "bfloat16", "without": "float32"}),
-    ],
-)
-def test_linears_are_cast_as_on_a_gpu(comparison, black_list, expected):
-    """There they are `linear_v2` and `matmul`, which are on Paddle's white list; a CPU's `linear` is not."""
-    assert comparison.pools(1).run("tests.parity.low_precision:types_of_linears", black_list=black_list) == [
-        expected
-    ]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 8e-3), ("float16", 1e-3)])

@@ -1,4 +1,4 @@
-"""One short training run under one plan, in the ranks of a pool; compared with the run of one process.
+"""One short training run under one plan, in the ranks of a pool, compared with a run of one process.
 
 ``train`` is called by name in every rank (see tests/helpers/ranks.py). The run of one process writes its
 weights to a directory; every other run compares its own slices with them, so that no rank needs to
@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -60,7 +59,7 @@ MODELS["mixed"] = {
 # Experts with biases, wide ones, beside a shared one with a gate; losses of sequences and of positions.
 MODELS["moe"] = {
     "moe": "{num_experts: 4, top_k: 2, expert_ffn_size: 32, layer_freq: 2, shared_experts: {ffn_size: 16, "
-    "gate: true}, aux_loss: {kind: sequence, weight: 0.1}, z_loss_weight: 0.01}",
+    "gate: true}, aux_loss: {kind: sequence, weight: 0.1}, z_loss_weight: 0.01}"
 }
 # DeepSeek's router, whose bias moves after each step, and a loss by the loads of the step before.
 MODELS["moe_bias"] = {
@@ -180,7 +179,7 @@ def train(
 
 @contextlib.contextmanager
 def default_dtype(dtype: str) -> Iterator[None]:
-    """Parameters that are made within are of this type."""
+    """Within the context, new parameters have this type."""
     import paddle
 
     before = paddle.get_default_dtype()
@@ -286,7 +285,7 @@ def _compare(runner: Any, weights_dir: str | None, file: str, ctx: Any) -> float
 
 
 def dropout_masks(plan: dict[str, Any], world_size: int) -> list[dict[str, str]]:
-    """What the two kinds of dropout keep on this rank, in two micro batches of a step and in the next."""
+    """What both kinds of dropout keep on this rank, in two micro batches of a step and in the next step."""
     import paddle
 
     from ppfleetx.config.loader import load_config
@@ -341,46 +340,6 @@ def held_after_step(plan: dict[str, Any], world_size: int) -> dict[str, float]:
         states = sum(state.size for (_, kind), state in runner.optimizer_state().items() if kind == "moment1")
         values = sum(p.size for p in parameters if p._is_initialized())
     return {"values": values / whole, "gradients": sum(gradients) / whole, "states": states / whole}
-
-
-def offloaded_updates(plan: dict[str, Any], world_size: int) -> dict[str, list[str]]:
-    """What AdamW's kernel is given in two steps under a plan with offload.
-
-    Returns:
-        Canonical names of the parameters ``owned`` by this rank, of those ``updated``, of those whose memory
-        the kernel ``shared``, and when each step's ``changes`` of the states happened.
-    """
-    import paddle
-
-    from ppfleetx.optims import adamw
-
-    with paddle.utils.unique_name.guard():
-        cfg, ctx, runner = build(plan, world_size, "gpt", "adamw", 4, {})
-        memory = dict(runner._optimizer.named_params)
-        kernel, updated, shared, changes = adamw.adamw, set(), set(), []
-
-        def record(view: Any, *arguments: Any, **options: Any) -> None:
-            updated.add(view.name)
-            parameter = memory[view.name]
-            pointers = {view.value.data_ptr(), view.gradient.data_ptr()}
-            if pointers & {parameter.data_ptr(), parameter.grad.data_ptr()}:
-                shared.add(view.name)
-            kernel(view, *arguments, **options)
-
-        def states() -> dict[Any, bytes]:
-            return {key: tensor.numpy().tobytes() for key, tensor in runner.optimizer_state().items()}
-
-        before: dict[Any, bytes] = {}
-        with mock.patch.object(adamw, "adamw", record):
-            for step in range(2):
-                start = states()
-                runner.before_update = lambda: before.update(states())
-                take_step(runner, step, cfg, ctx)
-                now = states()
-                moved = all(now[key] != start[key] for key in now if key[1] == "moment1")
-                changes.append("in the update" if before == start and moved else "elsewhere or not at all")
-    owned = [name for name, _ in runner._optimizer.named_params]
-    return {"owned": sorted(owned), "updated": sorted(updated), "shared": sorted(shared), "changes": changes}
 
 
 def misaligned(plan: dict[str, Any], world_size: int, sizes: dict[str, Any]) -> dict[str, list[str]]:

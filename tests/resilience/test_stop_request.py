@@ -1,4 +1,4 @@
-"""SIGTERM under a launcher, which sends it several times."""
+"""A rank gets SIGTERM several times from its launcher."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
 
 
 @pytest.mark.parametrize("agreed", [True, False], ids=["stopped", "was done as it came"])
-def test_a_rank_that_was_told_to_stop_is_not_ended_by_the_next_signal(
-    installed: list[object], agreed: bool
-) -> None:
+def test_a_stopping_rank_is_not_ended_by_the_next_signal(installed: list[object], agreed: bool) -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         stop.agree(agreed)

@@ -1,4 +1,4 @@
-"""Ranks that hold the others up are found by the time in which they do not wait."""
+"""Slow ranks are identified by the time that they do not spend waiting."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def test_the_rank_that_does_not_wait_is_the_slow_one():
     )
 
 
-def test_little_differences_and_the_work_of_other_stages_are_not_told():
+def test_little_differences_and_the_work_of_other_stages_are_not_reported():
     even = np.array([[1.0, 0.1, 0.30], [1.0, 0.1, 0.31], [1.0, 0.1, 0.27], [1.0, 0.1, 0.32]])
     assert judged(even, [0] * 4, HOSTS, 200, 100) is None
     uneven = np.array([[1.0, 0.0, 0.5], [1.0, 0.0, 0.5], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])

@@ -1,4 +1,4 @@
-"""The supervisor: bounded restarts, no restart of a user's mistake, nothing left running."""
+"""The supervisor: limited restarts, none after a user's mistake, and no process left running."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.resilience.supervisor import with_resume
 from tests.helpers.leftovers import children, leftovers
+from tests.helpers.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPERVISE = str(ROOT / "tools/supervise.py")
@@ -35,25 +35,21 @@ def supervise(tmp_path: Path, action: str, *options: str) -> tuple[subprocess.Co
     return done, int((tmp_path / "starts").read_text())
 
 
-def test_restarts_until_the_command_ends_well(tmp_path: Path) -> None:
-    done, starts = supervise(tmp_path, "sys.exit(0 if starts == 3 else 1)")
-    assert (done.returncode, starts) == (0, 3), done.stdout
-
-
-def test_gives_up_after_the_bound(tmp_path: Path) -> None:
-    done, starts = supervise(tmp_path, "sys.exit(7)", "--max-restarts", "2")
-    assert (done.returncode, starts) == (7, 3), done.stdout
-    assert "giving up" in done.stdout
-
-
-def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
-    done, starts = supervise(tmp_path, "sys.exit(2)")
-    assert (done.returncode, starts) == (2, 1), done.stdout
-
-
-def test_every_start_asks_to_resume(tmp_path: Path) -> None:
-    _, starts = supervise(tmp_path, "sys.exit(sys.argv[2:] != ['-o', 'Engine.save_load.resume=auto'])")
-    assert starts == 1
+@pytest.mark.parametrize(
+    ("action", "options", "code", "starts"),
+    [
+        ("sys.exit(0 if starts == 3 else 1)", (), 0, 3),
+        ("sys.exit(7)", ("--max-restarts", "2"), 7, 3),  # it gives up
+        ("sys.exit(2)", (), 2, 1),  # a user's mistake is not tried again
+        ("sys.exit(130)", (), 130, 1),  # nor is Ctrl-C
+        ("sys.exit(sys.argv[2:] != ['-o', 'Engine.save_load.resume=auto'])", (), 0, 1),
+    ],
+)
+def test_how_often_a_command_is_started(
+    tmp_path: Path, action: str, options: tuple[str, ...], code: int, starts: int
+) -> None:
+    done, found = supervise(tmp_path, action, *options)
+    assert (done.returncode, found) == (code, starts), done.stdout
 
 
 RESUME = "Engine.save_load.resume"
@@ -107,7 +103,7 @@ def test_what_outlives_the_command_is_ended(tmp_path: Path) -> None:
     )
     done, _ = supervise(tmp_path, action)
     assert done.returncode == 0
-    wait_until_gone(int(pid_file.read_text()))
+    wait_for(lambda: is_gone(int(pid_file.read_text())), 10)
 
 
 # A rank in a session of its own, whose launcher is killed: it stops after a while, or not at all.
@@ -150,35 +146,9 @@ sys.exit(5 if alive else 0)
     assert end.exists() == (how == "late")
 
 
-def test_the_command_is_told_when_the_supervisor_was_killed(tmp_path: Path) -> None:
-    action = (
-        "import signal\n"
-        "def stop(*_):\n"
-        f"    pathlib.Path({str(tmp_path / 'stopped')!r}).touch(); sys.exit()\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
-        f"pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
-        "time.sleep(60)"
-    )
-    before = children()
-    command = [sys.executable, SUPERVISE, "--", sys.executable, "-c", COUNTING.format(action=action)]
-    process = subprocess.Popen([*command, str(tmp_path / "starts")], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "ready").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    assert leftovers(before, 10) == {}
-    assert (tmp_path / "stopped").exists()
-
-
-def test_ctrl_c_of_the_command_is_not_tried_again(tmp_path: Path) -> None:
-    done, starts = supervise(tmp_path, "sys.exit(130)")
-    assert (done.returncode, starts) == (130, 1), done.stdout
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_reaches_the_command_and_ends_the_supervisor(tmp_path: Path, number: signal.Signals) -> None:
+    """When the supervisor is killed, its command gets SIGTERM."""
     action = (
         "import signal\n"
         "def stop(*_):\n"
@@ -187,28 +157,22 @@ def test_a_signal_reaches_the_command_and_ends_the_supervisor(tmp_path: Path, nu
         f"pathlib.Path({str(tmp_path / 'ready')!r}).touch()\n"
         "time.sleep(60)"
     )
+    before = children()
     command = [sys.executable, SUPERVISE, "--backoff", "0.05", "--", sys.executable, "-c"]
-    process = subprocess.Popen(
-        [*command, COUNTING.format(action=action), str(tmp_path / "starts")], stdout=subprocess.PIPE
-    )
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "ready").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    command += [COUNTING.format(action=action), str(tmp_path / "starts")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    wait_for((tmp_path / "ready").exists)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.wait(30)
+    assert leftovers(before, 10) == {}
     assert (tmp_path / "stopped").exists()
     assert (tmp_path / "starts").read_text() == "1"
 
 
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        if "zombie" in Path(f"/proc/{pid}/status").read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"process {pid} is still there")
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; a zombie has."""
+    try:
+        os.kill(pid, 0)
+        return "zombie" in Path(f"/proc/{pid}/status").read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return True

@@ -151,9 +151,5 @@ def test_a_second_signal_does_not_wait_and_an_ignored_one_does_nothing() -> None
 
 def started(program: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

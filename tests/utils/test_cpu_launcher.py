@@ -38,7 +38,7 @@ def test_a_users_choice_stays():
         (["python"], None),
     ],
 )
-def test_the_launcher_is_told_from_programs_that_name_it(argv, options):
+def test_the_launcher_is_distinguished_from_programs_that_name_it(argv, options):
     assert launcher_options(argv) == options
 
 

@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.leftovers import children, leftovers
+from tests.helpers.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
@@ -52,7 +51,7 @@ class Launcher:
         self.process = subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, **environ}
         )
-        await_true(lambda: (directory / "pid").exists() and (directory / "pid").read_text())
+        wait_for(lambda: (directory / "pid").exists() and (directory / "pid").read_text())
 
     def kill(self) -> None:
         self.process.kill()
@@ -88,10 +87,3 @@ def test_a_process_that_no_launcher_started_outlives_its_parent(tmp_path: Path) 
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert leftovers(launcher.before, 5) == {}
-
-
-def await_true(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

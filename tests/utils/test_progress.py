@@ -1,4 +1,4 @@
-"""The progress bar on a terminal, which a pseudo-terminal of 80 columns stands for."""
+"""The progress bar, on a pseudo-terminal of 80 columns."""
 
 import contextlib
 import fcntl
@@ -100,8 +100,3 @@ def test_a_notebook_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -
     (lines,) = drawn
     assert lines[0].startswith("counting: 0%, 0/4 letter")
     assert lines[-1].startswith("counting: 100%, 4/4 letter, ")
-
-
-def test_elsewhere_nothing_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(track([1, 2], "counting", total=None, unit="number")) == [1, 2]
-    assert capsys.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""What the programs of ``projects/megatron`` do: prepare GPT-2's corpus, train, collect results."""
+"""The programs of ``projects/megatron``: prepare GPT-2's corpus, train, collect results."""
 
 from __future__ import annotations
 

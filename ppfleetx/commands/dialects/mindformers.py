@@ -1,4 +1,4 @@
-"""What ``run_mindformer.py`` and ``convert_weight.py`` of MindFormers do."""
+"""The programs ``run_mindformer.py`` and ``convert_weight.py`` of MindFormers."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _weights_name(torch_path: Path) -> str:
 
 
 def _config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
-    """What the shapes of the tensors say of the model, in Hugging Face's words."""
+    """The sizes of the model, from the shapes of its tensors, under Hugging Face's names."""
     words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
     width = words[1]
     if num_heads is None and width % _HEAD_WIDTH:

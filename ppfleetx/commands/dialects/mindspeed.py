@@ -1,4 +1,4 @@
-"""What the programs of ``projects/mindspeed`` do: ``pretrain_gpt.py``, and ``msrun``, which starts ranks."""
+"""The programs of ``projects/mindspeed``: ``pretrain_gpt.py``, and ``msrun``, which starts ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``projects/paddleformers/run_pretrain.py`` does: PaddleFormers' pretraining arguments, trained."""
+"""The program ``projects/paddleformers/run_pretrain.py``: trains with PaddleFormers' arguments."""
 
 from __future__ import annotations
 

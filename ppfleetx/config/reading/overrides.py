@@ -11,7 +11,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.field_types import field_types, is_text_only, item_type, section_in
 from ppfleetx.config.fields import Section
-from ppfleetx.config.reading.parse import key_problem, parse_yaml
+from ppfleetx.config.reading.parse import MAX_DEPTH, key_problem, parse_yaml
 from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, plain_value, same_value
 
 
@@ -91,6 +91,8 @@ def _read(text: str, place: str, root: type[Section]) -> _Read:
 
 def _path_of(key: str, place: str) -> tuple[str, ...]:
     path = tuple(key.split("."))
+    if len(path) > MAX_DEPTH:
+        raise ConfigError(f"names more than {MAX_DEPTH} levels", key=key, place=place)
     for part in path:
         if problem := key_problem(part):
             raise ConfigError(problem, key=key, place=place)

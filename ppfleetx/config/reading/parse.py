@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import yaml
 
 from ppfleetx.config.errors import UNSET, ConfigError, shown
-from ppfleetx.config.foreign import refuse_foreign_text
 from ppfleetx.config.reading.tree import Node, plain_scalar, same_value
 
 MAX_FILE_BYTES = 1 << 20
@@ -122,26 +121,18 @@ def read_yaml(
         path: the file.
         key, value, place: the entry that names the file; see :func:`ppfleetx.config.reading.parse.read_text`.
         shown: the place of all nodes, instead of the file and its lines.
-        is_ours: the file should be a configuration of this program; a file of another toolkit is an error
-            that names the toolkit.
+        is_ours: see :func:`parse_yaml`.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds no mapping.
     """
     text = read_text(path, key=key, value=value, place=place)
-    try:
-        node = parse_yaml(text, shown or shown_path(path), with_lines=shown is None, is_ours=is_ours)
-    except ConfigError:
-        if is_ours:
-            refuse_foreign_text(text, shown_path(path))
-        raise
+    node = parse_yaml(text, shown or shown_path(path), with_lines=shown is None, is_ours=is_ours)
     if node is None:
         raise ConfigError(
             "the file is empty; a configuration has sections such as Model", place=shown_path(path)
         )
     if not isinstance(node.value, dict):
-        if is_ours:
-            refuse_foreign_text(text, shown_path(path))
         kind = "list" if isinstance(node.value, list) else "single value"
         raise ConfigError(f"the file holds a {kind}; sections such as `Model:` are needed", place=node.place)
     return node

@@ -143,7 +143,7 @@ class Form:
     """How a matrix is stored and multiplied with.
 
     Attributes:
-        bits: of its elements, 8 or 4.
+        bits: bits per element, 8 or 4.
         group_size: input features with one scale; None: all.
         activation_bits: 8: rows it is multiplied with are rounded to 8 bits first; None: they are not.
     """
@@ -154,8 +154,8 @@ class Form:
 
 
 class WeightsConfig(Section):
-    """How the weights of a quantised checkpoint are stored. `ppfleetx quantize` writes this section; it is
-    not a wish, and is not written by hand.
+    """How the weights of a quantised checkpoint are stored. `ppfleetx quantize` writes this section; do
+    not write it by hand.
 
     Linears of the blocks have `bits`; the word embedding and the head have 8, with a scale for each row or
     column."""
@@ -206,9 +206,9 @@ class PruneConfig(Section):
     enable: Bool = False
     """Prune while training."""
     criterion: Literal["l1_norm", "l2_norm"] = "l1_norm"
-    """What is small is removed: by sum of magnitudes or of squares."""
+    """The smallest parts are removed: by sum of magnitudes or of squares."""
     ratio: UnitFloat = 0.125
-    """Share removed in the end; as of `ppfleetx prune --ratio`, rounded to fewer."""
+    """Share removed in the end; rounded down, as with `ppfleetx prune --ratio`."""
     part: Literal["heads", "mlp", "both"] = "both"
     """What is pruned."""
     begin_step: CountInt = 0
@@ -251,7 +251,7 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """How many of ``total`` equal parts make up ``share``, rounded to fewer."""
+    """How many of ``total`` equal parts make up ``share``, rounded down."""
     return int(total * share + 1e-9)
 
 
@@ -264,7 +264,7 @@ class DistillConfig(Section):
     teacher: PathText
     """Checkpoint of the teacher: any plan, the same tokenizer; its own sizes."""
     temperature: PositiveFloat = 2.0
-    """Divides the logits of both; more tells more of what is unlikely."""
+    """Divides the logits of both; a higher value gives unlikely tokens more weight."""
     hard_weight: NonNegativeFloat = 0.5
     """Weight of the cross entropy."""
     soft_weight: NonNegativeFloat = 0.5

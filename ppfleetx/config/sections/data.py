@@ -57,26 +57,26 @@ class DatasetConfig(Section):
     ChatDataset (jsonl, also of ShareGPT and Alpaca, loss on the assistant's turns), a GLUE task, or a data
     set of your own (docs/extending.md)."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
-    """ChatDataset: `chat_template`, a name of one of the tokenizer's or a file. Of a data set of your own:
-    what it was registered with."""
+    """ChatDataset: `chat_template`, the name of one of the tokenizer's templates or a file. A data set of
+    your own: the options it was registered with."""
     input_dir: PathText | tuple[PathText, ...] = "./data"
-    """A corpus prefix, a directory of corpora, or a list of them. Of the others: the directory of the files
-    `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`, `.json`) or `{split}.tsv`."""
+    """A corpus prefix, a directory of corpora, or a list of these. For other data sets: the directory of the
+    files `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`, `.json`) or `{split}.tsv`."""
     weights: tuple[NonNegativeFloat, ...] | None = None
-    """Share of each entry of `input_dir` in the blend, normalised; null: by its number of tokens."""
+    """Share of each entry of `input_dir` in the blend, normalised; null: in proportion to its tokens."""
     blend: Literal["shares", "exhaustive"] = "shares"
-    """How several corpora are mixed. shares: as `weights` says; each corpus is repeated as often as its share
-    takes. exhaustive: every sample of every corpus once, evenly spread, which is Megatron-LM's blend without
-    weights; `weights` is then null."""
+    """How several corpora are mixed. shares: by `weights`; a corpus is repeated as often as its share
+    requires. exhaustive: every sample of every corpus once, evenly spread, as Megatron-LM does without
+    weights; `weights` must be null."""
     split: Text | tuple[NonNegativeFloat, ...] = (969, 30, 1)
-    """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`. Of GLUE tasks and
-    of files with records (PromptResponseDataset, ChatDataset): name of the part's file, e.g. `train`."""
+    """Shares of documents for Train, Eval and Test, e.g. `[969, 30, 1]`. For GLUE tasks and files with
+    records (PromptResponseDataset, ChatDataset): the name of the file, e.g. `train`."""
     max_seq_len: Size = 1024
-    """Tokens per sample; what is longer is cut. Without it, a model of fewer positions gets so many."""
+    """Tokens per sample; longer texts are cut. By default at most the positions of the model."""
     prompt_field: Text = "prompt"
-    """PromptResponseDataset: field of the text that is given."""
+    """PromptResponseDataset: field of the prompt."""
     response_field: Text = "response"
-    """PromptResponseDataset: field of the text that is learnt."""
+    """PromptResponseDataset: field of the response, which is learned."""
     seed: Seed | None = None
     """Seed of the order of samples; null: `Global.seed`."""
     reset_position_ids: Bool = False
@@ -91,8 +91,8 @@ class DatasetConfig(Section):
     """Directory of the index maps; null: beside the corpus."""
     verify: Literal["none", "index", "full"] = "index"
     """What of a corpus is compared with its checksums when a run starts. index: the lengths of both files and
-    all of `.idx`, if the corpus has checksums. full: every token too, and a corpus without checksums is
-    refused; a core reads about 1 GB a second, and each node does it once."""
+    all of `.idx`, if the corpus has checksums. full: every token too; a corpus without checksums is refused.
+    A core reads about 1 GB a second, and each node reads once."""
 
     @model_validator(mode="after")
     def _check(self) -> DatasetConfig:
@@ -178,8 +178,8 @@ class SamplerConfig(Section):
     name: Literal["GPTBatchSampler"] = "GPTBatchSampler"
     """Walks the data by consumed samples; the same global batches for every parallel plan."""
     shuffle: Bool = False
-    """Shuffle again on top of the dataset's own order. Train of a GLUE task or of records is always read in a
-    new order in each pass; Eval and Test of these are read as the file is."""
+    """Shuffle again on top of the dataset's own order. Train of a GLUE task or of records is always
+    reshuffled in each pass; Eval and Test of these keep the order of the file."""
     drop_last: Bool = True
     """Leave out the last incomplete global batch. Eval and Test of a GLUE task or of records are always
     read whole."""
@@ -211,18 +211,18 @@ class DataSplitConfig(Section):
 
 
 class EvalSetConfig(Section):
-    """One of several evaluation sets: what it has in the place of `Data.Eval.dataset`."""
+    """One of several evaluation sets: what it has instead of `Data.Eval.dataset`."""
 
     SAYS: ClassVar[str] = "a path, or a mapping with input_dir, weights, split and options"
 
     input_dir: PathText | tuple[PathText, ...] | None = None
-    """As of `dataset`; null: that of `dataset`, with its weights."""
+    """As in `dataset`; null: that of `dataset`, with its weights."""
     weights: tuple[NonNegativeFloat, ...] | None = None
-    """As of `dataset`, for this `input_dir`."""
+    """As in `dataset`, for this `input_dir`."""
     split: Text | tuple[NonNegativeFloat, ...] | None = None
-    """As of `dataset`; null: that of `dataset`. `[0, 1, 0]` is all of a corpus."""
+    """As in `dataset`; null: that of `dataset`. `[0, 1, 0]` is all of a corpus."""
     options: dict[str, Bool | Int | Float | Text] | None = None
-    """As of `dataset`; null: those of `dataset`."""
+    """As in `dataset`; null: those of `dataset`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -253,9 +253,9 @@ class EvalConfig(DataSplitConfig):
     """Evaluation data: one dataset, or several sets with names."""
 
     sets: dict[Text, EvalSetConfig] = Field(default_factory=dict)
-    """Several evaluation sets by name, each evaluated for itself, e.g. `{wiki: data/wiki_text_document, code:
-    {input_dir: data/code_text_document, split: [0, 1, 0]}}`. What a set does not say is as in `dataset`,
-    which is then not evaluated itself. `Engine.save_load.keep_best` judges by the first."""
+    """Several evaluation sets by name, each evaluated separately, e.g. `{wiki: data/wiki_text_document, code:
+    {input_dir: data/code_text_document, split: [0, 1, 0]}}`. Keys that a set does not give are taken from
+    `dataset`, which is then not evaluated itself. `Engine.save_load.keep_best` uses the first set."""
 
     _set: str | None = PrivateAttr(default=None)
 
@@ -321,8 +321,8 @@ class DataConfig(Section):
     Eval: EvalConfig | None = None
     """Evaluation data; null: no evaluation."""
     Test: DataSplitConfig | None = None
-    """Test data. `ppfleetx eval` predicts it for a GLUE task; `ppfleetx index` prepares it; nothing else
-    reads it yet."""
+    """Test data. `ppfleetx eval` predicts it for a GLUE task and `ppfleetx index` prepares it; nothing else
+    reads it."""
     tokenizer: TokenizerConfig | None = None
     """Needed by generation, by datasets of texts, and by `eod_mask_loss`/`reset_*` without `eod_id`."""
 

@@ -50,16 +50,16 @@ class GlobalConfig(Section):
     `start` sequences a step and grows by `increment`, in equal parts of `samples` sequences, to
     `global_batch_size`. Each size must be a multiple of `micro_batch_size` x data ranks."""
     allow_tf32: Bool = False
-    """On NVIDIA GPUs from Ampere on (compute capability 8.0), let float32 matrix products round what they
-    multiply to TF32: several times faster, with relative errors of about 1e-3 instead of 1e-7. Products in
-    16 bits stay as they are."""
+    """On NVIDIA GPUs of compute capability 8.0 and above, round the inputs of float32 matrix products to
+    TF32: several times faster, with relative errors of about 1e-3 instead of 1e-7. 16-bit products are not
+    affected."""
     card: Text | None = None
     """The card that the run is meant for: a name that `ppfleetx plan` knows (`V100-32GB`, `A100-80GB`, ...)
     or a YAML file that describes one. `--check` says whether the run fits its memory; the run itself does
     not depend on it."""
     peak_tflops: PositiveFloat | None = None
-    """Dense matrix products of one device in the type of the run, in TFLOP/s: what MFU is a share of. null:
-    that of `card`, or of the GPU that the run finds itself on, if it is one that `ppfleetx plan` knows."""
+    """Peak of one device for dense matrix products in the type of the run, in TFLOP/s; MFU is relative to it.
+    null: that of `card`, or of the GPU that the run finds, if `ppfleetx plan` knows it."""
     flags: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Paddle flags set before the first operation, e.g. `FLAGS_cudnn_deterministic: true`."""
     plugins: tuple[Text, ...] = ()
@@ -107,52 +107,55 @@ class SaveLoadConfig(Section):
     """Checkpoints: when to write them, and what to start from."""
 
     save_steps: OptionalInterval = 1000
-    """Write a checkpoint every so many optimizer steps; null: only at the end. In run mode `epoch` it counts
-    when `save_epoch` is null."""
+    """Optimizer steps between checkpoints; null: save only at the end. In run mode `epoch` it applies when
+    `save_epoch` is null."""
     save_epoch: OptionalInterval = 1
-    """In run mode `epoch`, write a checkpoint every so many epochs; null: every `save_steps` steps."""
+    """Epochs between checkpoints in run mode `epoch`; null: save every `save_steps` steps."""
     output_dir: PathText = "./output"
-    """Directory of checkpoints, metrics.jsonl and the resolved config.yaml; of one run. A new run is refused
-    where another has been, unless it resumes it or overwrites it (see `resume` and `overwrite`)."""
+    """Directory of checkpoints, metrics.jsonl and the resolved config.yaml, for one run. A new run is refused
+    in the directory of another, unless it resumes or overwrites that one (see `resume` and `overwrite`)."""
     overwrite: Bool = False
-    """Start over where another run has been: that run's checkpoints, metrics and configuration are deleted
-    once this one is ready to train. What this run is started from is not deleted, nor what no run wrote."""
+    """Start over in the directory of another run: its checkpoints, metrics and configuration are deleted once
+    this run is ready to train. What this run starts from is not deleted, nor are files that no run wrote."""
     async_save: Bool = False
-    """Write checkpoints in the background: training waits for a copy of the state in host memory at most.
-    Each rank holds one more copy of what it saves; one save is under way at a time, the next waits for it."""
+    """Write checkpoints in the background: training waits at most for a copy of the state in host memory.
+    Each rank holds one more copy of what it saves. One save runs at a time; the next waits for it."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """When a checkpoint cannot be written (disk full, no permission): `stop` with an error, or report it and
-    `continue` training; earlier checkpoints stay as they are. A last save that fails is an error anyway."""
+    """What to do when a checkpoint cannot be written (disk full, no permission): `stop` with an error, or
+    report it and `continue` training. Earlier checkpoints stay as they are. A failure of the last save is
+    always an error."""
     ckpt_dir: PathText | None = None
     """Checkpoint to resume or evaluate: its step directory, an output directory or a rank directory."""
     init_from: PathText | None = None
-    """Checkpoint whose weights alone start a new run (step 0, new optimizer, new data order)."""
+    """Checkpoint whose weights start a new run (step 0, new optimizer, new data order)."""
     resume: Literal["auto"] | Bool = False
     """`auto`: continue from the newest good checkpoint of `output_dir` if there is one, so that the same
-    command goes on after every interruption; true: the same, and an error when there is none or it is broken;
-    false: do not look there. If none is continued, `ckpt_dir` or `init_from` decides, or the run is new."""
+    command continues after every interruption; true: the same, but an error if there is none or it is
+    damaged; false: do not look there. If nothing is continued, `ckpt_dir` or `init_from` decides, or the run
+    is new."""
     keep_max: PositiveInt | None = None
-    """Keep only the newest so many checkpoints of this run (and the best, see `keep_best`); null: all. Those
-    of other runs, and what this run was started from, are never deleted."""
+    """Keep only this many of the newest checkpoints of this run (and the best, see `keep_best`); null: all.
+    Checkpoints of other runs, and what this run started from, are never deleted."""
     keep_best: Literal["metric", "loss"] | None = None
-    """Save after each evaluation that is the best so far, by the GLUE task's `metric` or by `loss` (of
-    the first of several sets); the file `best` in `output_dir` names that checkpoint, and `keep_max` spares
-    it. `ckpt_dir` may be that file."""
+    """Save after each evaluation that is the best so far, by the GLUE task's `metric` or by `loss` (of the
+    first of several sets). The file `best` in `output_dir` names that checkpoint, and `keep_max` keeps it.
+    `ckpt_dir` may be that file."""
     allow_missing: Bool = False
     """Let parameters that the checkpoint lacks keep their initial values, instead of an error."""
     allow_extra: Bool = False
-    """Leave out what the checkpoint holds and the model does not have, instead of an error."""
+    """Ignore parameters that the checkpoint has and the model does not, instead of an error."""
     allow_other_shapes: Bool = False
-    """Let parameters keep their initial values where the checkpoint's have another shape or belong to another
-    vocabulary, instead of an error."""
+    """Let parameters keep their initial values where the checkpoint's shape or vocabulary differs, instead of
+    an error."""
     load_optim: Bool = True
     """Restore the optimizer's state on resume."""
     load_rng: Bool = True
     """Restore the random number generators on resume."""
     reset_data: Bool = False
-    """Start the data from its beginning on resume (another corpus)."""
+    """Start the data from the beginning on resume (for another corpus)."""
     lr_schedule: Literal["strict", "checkpoint", "config"] = "strict"
-    """Whose schedule holds on resume: the checkpoint's, this file's, or `strict`: an error if they differ."""
+    """Which schedule applies on resume: the checkpoint's, this file's, or `strict`: an error if they
+    differ."""
     verify: Bool = True
     """Compare every file's checksum with the manifest when loading."""
 
@@ -169,23 +172,25 @@ class SpikeConfig(Section):
     """Steps whose loss or gradient norm jumps above that of the last ones."""
 
     action: Literal["off", "skip", "rewind", "stop"] = "off"
-    """What to do, before the step changes a weight. `skip`: leave it out, its samples with it. `rewind`: go
-    back to the last checkpoint, and on from there with the samples that follow these; where there is no
-    checkpoint yet, skip. `stop`: end the run with exit code 2. The same on all ranks."""
+    """What to do with a spike, before the step changes any weight. `skip`: drop the step and its samples.
+    `rewind`: go back to the last checkpoint and continue with the samples after these; without a checkpoint,
+    skip. `stop`: end the run with exit code 2. The same on all ranks."""
     window: PositiveInt = 128
     """Steps that are remembered; a jump is measured from their median."""
     min_steps: PositiveInt = 32
     """Steps that must be remembered before anything counts as a jump."""
     loss_deviations: NonNegativeFloat = 10.0
-    """Deviations above the median from which the loss is a spike; 0: it is not looked at. A deviation is
-    1.4826 times the median absolute deviation, and at least 1% of the median."""
+    """Deviations above the median from which a loss is a spike; 0: ignore the loss. A deviation is 1.4826
+    times the median absolute deviation, and at least 1% of the median."""
     grad_norm_deviations: NonNegativeFloat = 20.0
-    """The same of the gradient norm before clipping."""
+    """The same for the gradient norm before clipping."""
     replay: Bool = True
-    """Compute a spike again, with the same weights and samples. The same numbers mean that data or model are
-    the cause, other ones that the machine is; if they are no spike, the step is taken with them."""
+    """Compute a spike again with the same weights and samples. Equal numbers mean that data or model are the
+    cause, different ones that the machine is; if the new numbers are no spike, the step is taken with
+    them."""
     max_in_a_row: PositiveInt = 5
-    """End the run when more steps in a row are spikes, or it goes back to the same checkpoint more often."""
+    """End the run when more steps in a row than this are spikes, or when it goes back to the same checkpoint
+    more often than this."""
 
 
 class CallbackConfig(Section):
@@ -196,7 +201,7 @@ class CallbackConfig(Section):
     name: Annotated[str, Registered(CALLBACKS)]
     """A name that ships or that a plugin has registered."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
-    """What the callback is made with."""
+    """Arguments of the callback."""
 
     @model_validator(mode="before")
     @classmethod
@@ -212,7 +217,7 @@ class LoggerConfig(Section):
     name: Annotated[str, Registered(LOGGERS)]
     """A name that ships or that a plugin has registered."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
-    """What the writer is made with (docs/logging.md)."""
+    """Arguments of the writer (docs/logging.md)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -237,13 +242,12 @@ class EngineConfig(Section):
     run_mode: Literal["step", "epoch"] = "step"
     """Count logging, evaluation and saving in optimizer steps or in epochs."""
     accumulate_steps: PositiveInt | None = None
-    """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`. Where it contradicts
-    them, that of a file is replaced, with a warning, and that of the command line is an error."""
+    """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`. A value that contradicts
+    them is replaced, with a warning, if it comes from a file, and is an error on the command line."""
     logging_freq: PositiveInt = 1
     """Optimizer steps between log lines."""
     log_source_loss: Bool = False
-    """Of a blend, tell apart the loss of each corpus in log and metrics. It changes nothing of what is
-    trained."""
+    """Log the loss of each corpus of a blend separately. Training does not change."""
     eval_freq: IntervalOrZero = 500
     """Optimizer steps (epochs in run mode `epoch`) between evaluations; 0: none."""
     eval_iters: PositiveInt = 10
@@ -253,35 +257,35 @@ class EngineConfig(Section):
     mix_precision: MixedPrecisionConfig = MixedPrecisionConfig()
     save_load: SaveLoadConfig = SaveLoadConfig()
     checks: Literal["off", "cheap", "full"] = "cheap"
-    """Watch for mistakes: `cheap` loss, gradient norm, configurations, batches and copies of weights, for
-    less than 1% of the time; `full` every tensor, sample and copy after every step. docs/parallelism.md
-    describes both."""
+    """Look for silent errors: `cheap` checks loss, gradient norm, configurations, batches and copies of
+    weights, for less than 1% of the time; `full` checks every tensor, sample and copy after every step.
+    docs/parallelism.md describes both."""
     hang_timeout: NonNegativeFloat = 600.0
-    """Seconds that a training, evaluation or generation may go without progress; then every rank writes into
-    `output_dir/hang` what it waits for, one sentence says who is missing where, and `on_hang` decides; 0: do
-    not watch. Each micro batch is progress. A rank that still computes or writes on the CPU is slow, and
-    waited for."""
+    """Seconds that training, evaluation or generation may go without progress. Then every rank writes what it
+    waits for to `output_dir/hang`, one sentence says which rank is missing and where, and `on_hang` decides;
+    0: do not watch. Each micro batch is progress. A rank that is still computing or writing on the CPU counts
+    as slow, not as hung."""
     hang_start_timeout: NonNegativeFloat = 300.0
-    """The same before the first step is done, or the checkpoint is loaded; 0: watch only from then on."""
+    """The same before the first step is done or the checkpoint is loaded; 0: watch only after that."""
     on_hang: Literal["stop", "wait"] = "stop"
-    """`stop`: all ranks end with exit code 4, with which `ppfleetx supervise` starts them again; `wait`:
-    report and go on waiting."""
+    """`stop`: all ranks end with exit code 4, after which `ppfleetx supervise` starts them again; `wait`:
+    report and keep waiting."""
     straggler_freq: IntervalOrZero = 100
-    """Optimizer steps between two looks at how long each rank works itself; ranks that cost the job more than
-    5% of its time are named in the log and in metrics.jsonl; 0: never. On GPUs only times of data differ."""
+    """Optimizer steps between checks of how long each rank itself works. Ranks that cost the job more than 5%
+    of its time are named in the log and in metrics.jsonl; 0: never. On GPUs only the times of data loading
+    differ."""
     spike: SpikeConfig = SpikeConfig()
     progress_bar: Literal["auto"] | Bool = "auto"
     """A progress bar instead of a stream of lines; `auto`: on a terminal."""
     loggers: tuple[LoggerConfig, ...] = ()
-    """Where the records of metrics.jsonl are written to as well; each item is a name or
-    `{name: ..., options: {...}}`: tensorboard, wandb (offline unless told otherwise), visualdl, csv, mlflow,
-    or one of your own (docs/logging.md). `jsonl` is metrics.jsonl itself, which is written anyway."""
+    """Where the records of metrics.jsonl are also written; each item is a name or `{name: ..., options:
+    {...}}`: tensorboard, wandb (offline by default), visualdl, csv, mlflow, or one of your own
+    (docs/logging.md). `jsonl` is metrics.jsonl itself, which is always written."""
     callbacks: tuple[CallbackConfig, ...] = (CallbackConfig(name="default"),)
-    """Who is told of steps and evaluations, in this order; each item is a name or
-    `{name: ..., options: {...}}`. The list replaces the default one. `default` stands for progress,
-    train_log, metrics, memory, forecast, visual_dl, profiler and predictions, so
-    `[default, {name: my_csv, options: {file: loss.csv}}]` adds one to them. docs/extending.md says how
-    to write one."""
+    """Callbacks, called in this order; each item is a name or `{name: ..., options: {...}}`. The list
+    replaces the default one. `default` stands for progress, train_log, metrics, memory, forecast, visual_dl,
+    profiler and predictions, so `[default, {name: my_csv, options: {file: loss.csv}}]` adds one to them.
+    docs/extending.md shows how to write one."""
 
     @model_validator(mode="after")
     def _check_loggers(self) -> EngineConfig:

@@ -36,11 +36,11 @@ class GenerationConfig(Section):
     """How text is continued."""
 
     decode_strategy: Literal["greedy_search", "sampling", "beam_search"] = "sampling"
-    """Take the likeliest token, draw one, or search."""
+    """Take the most likely token, sample one, or search."""
     top_k: CountInt = 0
-    """Sampling: only the k likeliest tokens; 0: all."""
+    """Sampling: only the k most likely tokens; 0: all."""
     top_p: UnitFloat = 1.0
-    """Sampling: only the likeliest tokens that together have this probability."""
+    """Sampling: only the most likely tokens that together have this probability."""
     temperature: PositiveFloat = 1.0
     """Sampling: logits are divided by this."""
     min_dec_len: CountInt = 0
@@ -61,20 +61,20 @@ class GenerationConfig(Section):
     length_penalty: Float = 0.0
     """Beam search: exponent of the length by which scores are divided."""
     early_stopping: Bool | Literal["never"] = False
-    """Beam search: stop when `num_beams` sequences are finished; false: when the best beam, ended now, would
-    not be one of the results; never: when it cannot become one at any length."""
+    """Beam search: true stops when `num_beams` sequences are finished; false stops when the best beam, ended
+    now, would not be among the results; never stops when no length could bring it there."""
     eos_token_id: CountInt | tuple[CountInt, ...] | None = None
-    """The token that ends a continuation, or a list of them; an empty list: nothing does but its length.
-    null: the tokenizer's end token, and those that the `generation_config.json` beside it names."""
+    """The token that ends a continuation, or a list of them; an empty list: only the length ends it. null:
+    the tokenizer's end token, and those that the `generation_config.json` beside it names."""
     forced_bos_token_id: CountInt | None = None
-    """The first new token; null: it is chosen."""
+    """The first new token; null: not forced."""
     forced_eos_token_id: CountInt | None = None
-    """The token in the last place of a continuation that gets to `max_dec_len`; null: it is chosen."""
+    """The last token of a continuation that reaches `max_dec_len`; null: not forced."""
     prompt_lookup_num_tokens: CountInt = 16
-    """Greedy search for at most 3 prompts at a time: up to so many tokens of each are guessed from earlier
-    text and checked in one pass. It changes the speed, not the text; 0: no guesses. An exported
-    program guesses for a prompt that is alone in its batch, from `min_dec_len` on and without a
-    `repetition_penalty`; the server does as `Serve.prompt_lookup_num_tokens` says."""
+    """Greedy search for at most 3 prompts at a time: guess up to this many tokens of each from earlier text
+    and check them in one pass. It changes the speed, not the text; 0: no guesses. An exported program guesses
+    for a prompt that is alone in its batch, after `min_dec_len` and without a `repetition_penalty`; the
+    server follows `Serve.prompt_lookup_num_tokens`."""
     use_cache: Bool = True
     """Keep keys and values of past tokens; false recomputes them, for comparison."""
     seed: Seed | None = None
@@ -82,7 +82,7 @@ class GenerationConfig(Section):
     prompt: Text | tuple[Text, ...] | None = None
     """One prompt or a list of them."""
     prompt_file: PathText | None = None
-    """A file with one prompt a line."""
+    """A file with one prompt per line."""
     stop: Text | tuple[Text, ...] | None = None
     """Generation ends before any of these texts."""
 
@@ -185,17 +185,17 @@ class InferenceConfig(Section):
     mp_degree: PositiveInt | None = None
     """Tensor parallel ranks of the exported model: 1, because an export holds the whole model; null: 1."""
     verify: Bool = True
-    """Compare the checksums of all files of the export before it is run; sizes are compared anyway."""
+    """Compare the checksums of all files of the export before it runs; sizes are always compared."""
     cpu_threads: NumThreads | None = None
     """Threads of the math library (CPU); null: those of the process, which are the CPUs it may run on shared
     among the processes of the machine, or OMP_NUM_THREADS."""
     ir_optim: Bool = True
     """Let Paddle Inference fuse operators."""
     onednn: Bool = False
-    """Run what oneDNN has kernels for in oneDNN (CPU). In float32 MKL, which runs the rest, is as fast."""
+    """Use oneDNN's kernels where there are any (CPU). In float32, MKL, which runs the rest, is as fast."""
     panels: Bool = True
-    """For `ppfleetx export` on a CPU: let the program make a second copy of its matrices when it is loaded,
-    with which batches, and guesses for a single prompt, are computed faster; false: half the memory."""
+    """For `ppfleetx export` on a CPU: the program makes a second copy of its matrices when it is loaded,
+    which speeds up batches, and guesses for a single prompt; false: half the memory."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Computation on the CPU. bf16 needs `onednn` and a CPU with avx512_bf16 or amx_bf16."""
     TensorRT: TensorRTConfig | None = None

@@ -23,6 +23,12 @@ BATCH_LOSSES = ("switch", "gshard", "pooled")
 """Balancing losses whose loads are those of a whole step."""
 
 
+def is_router_load(name: str) -> bool:
+    """Whether a parameter, by its canonical name, holds the experts' shares of the step before, which only a
+    run with one of :data:`BATCH_LOSSES` has."""
+    return name.endswith(".mlp.router.load")
+
+
 class RouterConfig(Section):
     """How each position chooses its experts. Logits, scores and weights are float32 in every precision."""
 

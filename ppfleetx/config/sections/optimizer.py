@@ -114,7 +114,7 @@ class WeightDecayScheduleConfig(Section):
     """
 
     start: NonNegativeFloat
-    """Weight decay where the course begins, one step before the first."""
+    """Weight decay one step before the first."""
     end: NonNegativeFloat
     """Weight decay at the last step."""
     style: Literal["constant", "linear", "cosine"] = "linear"

@@ -130,7 +130,7 @@ class RunConfig(Section):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know about how the configuration was read; tools log these."""
+        """Notes about how the configuration was read; tools log them."""
         return self._warnings
 
     def changed(self, section: str, **values: Any) -> RunConfig:

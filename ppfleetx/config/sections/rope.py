@@ -72,7 +72,7 @@ class RopeScalingConfig(Section):
     true."""
 
     def __repr__(self) -> str:
-        """As it is written in YAML, and after `-o Model.rope_scaling=`."""
+        """The section as YAML, and after `-o Model.rope_scaling=`."""
         given = self.model_dump(mode="json", exclude_none=True)
         return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in given.items()) + "}"
 

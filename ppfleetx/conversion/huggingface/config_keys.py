@@ -75,9 +75,9 @@ _OF_OTHER_NETWORKS = {
     "moe_num_experts", "moe_layer_freq", "swiglu_limit",
     # attention
     "qk_norm", "qk_layernorm", "clip_qkv", "attn_logit_softcapping", "query_pre_attn_scalar",
-    "attention_multiplier", "use_mrope", "mrope_section", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
-    "qk_nope_head_dim", "v_head_dim", "multi_query", "new_decoder_architecture", "attention_chunk_size",
-    "attention_types", "window_size", "sliding_window_pattern", "global_attn_every_n_layers", "attn_config",
+    "attention_multiplier", "use_mrope", "mrope_section", "multi_query", "new_decoder_architecture",
+    "attention_chunk_size", "attention_types", "window_size", "sliding_window_pattern",
+    "global_attn_every_n_layers", "attn_config",
     "use_bidirectional_attention", "prefix_lm", "num_kv_shared_layers", "use_alibi", "attention_sinks",
     # positions
     "no_rope_layers", "no_rope_layer_interval", "rotary_dim", "rotary_percent", "rope_pct", "rope_ratio",

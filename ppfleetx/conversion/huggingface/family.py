@@ -28,6 +28,7 @@ class Family:
         names: our layers -> its layers, or our parameters -> its tensors. ``{}`` is the number of a block.
             ``{expert}`` and ``{part}`` stand for the number of an expert and for the parts of a fused layer
             (q, k, v; gate, up), where they are tensors of their own.
+        other_names: those that depend on the ``config.json``.
         part_names: its names of parts, where they are not ours.
         read: further keys of ours, from a ``config.json`` without nulls.
         write: further keys of a ``config.json``, from a ``Model`` section.
@@ -48,6 +49,7 @@ class Family:
     read: Callable[[Config], dict[str, Any]] = lambda _: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}
     also_read: Collection[str] = ()
+    other_names: Callable[[Config], Mapping[str, str]] = lambda _: {}
     part_names: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     has_in_out_linears: bool = False

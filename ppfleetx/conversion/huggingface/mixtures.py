@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.family import (
     ATTENTION_BIAS,
@@ -21,7 +22,7 @@ from ppfleetx.conversion.huggingface.family import (
     window_keys,
     write_llama,
 )
-from ppfleetx.conversion.huggingface.rope import hf_partial_rope
+from ppfleetx.conversion.huggingface.rope import hf_partial_rope, rope_keys
 
 NEXT_TOKENS = "num_nextn_predict_layers"
 """How many layers that predict several tokens stand behind the last one, which are not read."""
@@ -237,6 +238,7 @@ _DEEPSEEK_V3_ROUTER = {
     "moe.router.bias": True,
     "moe.router.group_score": "top2",
 }
+_DEEPSEEK_V3_OFF = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
 
 _GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
@@ -255,13 +257,118 @@ _GLM4_MOE = Family(
     LLAMA_READ | _DEEPSEEK_MOE_READ,
     required=("num_key_value_heads",),
     aliases=_DEEPSEEK_MOE_ALIASES,
-    off=SILU | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+    off=SILU | _DEEPSEEK_V3_OFF,
 )
+
+# ---- DeepSeek's latent attention
+
+_LATENT_KEYS = {
+    "kv_lora_rank": ("latent_attention.kv_rank", NEEDED),
+    "q_lora_rank": ("latent_attention.q_rank", None),
+    "qk_rope_head_dim": ("latent_attention.rope_head_dim", NEEDED),
+    "qk_nope_head_dim": ("latent_attention.nope_head_dim", NEEDED),
+    "v_head_dim": ("latent_attention.value_head_dim", NEEDED),
+}
+_LATENT_NAMES = {
+    "decoder.layers.{}.attention.q_down": "model.layers.{}.self_attn.q_a_proj",
+    "decoder.layers.{}.attention.q_norm": "model.layers.{}.self_attn.q_a_layernorm",
+    "decoder.layers.{}.attention.kv_down": "model.layers.{}.self_attn.kv_a_proj_with_mqa",
+    "decoder.layers.{}.attention.kv_norm": "model.layers.{}.self_attn.kv_a_layernorm",
+    "decoder.layers.{}.attention.kv_up": "model.layers.{}.self_attn.kv_b_proj",
+}
+_WIDTHS_OF_HEADS = {"head_dim", "qk_head_dim"}
+"""What follows from the keys of latent attention."""
+
+
+def _q_up(config: Config) -> dict[str, str]:
+    theirs = "q_proj" if config.get("q_lora_rank") is None else "q_b_proj"
+    return {"decoder.layers.{}.attention.q_up": f"model.layers.{{}}.self_attn.{theirs}"}
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    if config.get("num_key_value_heads", heads) != heads:
+        raise CheckpointError(
+            f"config.json: num_key_value_heads {shown(config['num_key_value_heads'])} must be the number of "
+            f"attention heads, {heads}: latent attention makes keys and values for each"
+        )
+    return rope_keys(config)
+
+
+def _write_latent(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_llama(model),
+        "num_key_value_heads": model.num_attention_heads,
+        **_write_deepseek_moe(model),
+    }
+
+
+_DEEPSEEK_KEYS = {key: LLAMA_KEYS[key] for key in LLAMA_KEYS.keys() - {"head_dim", "num_key_value_heads"}}
+_DEEPSEEK_READ = LLAMA_READ | _DEEPSEEK_MOE_READ | _WIDTHS_OF_HEADS | {"num_key_value_heads"}
+
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    _DEEPSEEK_KEYS
+    | _LATENT_KEYS
+    | _DEEPSEEK_MOE_KEYS
+    | ATTENTION_BIAS
+    | {
+        "rope_interleave": ("rotary_interleaved", True),
+        "norm_topk_prob": ("moe.router.normalize", True),
+    },
+    LLAMA_FIXED | _DEEPSEEK_V3_ROUTER,
+    LLAMA_NAMES | _DEEPSEEK_MOE_NAMES | _LATENT_NAMES,
+    lambda config: _latent(config) | _deepseek_moe(config),
+    _write_latent,
+    _DEEPSEEK_READ,
+    other_names=_q_up,
+    required=("q_lora_rank", "n_group", "topk_group"),
+    aliases=_DEEPSEEK_MOE_ALIASES,
+    off=SILU | _DEEPSEEK_V3_OFF | {"ep_size": (1,)},
+)
+
+
+def _deepseek_v2_moe(config: Config) -> dict[str, Any]:
+    limited = config.get("topk_method", "greedy") == "group_limited_greedy"
+    return _deepseek_moe({"first_k_dense_replace": 0, **config} | ({} if limited else {"n_group": 1}))
+
+
+def _write_deepseek_v2(model: ModelConfig) -> dict[str, Any]:
+    assert model.moe is not None
+    limited = model.moe.router.num_groups is not None
+    return _write_latent(model) | {"topk_method": "group_limited_greedy" if limited else "greedy"}
+
+
+_DEEPSEEK_V2 = Family(
+    "DeepseekV2ForCausalLM",
+    _DEEPSEEK_KEYS | _LATENT_KEYS | _DEEPSEEK_MOE_KEYS | ATTENTION_BIAS,
+    LLAMA_FIXED
+    | {
+        "rotary_interleaved": True,
+        "moe.router.score": "softmax",
+        "moe.router.normalize": False,
+        "moe.router.group_score": "max",
+    },
+    LLAMA_NAMES | _DEEPSEEK_MOE_NAMES | _LATENT_NAMES,
+    lambda config: _latent(config) | _deepseek_v2_moe(config),
+    _write_deepseek_v2,
+    _DEEPSEEK_READ | {"topk_method"},
+    other_names=_q_up,
+    required=("q_lora_rank", "n_shared_experts"),
+    aliases=_DEEPSEEK_MOE_ALIASES | {"num_experts": "n_routed_experts"},
+    off=SILU
+    | {
+        "norm_topk_prob": (False,), "scoring_func": ("softmax",), "moe_layer_freq": (1,), "ep_size": (1,),
+        "mlp_bias": (False,),
+    },
+)  # fmt: skip
 
 MIXTURES = {
     "mixtral": _MIXTRAL,
     "qwen2_moe": _QWEN2_MOE,
     "qwen3_moe": _QWEN3_MOE,
     "glm4_moe": _GLM4_MOE,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v2": _DEEPSEEK_V2,
 }
 """By ``model_type``."""

@@ -109,7 +109,8 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
         UserError: ``config.json`` is not that of a network of ours.
     """
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(_model(hf_config)).items()
-    return [_rule(family, name, spec) for name, spec in specs if spec.kind != _LOAD]
+    names = {**family.names, **family.other_names(hf_config)}
+    return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]
 
 
 def loads(hf_config: Mapping[str, Any]) -> dict[str, LazyTensor]:
@@ -126,18 +127,18 @@ def _model(hf_config: Mapping[str, Any]) -> ModelConfig:
     return section_of(ModelConfig, model_keys(hf_config) | {"vocab_size_divisible_unit": 1})
 
 
-def _rule(family: Family, ours: str, spec: ParamSpec) -> Rule:
+def _rule(family: Family, names: Mapping[str, str], ours: str, spec: ParamSpec) -> Rule:
     layer, _, kind = ours.rpartition(".")
     number = re.search(r"\.(\d+)\.", layer)
     row = re.sub(r"\.\d+\.", ".{}.", layer)
-    theirs = family.names.get(f"{row}.{kind}") or f"{family.names[row]}.{kind}"
+    theirs = names.get(f"{row}.{kind}") or f"{names[row]}.{kind}"
     theirs = theirs.replace("{}", number[1] if number else "")
     parts = spec.parts if "{part}" in theirs or family.has_parts_in_a_row else ()
     num_experts = spec.shape[0] if "{expert}" in theirs else None
-    names = [theirs.replace("{expert}", str(expert)) for expert in range(num_experts or 1)]
+    tensors = [theirs.replace("{expert}", str(expert)) for expert in range(num_experts or 1)]
     if "{part}" in theirs:
         called = [family.part_names.get(part.name, part.name) for part in parts]
-        names = [name.replace("{part}", part) for name in names for part in called]
+        tensors = [tensor.replace("{part}", part) for tensor in tensors for part in called]
     is_table = spec.kind in ("word_embedding", "position_embedding")
     is_transposed = spec.kind == "head" or not (is_table or family.has_in_out_linears)
-    return Rule(ours, tuple(names), spec.shape, parts, is_transposed, num_experts)
+    return Rule(ours, tuple(tensors), spec.shape, parts, is_transposed, num_experts)

@@ -6,13 +6,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from ppfleetx.checkpoint.directory import complete_checkpoints, resolve_checkpoint, step_directories
+from ppfleetx.checkpoint.directory import (
+    complete_checkpoints,
+    resolve_checkpoint,
+    step_directories,
+    weight_sources,
+)
 from ppfleetx.checkpoint.housekeeping import (
     delete_checkpoint,
     describe_os_error,
     is_damaged,
-    mend_latest,
     output_lock,
+    repair_latest,
 )
 from ppfleetx.checkpoint.manifest import BEST_FILE, LATEST_FILE, parse_step_directory, read_sealed
 from ppfleetx.checkpoint.ownership import RUN_FILE, Ownership, RunRecord, new_run, read_run, write_run
@@ -20,7 +25,6 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError, DataError
 from ppfleetx.config.record import run_record
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.config.weight_sources import sources
 from ppfleetx.core.engine.progress import TrainingLength
 from ppfleetx.core.engine.restore import Start
 from ppfleetx.core.engine.run_directory import (
@@ -61,8 +65,7 @@ def begin(
 
 
 def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer beside the checkpoints, where generation looks: they are usable without the
-    corpus."""
+    """Save the tokenizer beside the checkpoints, so that they are usable without the corpus."""
     try:
         tokenizer.save(output_dir_of(cfg) / "tokenizer")
     except OSError as error:
@@ -81,7 +84,7 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
     if not is_equal:
         raise directory_error(
             cfg,
-            f"{place} is there and is not the tokenizer of Data.tokenizer, which a run writes there; "
+            f"{place} exists and is not the tokenizer of Data.tokenizer, which a run writes there; "
             "remove it or give the run another directory",
         )
 
@@ -120,7 +123,7 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
                 (output_dir / name).unlink(missing_ok=True)
         _write_configuration(output_dir, cfg)
         if start.found_by == RESUME and options.resume == "auto":
-            mend_latest(start.checkpoint)
+            repair_latest(start.checkpoint)
     except OSError as error:
         raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
     get_logger().info(f"run {record.run} {'continues' if goes_on else 'begins'} in {output_dir}")
@@ -129,7 +132,7 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
 def _spared(cfg: RunConfig) -> frozenset[Path]:
     """Step directories that the configuration names, with links resolved."""
-    return frozenset(path for _, place in sources(cfg) for path in _meant_by(place))
+    return frozenset(path for _, place in weight_sources(cfg) for path in _meant_by(place))
 
 
 def _meant_by(place: str) -> Iterator[Path]:

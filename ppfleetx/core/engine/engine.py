@@ -145,8 +145,7 @@ class Engine:
             get_logger().warning(self._nothing_to_train())
 
     def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
-        """Mean loss over all batches of each set, and the task's metrics; callbacks get all of them at the
-        end.
+        """Mean loss over all batches of each set, and the task's metrics; callbacks get all at the end.
 
         Returns None if a stop was requested before the end: a partial result would not be comparable.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.errors import CheckpointError, DataError, shown
@@ -55,30 +57,15 @@ class TrainState:
         Raises:
             CheckpointError: it is damaged.
         """
-        step = _count(data, "step")
-        best = data.get("best")
-        if best is not None and type(best) not in (int, float):
-            raise CheckpointError(f"the progress in the checkpoint is damaged: best is {shown(best)}")
-        spikes = data.get("spikes", {})
-        if not isinstance(spikes, dict):
-            raise CheckpointError(f"the progress in the checkpoint is damaged: spikes is {shown(spikes)}")
-        return cls(
-            step=step,
-            consumed_samples=_count(data, "consumed_samples"),
-            epoch=_count(data, "epoch"),
-            skipped_steps=_count(data, "skipped_steps", 0),
-            evaluated_step=_count(data, "evaluated_step", step, least=-1),
-            best=best,
-            best_step=_count(data, "best_step", -1, least=-1),
-            spikes=spikes,
-        )
+        try:
+            return _STATE.validate_json(json.dumps({"evaluated_step": data.get("step")} | data), strict=True)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            what = f"{wrong['loc'][0]} is {shown(wrong['input'])}"
+            raise CheckpointError(f"the progress in the checkpoint is damaged: {what}") from error
 
 
-def _count(data: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 0) -> int:
-    value = data.get(key, default)
-    if type(value) is not int or not least <= value < 1 << 63:
-        raise CheckpointError(f"the progress in the checkpoint is damaged: {key} is {shown(value)}")
-    return value
+_STATE = TypeAdapter(TrainState)
 
 
 @dataclass(frozen=True)

@@ -82,16 +82,16 @@ class Watch:
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
         counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # their bits
         numbers = [stop.signal_name is not None, error is not None, digest, *counts, *self.pace_of_ranks.own]
-        told = gather_numbers(self._ctx, numbers)
-        if told[:, 1].any():
+        of_all = gather_numbers(self._ctx, numbers)
+        if of_all[:, 1].any():
             raise_on_all_ranks(self._ctx, error)
-        of_ranks = np.ascontiguousarray(told[:, 3 : 3 + len(counts)].T).view(np.float64)
+        of_ranks = np.ascontiguousarray(of_all[:, 3 : 3 + len(counts)].T).view(np.float64)
         self.counts = [self._ctx.sum_of_data_ranks(values) for values in of_ranks.tolist()]
-        self.pace_of_ranks.add(told[:, 3 + len(counts) :], step)
-        if stop.agree(told[:, 0].any()):
+        self.pace_of_ranks.add(of_all[:, 3 + len(counts) :], step)
+        if stop.agree(of_all[:, 0].any()):
             return True
         if self._level != "off":
-            check_batches(self._ctx, told[:, 2].tolist(), distinct=self._distinct)
+            check_batches(self._ctx, of_all[:, 2].tolist(), distinct=self._distinct)
         if self._level == "full" and self._distinct:
             check_samples(self._ctx, _sample_ids(micro_batches or ()))
         return False

@@ -20,6 +20,7 @@ from ppfleetx.checkpoint.tensors import load_masters, load_model, load_optimizer
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.compress import is_of_quantizer
+from ppfleetx.config.sections.moe import is_router_load
 from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
 from ppfleetx.core.engine.progress import TrainState
 from ppfleetx.core.engine.resume_checks import Fingerprints, check_resumed, check_same_function, log_changes
@@ -178,6 +179,8 @@ class Start:
         beside = [name for name in model_names if is_beside_base(name)]
         quantizers = [name for name in model_names if is_of_quantizer(name)]
         new = [*beside, *(quantizers if model.lora is None else ())] if is_new_run else []
+        # Which balancing loss there is may change at any time.
+        loads = [name for name in (*model_names, *self.checkpoint.names()) if is_router_load(name)]
         with joint_errors(self.ctx):
             self._check_quantizers(self.checkpoint, quantizers, may_be_new=not set(quantizers) - set(new))
             check_same_function(self.checkpoint, model, may_stretch=is_new_run)
@@ -191,8 +194,8 @@ class Start:
                 parameters,
                 weights,
                 vocab_size=model.vocab_size,
-                allow_missing=model_names if self.options.allow_missing else new,
-                allow_extra=self.options.allow_extra or (_left_out(model) if is_new_run else ()),
+                allow_missing=model_names if self.options.allow_missing else (*new, *loads),
+                allow_extra=self.options.allow_extra or (*loads, *(_left_out(model) if is_new_run else ())),
                 allow_other_shapes=self.options.allow_other_shapes,
                 model_names=model_names,
             )

@@ -42,7 +42,7 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stret
     for key, then in network(trained, (Effect.FUNCTION,)).items():
         if then != now[key] and may_stretch and key in _STRETCHING:
             get_logger().info(
-                f"the weights were trained with Model.{key} = {then!r} and go on with {now[key]!r}"
+                f"the weights were trained with Model.{key} = {then!r} and continue with {now[key]!r}"
             )
         elif then != now[key]:
             raise CheckpointError(

@@ -31,7 +31,7 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 # ---- before anything is written
 
 
-def check_beginning(cfg: RunConfig) -> None:
+def check_start(cfg: RunConfig) -> None:
     """Refuse a run that names two ways to start, would write into a checkpoint, or would start anew where
     another run has been. Writes nothing.
 
@@ -125,13 +125,13 @@ def lies_in(checkpoint: Path, output_dir: Path) -> bool:
     return checkpoint.resolve().parent == output_dir.resolve()
 
 
-def hold(cfg: RunConfig, stack: ExitStack) -> None:
+def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
     """Create the output directory and lock it until ``stack`` closes; one rank does it for all.
 
     Raises:
         ConfigError: another run is or has been in it, or it cannot be created.
     """
-    check_beginning(cfg)
+    check_start(cfg)
     output_dir = output_dir_of(cfg)
     busy = directory_error(cfg, "another run is training in this directory")
     try:
@@ -139,7 +139,7 @@ def hold(cfg: RunConfig, stack: ExitStack) -> None:
         stack.enter_context(exclusive_lock(output_dir / ".run.lock", busy))
     except OSError as error:
         raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
-    check_beginning(cfg)  # another run may have ended here in the meantime
+    check_start(cfg)  # another run may have ended here in the meantime
 
 
 # ---- what a run is started from

@@ -151,7 +151,7 @@ class Saver:
             if self._stops:
                 raise
             self._failure = error
-            get_logger().error(f"{error} Training goes on (Engine.save_load.on_save_error=continue).")
+            get_logger().error(f"{error} Training continues (Engine.save_load.on_save_error=continue).")
 
     def _tensors(self, runner: Runner) -> list[TensorSlice]:
         """What this rank writes; of a run with frozen weights, only the trained parameters."""

@@ -47,8 +47,7 @@ class LogWriter:
         """Close what :meth:`start` opened; called once, however the run ends."""
 
     def state(self) -> Mapping[str, Any]:
-        """What is needed to continue the same curves when the run resumes: JSON values, saved in
-        checkpoints."""
+        """What is needed to continue the curves when the run resumes: JSON values, saved in checkpoints."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

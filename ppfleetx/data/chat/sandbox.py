@@ -51,7 +51,7 @@ def bounded_steps(most: int = MAX_STEPS) -> Iterator[None]:
         nonlocal left
         left -= 1
         if left < 0:
-            raise TemplateLimitError(f"it takes more than {most:,} steps; does it loop for ever?")
+            raise TemplateLimitError(f"it takes more than {most:,} steps; does it loop forever?")
         return trace
 
     before = sys.gettrace()
@@ -90,7 +90,7 @@ def check_call(name: str, value: Any, arguments: Sequence[Any], named: Mapping[s
     """Raise TemplateLimitError if a filter, or a method of ``value``, would make something too large.
 
     Args:
-        name: of the filter or method.
+        name: name of the filter or method.
         value: what it is applied to.
         arguments, named: what it is given beside.
     """
@@ -160,7 +160,7 @@ def _has_bound(value: Any) -> bool:
 
 
 Span = tuple[int, int]
-"""First character, and the one behind the last."""
+"""First character, and the one after the last."""
 
 
 class AskedToStopError(TemplateError):

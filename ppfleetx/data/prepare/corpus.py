@@ -24,7 +24,7 @@ class _Ends:
     """Finds where documents end.
 
     Attributes:
-        first, last: the offset behind the first or last delimiter in some bytes; 0 if there is none.
+        first, last: the offset after the first or last delimiter in some bytes; 0 without one.
         overlap: bytes of a delimiter that may lie in the block before.
     """
 
@@ -48,10 +48,10 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 
 
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
-    """The text of ``blocks`` anew, cut where documents end.
+    """The text of ``blocks``, cut where documents end.
 
     A piece holds many documents, or one that several blocks were needed for. No more than ``max_bytes`` and a
-    block are held at a time: a document that is longer is read over.
+    block are held at a time: a longer document is skipped.
 
     Args:
         blocks: consecutive bytes, each at most ``max_bytes``.
@@ -59,7 +59,7 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
         max_bytes: the longest document.
 
     Returns:
-        Pieces; None in the place of each document that is too long.
+        Pieces; None instead of each document that is too long.
     """
     ends = _PARAGRAPHS if kind == "paragraph" else _LINES
     pending: list[bytes] = []
@@ -102,16 +102,16 @@ def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]
 
 
 def paragraphs(text: bytes) -> Iterator[bytes]:
-    """What lies between blank lines, without the line ends around it."""
-    # A cut behind one blank line can leave further ones at the start of the next piece.
+    """The paragraphs between blank lines, without the line ends around them."""
+    # A cut after one blank line can leave further ones at the start of the next piece.
     for paragraph in _BLANK_LINES.split(_LEADING_BLANK_LINES.sub(b"", text)):
         if paragraph.strip():
             yield paragraph.strip(b"\r\n")
 
 
 CHUNK_BYTES = 2 << 20
-MOST_IN_VAIN = 300_000
-"""Lines without a document, one after the other. A file with more is not of the kind it should be."""
+MAX_SKIPPED_IN_A_ROW = 300_000
+"""Lines without a document, one after the other. A file with more is of another kind than assumed."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -158,8 +158,8 @@ def find_sources(
 ) -> list[Source]:
     """The files of a corpus in the order they will be written; those of a folder sorted by path.
 
-    ``.jsonl`` and ``.json`` files (``.gz``, ``.zst`` behind that allowed) hold one json object a line; every
-    other file is plain text. Hidden files, hidden folders and ``__pycache__`` are passed over.
+    ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) hold one json object per line; every
+    other file is plain text. Hidden files, hidden folders and ``__pycache__`` are skipped.
 
     Args:
         inputs: files and folders.
@@ -225,7 +225,7 @@ def read_chunks(
     chunk_bytes = min(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, max_document_bytes)
     group: list[Source] = []
     for source in sources:
-        # A packed file may hold far more than its size tells, so it is a chunk of its own.
+        # A packed file may hold far more than its size suggests, so it is a chunk of its own.
         fits = _size(group) + source.num_bytes <= chunk_bytes and not is_packed(source.path)
         if group and (source.kind != "file" or not fits):
             yield _file_chunk(group, max_document_bytes)
@@ -247,7 +247,7 @@ def _file_chunk(group: list[Source], max_document_bytes: int) -> Chunk:
 
 
 def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) -> Iterator[Chunk]:
-    """Blocks of a file, each cut behind its last whole document."""
+    """Blocks of a file, each cut after its last whole document."""
     done = 0
     with TextFile(source.path) as file:
         blocks = iter(lambda: file.read(chunk_bytes), b"")
@@ -257,7 +257,7 @@ def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) 
 
 
 def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
-    """The whole of a file, unpacked; None when it is packed and longer than ``max_document_bytes``."""
+    """The unpacked content of a file; None when it is packed and longer than ``max_document_bytes``."""
     with TextFile(path) as file:
         return file.read_all(max(max_document_bytes, path.stat().st_size))
 
@@ -284,24 +284,24 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
-    """Texts of a corpus, for training a tokenizer; what is no text (bad json, not UTF-8) is passed over.
+    """Texts of a corpus, for training a tokenizer; what is not text (bad json, not UTF-8) is skipped.
 
     Raises:
         DataError: a file cannot be read, is damaged, or is none of this kind; or there is no text at all.
     """
-    path, num_in_vain, is_empty = None, 0, True
+    path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
         if chunk.kind == "file" or chunk.paths[0] != path:
-            path, num_in_vain = chunk.paths[0], 0
+            path, num_skipped = chunk.paths[0], 0
         for document in documents_of(chunk):
             text = _text_of(document, chunk.kind, key)
             if text:
-                num_in_vain, is_empty = 0, False
+                num_skipped, is_empty = 0, False
                 yield text
             else:
-                num_in_vain += 1
-        if num_in_vain > MOST_IN_VAIN and chunk.kind != "file":
-            raise DataError(f"{path}: {num_in_vain:,} lines one after the other hold no text under {key!r}")
+                num_skipped += 1
+        if num_skipped > MAX_SKIPPED_IN_A_ROW and chunk.kind != "file":
+            raise DataError(f"{path}: {num_skipped:,} lines one after the other hold no text under {key!r}")
     if is_empty:
         names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
         under = f" under the key {key!r}" if any(source.kind == "json" for source in sources) else ""

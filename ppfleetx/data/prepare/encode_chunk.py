@@ -1,4 +1,4 @@
-"""What a preprocessing worker does: the documents of one chunk to flat token arrays."""
+"""The work of a preprocessing worker: the documents of one chunk to flat token arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ppfleetx.config.errors import DataError
-from ppfleetx.data.prepare.corpus import MOST_IN_VAIN, Chunk, documents_of
+from ppfleetx.data.prepare.corpus import MAX_SKIPPED_IN_A_ROW, Chunk, documents_of
 from ppfleetx.data.text_files import load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
@@ -149,14 +149,14 @@ def _num_bytes(text: str) -> int:
 
 
 class Problems:
-    """What was left out of a corpus, with the places of the first ones."""
+    """The documents that were left out of a corpus: counts, and the places of the first ones."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.places: dict[str, list[str]] = {}
         self._path: Path | None = None
         self._num_seen = 0  # of this file
-        self._num_in_vain = 0  # of these, since the last document
+        self._num_skipped = 0  # of these, since the last document
 
     @property
     def total(self) -> int:
@@ -171,7 +171,7 @@ class Problems:
                 this kind.
         """
         if self._path != chunk.paths[0]:
-            self._path, self._num_seen, self._num_in_vain = chunk.paths[0], 0, 0
+            self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0
         self.counts += result.skipped
         for problem, positions in result.places.items():
             places = self.places.setdefault(problem, [])
@@ -180,10 +180,10 @@ class Problems:
                 raise DataError(f"{found[0]}: {problem}")
             places += found[: _PLACES_KEPT - len(places)]
         self._num_seen += result.num_seen
-        self._num_in_vain = 0 if result.num_documents else self._num_in_vain + result.num_seen
-        if self._num_in_vain > MOST_IN_VAIN and chunk.kind != "file":
-            which = "first" if self._num_in_vain == self._num_seen else "last"
-            count = f"{which} {self._num_in_vain:,} {_UNITS[chunk.kind]}s"
+        self._num_skipped = 0 if result.num_documents else self._num_skipped + result.num_seen
+        if self._num_skipped > MAX_SKIPPED_IN_A_ROW and chunk.kind != "file":
+            which = "first" if self._num_skipped == self._num_seen else "last"
+            count = f"{which} {self._num_skipped:,} {_UNITS[chunk.kind]}s"
             raise DataError(f"{self._path}: none of its {count} is a document: {'; '.join(self.lines())}")
 
     def _place(self, chunk: Chunk, position: int) -> str:

@@ -27,6 +27,7 @@ from ppfleetx.data.prepare.corpus import Chunk, Source, read_chunks
 from ppfleetx.data.prepare.encode_chunk import ChunkEncoder, Problems
 from ppfleetx.data.text_files import MAX_LINE_BYTES
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.utils.processes import process_exists
 from ppfleetx.utils.progress import ProgressBar
 
 _IN_FLIGHT_PER_WORKER = 3
@@ -89,7 +90,7 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has gone: a pool's worker would wait for ever."""
+    """End this process when its parent has ended: a pool's worker would wait forever."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -102,7 +103,7 @@ def _work(item: Any) -> Any:
 
 @dataclass
 class Report:
-    """What a run did.
+    """The outcome of a run.
 
     Attributes:
         num_documents: documents written (for each key).
@@ -241,18 +242,8 @@ def _prepare_outputs(prefixes: Iterable[str], overwrite: bool) -> None:
 def _remove_leftovers(path: Path) -> None:
     for leftover in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         process = leftover.name.split(".")[-2]
-        if process.isdigit() and not _is_running(int(process)):
+        if process.isdigit() and not process_exists(int(process)):
             leftover.unlink(missing_ok=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _cpu_seconds() -> float:

@@ -26,16 +26,16 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 SPLITS = ("train", "valid", "test")
 _ENDINGS = ("tokens", "raw")
 _MAX_BYTES = 1 << 32
-"""Of one file; that of WikiText-103 has half a gigabyte."""
+"""Largest file; that of WikiText-103 has half a gigabyte."""
 
 
 @dataclass(frozen=True)
 class SplitReport:
-    """What became of one file.
+    """The outcome for one file.
 
     Attributes:
         split: train, valid or test.
-        prefix: of the ``.bin/.idx`` pair.
+        prefix: path of the pair without ``.bin`` or ``.idx``.
         passages: documents.
         tokens: with the end token of each passage.
         windows: windows of ``length + 1`` tokens, which share their border tokens; what is left at the end
@@ -72,7 +72,7 @@ def passages(lines: Iterator[str] | TextIO) -> Iterator[str]:
 def prepare_wikitext(
     source: Path, output_dir: Path, tokenizer: Tokenizer, *, length: int, overwrite: bool = False
 ) -> list[SplitReport]:
-    """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` of what ``source`` has of them.
+    """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` for the splits that ``source`` has.
 
     Args:
         source: the published zip, or the folder with ``wiki.{train,valid,test}.tokens`` (or ``.raw``).

@@ -11,11 +11,9 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, UserError
-from ppfleetx.data.chat.answers import ASSISTANT, render_with_answers
-from ppfleetx.data.chat.templates import template_of
+from ppfleetx.data.chat.templates import ASSISTANT, render_with_answers, template_of
 from ppfleetx.data.gpt_dataset import PADDING, Sample
-from ppfleetx.data.tasks.conversations import MESSAGES, read_conversation
-from ppfleetx.data.tasks.records import RecordDataset, record_file
+from ppfleetx.data.tasks.records import MESSAGES, RecordDataset, read_conversation, record_file
 from ppfleetx.data.text_files import read_records
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 class ChatDataset(RecordDataset):
     """Conversations, for causal language modelling with the loss on the assistant's turns.
 
-    A record of the file has one of the forms of `ppfleetx.data.tasks.conversations`. The template decides
+    A record of the file has one of the forms of `ppfleetx.data.tasks.records`. The template decides
     about BOS and about what ends a turn. A conversation that is too long loses its oldest turns, but not the
     system message; when one question with its answer is left, it loses its end.
 
@@ -78,14 +76,7 @@ class ChatDataset(RecordDataset):
         mask = np.zeros(self.max_seq_len, np.float32)
         if index != PADDING:
             mask[: len(ids) - 1] = learnt[1:]
-        return {
-            "tokens": self.padded(ids[:-1]),
-            "labels": self.padded(ids[1:]),
-            "position_ids": np.arange(self.max_seq_len, dtype=np.int64),
-            "loss_mask": mask,
-            "lengths": np.array(max(1, len(ids) - 1), np.int64),
-            "sample_ids": np.array(index, np.int64),
-        }
+        return self.causal_sample(ids, mask, index)
 
     def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids of as much of a conversation as fits, at most ``max_seq_len + 1``, and which are learnt."""
@@ -98,10 +89,10 @@ class ChatDataset(RecordDataset):
                 break
             kept = shorter
         if len(kept) < len(messages) or len(ids) > self.max_seq_len + 1:
-            self._tell(place, len(messages) - len(kept), len(ids))
+            self._warn_cut(place, len(messages) - len(kept), len(ids))
         return ids[: self.max_seq_len + 1], learnt[: self.max_seq_len + 1]
 
-    def _tell(self, place: str, left_out: int, length: int) -> None:
+    def _warn_cut(self, place: str, left_out: int, length: int) -> None:
         if self._has_told:
             return
         self._has_told = True
@@ -109,12 +100,12 @@ class ChatDataset(RecordDataset):
         if length > self.max_seq_len + 1:
             what = f"{what}, and its end" if left_out else what
         get_logger().warning(
-            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {what} (this is said once)"
+            f"{place}: is longer than max_seq_len = {self.max_seq_len} and loses {what} (logged once)"
         )
 
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
-    """Without the first exchange behind the system message; None where only one is left."""
+    """Without the first exchange after the system message; None where only one is left."""
     head = 1 if messages[0]["role"] == "system" else 0
     questions = [i for i, one in enumerate(messages) if i >= head and one["role"] == "user"]
     following = next((i for i in questions if i > head), None)

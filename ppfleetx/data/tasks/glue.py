@@ -52,8 +52,8 @@ class GlueTask:
         return not self.labels
 
     def file_name(self, part: str) -> str:
-        """Name of the submission file, e.g. ``SST-2.tsv``, ``MNLI-mm.tsv``; of another part than test with
-        its name, ``SST-2.dev.tsv``."""
+        """Name of the submission file, e.g. ``SST-2.tsv``, ``MNLI-mm.tsv``; splits other than test are
+        named in it, ``SST-2.dev.tsv``."""
         half = {"matched": "-m", "mismatched": "-mm"}.get(part.partition("_")[2], "")
         kind = part.partition("_")[0]
         return f"{self.title}{half}.tsv" if kind == "test" else f"{self.title}{half}.{kind}.tsv"

@@ -2,23 +2,29 @@
 
 Samples are padded on the right to ``max_seq_len`` with the end-of-document token. Attention is causal, so no
 real token sees padding; the loader cuts off what is padding in all samples of a step.
+
+A conversation has one of these forms, the last two perhaps with ``system``, the system message:
+
+- ``{"messages": [{"role": ..., "content": ...}, ...]}``, perhaps with ``tools``,
+- ShareGPT's ``{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}``,
+- Alpaca's ``{"instruction": ..., "input": ..., "output": ...}``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, shown
+from ppfleetx.data.chat.templates import ASSISTANT
 from ppfleetx.data.gpt_dataset import PADDING, Sample
-from ppfleetx.data.tasks.conversations import is_conversation
 from ppfleetx.data.tasks.glue import GlueTask, read_glue
 from ppfleetx.data.text_files import load_line, read_records
 from ppfleetx.utils.foreign_files import os_errors
@@ -27,11 +33,95 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.data import DatasetConfig
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
+
+MESSAGES = "messages"
+_SHAREGPT, _ALPACA = "conversations", ("instruction", "output")
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bing", "bard"), ASSISTANT),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+
+
+def is_conversation(record: Mapping[str, Any]) -> bool:
+    """Whether a record has the fields of one of the forms."""
+    return MESSAGES in record or _SHAREGPT in record or all(field in record for field in _ALPACA)
+
+
+def read_conversation(line: bytes, place: str) -> dict[str, Any]:
+    """The record of a line: ``messages``, with at least one answer, and its other keys.
+
+    Raises:
+        DataError: it is not a conversation; with its place.
+    """
+    try:
+        record = load_line(line)
+    except ValueError as error:
+        raise DataError(f"{place}: this is not a line of JSON: {error}") from error
+    if not isinstance(record, dict) or not is_conversation(record):
+        raise DataError(
+            f'{place}: must be an object with "{MESSAGES}", with "{_SHAREGPT}" (ShareGPT), or with '
+            '"instruction" and "output" (Alpaca)'
+        )
+    if MESSAGES not in record:
+        record = _in_messages(record, place)
+    _check(record[MESSAGES], place)
+    return record
+
+
+def _in_messages(record: dict[str, Any], place: str) -> dict[str, Any]:
+    if _SHAREGPT in record:
+        turns = record[_SHAREGPT] if isinstance(record[_SHAREGPT], list) else []
+        messages = [_turn(one, number, place) for number, one in enumerate(turns)]
+    else:
+        asked = [record["instruction"], *([record["input"]] if record.get("input") else [])]
+        if not all(isinstance(text, str) for text in asked):
+            raise DataError(f"{place}: instruction and input must be texts")
+        messages = [
+            {"role": "user", "content": "\n".join(asked)},
+            {"role": ASSISTANT, "content": record["output"]},
+        ]
+    if system := record.get("system"):
+        messages = [{"role": "system", "content": system}, *messages]
+    tools = record.get("tools") or None
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: tools are not JSON: {error}") from error
+    return {MESSAGES: messages, "tools": tools}
+
+
+def _turn(turn: Any, number: int, place: str) -> dict[str, Any]:
+    if not isinstance(turn, dict) or not {"from", "role"} & turn.keys():
+        raise DataError(f"{place}: message {number} must have from and value: {shown(turn)}")
+    name = turn.get("from", turn.get("role"))
+    role = _ROLES.get(name.lower()) if isinstance(name, str) else None
+    if role is None:
+        raise DataError(f"{place}: message {number} is from {shown(name)}; known are {', '.join(_ROLES)}")
+    return {**turn, "role": role, "content": turn.get("value", turn.get("content"))}
+
+
+def _check(messages: Any, place: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{place}: has no list of messages")
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        says = isinstance(content, str) or (content is None and "tool_calls" in message)
+        if not isinstance(role, str) or not says:
+            raise DataError(f"{place}: message {number} must have role and content, texts: {shown(message)}")
+        if isinstance(content, str) and any("\ud800" <= character <= "\udfff" for character in content):
+            raise DataError(f"{place}: message {number} holds a lone surrogate, which is not text")
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise DataError(f"{place}: has no message of the role assistant, so there is nothing to learn")
+
+
 _FIELDS_NAMED = 10  # in a message
 
 
 class RecordDataset:
-    """What the datasets of this file share: their size, their name in messages, and their fingerprint.
+    """Base of the datasets of this file: size, name in messages, fingerprint.
 
     Attributes:
         length_multiple: the loader cuts the samples of a step to a multiple of this.
@@ -80,6 +170,17 @@ class RecordDataset:
         tokens = np.full(self.max_seq_len, self.tokenizer.eod_id, np.int64)
         tokens[: len(ids)] = ids
         return tokens
+
+    def causal_sample(self, ids: Sequence[int], loss_mask: np.ndarray, index: int) -> Sample:
+        """Record ``index`` as a sample of causal language modelling, padded."""
+        return {
+            "tokens": self.padded(ids[:-1]),
+            "labels": self.padded(ids[1:]),
+            "position_ids": np.arange(self.max_seq_len, dtype=np.int64),
+            "loss_mask": loss_mask,
+            "lengths": np.array(max(1, len(ids) - 1), np.int64),
+            "sample_ids": np.array(index, np.int64),
+        }
 
 
 class GlueDataset(RecordDataset):
@@ -202,14 +303,7 @@ class PromptResponseDataset(RecordDataset):
         mask = np.zeros(self.max_seq_len, np.float32)
         if index != PADDING:
             mask[len(prompt) - 1 : size] = 1.0
-        return {
-            "tokens": self.padded(ids[:-1]),
-            "labels": self.padded(ids[1:]),
-            "position_ids": np.arange(self.max_seq_len, dtype=np.int64),
-            "loss_mask": mask,
-            "lengths": np.array(size, np.int64),
-            "sample_ids": np.array(index, np.int64),
-        }
+        return self.causal_sample(ids, mask, index)
 
     def encode(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
         """Token ids of prompt (at least one) and response, together at most ``max_seq_len + 1``."""

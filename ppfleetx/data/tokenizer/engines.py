@@ -174,7 +174,7 @@ _WHITE_SPACE = re.compile(r"\s+")
 
 
 class Engine(Protocol):
-    """What `Tokenizer` needs of a library."""
+    """The interface through which `Tokenizer` uses a library."""
 
     name: str
     is_byte_level: bool

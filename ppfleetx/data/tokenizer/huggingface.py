@@ -37,10 +37,10 @@ Token = dict[str, Any]
 
 @dataclass(frozen=True)
 class SideFiles:
-    """What lies beside the definition of a tokenizer.
+    """The files beside the definition of a tokenizer.
 
     Attributes:
-        texts: of the files that are there, by name; of `SIDE_FILES`.
+        texts: the texts of those `SIDE_FILES` that are there, by name.
         place: the directory, for messages.
     """
 
@@ -128,7 +128,7 @@ class SideFiles:
         """Tokens that transformers adds to a definition, in its order.
 
         Args:
-            added: those of ``tokenizer.json``, which it adds once more where nothing else lists them.
+            added: those of ``tokenizer.json``, which it adds again where nothing else lists them.
             named: see :meth:`named_tokens`.
 
         Raises:
@@ -195,7 +195,7 @@ def _token(content: str, *, special: bool) -> Token:
 
 @dataclass(frozen=True)
 class TransformersTokenizer:
-    """What ``AutoTokenizer`` makes of a directory.
+    """A tokenizer as ``AutoTokenizer`` makes it from a directory.
 
     Attributes:
         definition: as a ``tokenizer.json`` holds it.

@@ -55,7 +55,7 @@ class StreamDecoder(Protocol):
 
 
 class ByteStreamDecoder:
-    """Of tokens that are bytes.
+    """Decodes tokens that are bytes.
 
     Args:
         table: bytes of each id; others have none.
@@ -74,7 +74,7 @@ class ByteStreamDecoder:
 
 
 class TextStreamDecoder:
-    """Of tokens whose text depends on those before them: a space at the beginning is left out, and
+    """Decodes tokens whose text depends on those before: a space at the beginning is left out, and
     characters may be written as the bytes ``<0xE4><0xBD><0xA0>``.
 
     Args:
@@ -337,7 +337,7 @@ class Tokenizer:
 
         Args:
             text: e.g. a conversation that a chat template has made.
-            spans: ``(first character, one behind the last)`` of each.
+            spans: ``(first character, one after the last)`` of each.
 
         Returns:
             ids ``[n]`` int64 and marks ``[n]`` bool.

@@ -1,4 +1,4 @@
-"""A request in progress: its events, and the answer made of them, whole or streamed, with token scores."""
+"""Answer a request: collect its events, and build the answer from them, whole or streamed."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from ppfleetx.utils.log import get_logger
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _LOWEST = -9999.0
-"""In place of minus infinity, which JSON has not (OpenAI's interface has the same number)."""
+"""Stands for minus infinity, which JSON does not have (OpenAI's API uses the same number)."""
 
 
 class TokenTexts:
-    """The bytes and the text of single tokens."""
+    """Gives the bytes and the text of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def bytes_of(self, token: int) -> bytes:
-        """The text of a token; pieces with U+2581 begin with a space."""
+        """The bytes of a token's text; U+2581 becomes a space."""
         value = self._tokenizer.token_bytes(token)
         if self._tokenizer.is_byte_level:
             return value
@@ -44,7 +44,7 @@ class TokenTexts:
         return bytes([int(single.group(1), 16)]) if single else value.replace("\u2581".encode(), b" ")
 
     def text_of(self, token: int) -> str:
-        """A token as text; part of a character as ``bytes:\\xe2\\x82``."""
+        """A token's text; an incomplete character is written like ``bytes:\\xe2\\x82``."""
         value = self.bytes_of(token)
         try:
             return value.decode("utf-8")
@@ -53,12 +53,12 @@ class TokenTexts:
 
 
 class TextLogprobs:
-    """``logprobs`` of completions: four lists, which go on from piece to piece.
+    """``logprobs`` of a completion: four lists that continue from one piece of the stream to the next.
 
-    Offsets are characters of the tokens one behind the other: BOS, which is in no text, counts as well.
+    Offsets count the characters of all tokens in order, even of BOS, which does not appear in the text.
 
     Args:
-        texts: of tokens.
+        texts: gives the text of tokens.
     """
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -66,7 +66,7 @@ class TextLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        """The next tokens."""
+        """The lists for the next tokens."""
         offsets = []
         for score in scores:
             offsets.append(self._offset)
@@ -86,7 +86,7 @@ class TextLogprobs:
 
 
 def chat_logprobs(texts: TokenTexts, scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """``logprobs`` of a chat."""
+    """``logprobs`` of a chat completion."""
     content = [
         {
             **_entry(texts, score.token, score.logprob),
@@ -106,14 +106,14 @@ def _number(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, _LOWEST)
 
 
-CLIENT_LEFT = 499  # nginx's number; no client ever sees it
+CLIENT_LEFT = 499  # as in nginx; no client ever sees it
 _SEND_GRACE_SECONDS = 10.0
 
 
 class Answering:
-    """Context of one request under way: its events, the client's leaving and the time limit in one queue.
+    """The context of one request: its events, the client's disconnect and the time limit, in one queue.
 
-    However it ends, the model's thread is stopped if it has not finished.
+    When the context ends, the model's thread drops the request unless it is finished.
     """
 
     def __init__(
@@ -146,10 +146,10 @@ class Answering:
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[Progress | Scored]:
-        """Events until every continuation is finished.
+        """All events until every continuation is finished.
 
         Raises:
-            ApiError: the request ended without its answer.
+            ApiError: the request ended without an answer.
         """
         while self._num_left:
             event = await self._events.get()
@@ -182,9 +182,10 @@ class RowAnswer:
     """One continuation as it grows.
 
     Attributes:
-        texts: its pieces.
-        scores: of its tokens, where they are asked for; the end token's too, which is no part of the text.
-        reason: why it has ended.
+        texts: its text in pieces.
+        scores: the scores of its tokens, if requested, including that of the end token, which is not in the
+            text.
+        reason: why it ended.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -199,19 +200,18 @@ class RowAnswer:
 
     @property
     def mean_logprob(self) -> float:
-        """By which the best of several are found."""
+        """The mean log-probability, by which the best of several candidates are selected."""
         known = [score.logprob for score in self.scores if score.logprob is not None]
         return sum(known) / len(known) if known else 0.0
 
 
 class Answer(ABC):
-    """What every piece of an answer says.
+    """An answer, whole or in pieces.
 
     Args:
-        request: what was asked.
-        jobs: of it.
-        model_name: as answers call the model.
-        answer_id, created: as well.
+        request: the request.
+        jobs: its jobs.
+        model_name, answer_id, created: fields of every piece.
     """
 
     def __init__(
@@ -233,21 +233,21 @@ class Answer(ABC):
 
     @abstractmethod
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
-        """What a stream says of choice ``index`` before its first token; None: nothing."""
+        """The piece of a stream before the first token of choice ``index``; None: there is none."""
 
     @abstractmethod
     def piece(self, event: Progress) -> Any | None:
-        """What a stream says of a new token; None: nothing."""
+        """The piece of a stream for a new token; None: there is none."""
 
     @abstractmethod
     def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
-        """The answer, or one piece of a streamed one."""
+        """The body of the answer, or of one piece of a stream."""
 
     def usage(self, num_tokens: int) -> dict[str, int]:
         return usage_of(sum(len(job.ids) for job in self.jobs), num_tokens)
 
     async def whole(self, answering: Answering) -> JsonResponse:
-        """All continuations at once; of more candidates than are asked for, the likeliest."""
+        """All continuations at once; if there are more candidates than requested, the likeliest ones."""
         made, wanted = self.request.candidates, self.request.n
         rows = [RowAnswer() for _ in range(len(self.jobs) * made)]
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
@@ -267,7 +267,7 @@ class Answer(ABC):
         return JsonResponse(self.body(choices, self.usage(answering.num_tokens), is_piece=False))
 
     async def pieces(self, answering: Answering) -> AsyncIterator[dict[str, Any]]:
-        """Text as it comes, then the reason for the end; at last the usage, if it is wanted."""
+        """Text as it arrives, then the reason for the end, and finally the usage, if requested."""
         started: set[int] = set()
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
         async for event in answering:
@@ -289,8 +289,8 @@ class Answer(ABC):
 
 
 class EventStream(Response):
-    """Server-sent events of one answer. It begins with the first piece, so that what goes wrong before has
-    a status of its own; what goes wrong later is the last event but one."""
+    """Server-sent events of one answer. The response starts with the first piece, so an earlier error has its
+    own status; a later error is sent as the last event but one."""
 
     def __init__(self, answer: Answer, answering: Answering, max_seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -302,7 +302,7 @@ class EventStream(Response):
             pieces = self._answer.pieces(self._answering)
             first = await anext(pieces)
             try:
-                # The model's side ends by itself; a client that does not read what it is sent would not.
+                # The model's side ends by itself, but a client that does not read would block forever.
                 async with asyncio.timeout(self._max_seconds + _SEND_GRACE_SECONDS):
                     await self._send_all(first, pieces, send)
             except TimeoutError:

@@ -1,4 +1,4 @@
-"""The web application: routes, and the checks, accounting and page that they share."""
+"""The web application: its routes, with their checks and accounting, and its page."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 def check_key(request: Request, api_key: str | None) -> None:
-    """Compare the bearer key in a time that does not depend on where it differs.
+    """Compare the bearer key in constant time.
 
     Raises:
         ApiError: 401.
@@ -65,18 +65,18 @@ def check_key(request: Request, api_key: str | None) -> None:
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
     """The body of a JSON request.
 
-    Asking for the content type keeps web pages of other origins out: a browser lets them send other types
-    without asking us.
+    Requiring the content type keeps web pages of other origins out: browsers let them send other types
+    without asking this server.
 
     Raises:
-        ApiError: 415 not JSON; 413 larger than ``max_bytes``; 408 it does not come; 499 the client left.
+        ApiError: 415 not JSON; 413 larger than ``max_bytes``; 408 it did not arrive; 499 the client left.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, "send the body as JSON, with 'Content-Type: application/json'", headers=_CLOSE)
     too_large = ApiError(
         413,
-        f"the body may have {max_bytes} bytes (Serve.max_body_bytes)",
+        f"the body is larger than {max_bytes} bytes (Serve.max_body_bytes)",
         code="body_too_large",
         headers=_CLOSE,
     )
@@ -91,7 +91,7 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
                 if len(body) > max_bytes:
                     raise too_large
     except TimeoutError:
-        raise ApiError(408, f"the body did not come within {_BODY_SECONDS:g} s", headers=_CLOSE) from None
+        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:g} s", headers=_CLOSE) from None
     except ClientDisconnect:
         raise ApiError(499, "the client has left", code="client_left") from None
     return bytes(body)
@@ -118,7 +118,7 @@ class Accounting:
         try:
             await self._app(scope, receive, watch)
         finally:
-            # A stream begins with 200, whatever becomes of it.
+            # A stream begins with 200, even if it fails later.
             self._note(
                 scope["path"], scope.get("state", {}).get("ended_as", status), time.monotonic() - started
             )
@@ -133,7 +133,7 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 def page_response() -> Response:
-    """The page, allowed to run its own script and to talk to this server, and nothing else."""
+    """The page. It may run its own script and talk to this server, and nothing else."""
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -176,7 +176,7 @@ _THREAD_END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Service:
-    """All that the routes need."""
+    """Everything the routes need."""
 
     cfg: ServeConfig
     api_key: str | None
@@ -187,12 +187,12 @@ class Service:
     created: int
 
     def model(self, name: str) -> dict[str, Any]:
-        """What clients are given of the model."""
+        """The description of the model for clients."""
         return model_body(name, self.created, self.prompts.max_positions)
 
 
 def create_app(service: Service) -> FastAPI:
-    """Routes of the server. Everything but the page and ``/health`` asks for the key, if there is one."""
+    """Create the routes. All but the page and ``/health`` require the key, if there is one."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan(service), redirect_slashes=False)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -238,7 +238,7 @@ def create_app(service: Service) -> FastAPI:
 
 async def _complete(service: Service, request: Request, wanted: CompletionRequest) -> Response:
     _check_model(service, wanted.model)
-    # Tokenizing takes its time and must not hold up the other clients' streams.
+    # Tokenizing may be slow, and must not hold up other clients' streams.
     jobs = await asyncio.to_thread(service.prompts.of_completion, wanted)
     answer = CompletionAnswer(
         wanted,
@@ -260,7 +260,7 @@ async def _chat(service: Service, request: Request, wanted: ChatRequest) -> Resp
 
 
 def _named(service: Service, kind: str) -> tuple[str, str, int]:
-    """The model's name, and a name and time for an answer."""
+    """The model's name, and an id and time for an answer."""
     return service.cfg.model_name, f"{kind}-{secrets.token_hex(12)}", int(time.time())
 
 
@@ -318,5 +318,5 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _our_error(request: Request, error: Exception) -> Response:
-    """A defect of ours; the traceback goes to the log."""
+    """A bug in the server; the traceback goes to the log."""
     return ApiError(500, "the server has failed on this request; see its log", code="internal").response()

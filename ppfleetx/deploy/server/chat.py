@@ -1,4 +1,4 @@
-"""Requests and answers of ``/v1/chat/completions``."""
+"""Requests to ``/v1/chat/completions``, and their answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(value: Any, name: str) -> dict[str, Any]:
-    """A message whose content is one text."""
+    """Check a message, and join its parts into one text."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
         raise ValueError(f"{name} must be an object with role and content")
     content = value.get("content")
@@ -95,11 +95,11 @@ class ChatRequest(GenerationRequest):
 
 
 class ChatAnswer(Answer):
-    """An answer to :class:`ChatRequest`; further arguments:
+    """An answer to a :class:`ChatRequest`. It has further arguments:
 
     Args:
-        texts: of tokens.
-        end_ids: tokens that end an answer, which are no part of it.
+        texts: gives the text of tokens.
+        end_ids: tokens that end an answer but are not part of it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Requests and answers of ``/v1/completions``."""
+"""Requests to ``/v1/completions``, and their answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt = str | list[int]
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """One prompt or a list of them, each a text or token ids, as a list."""
+    """Read one prompt or a list of them, each a text or token ids, as a list."""
     if isinstance(value, str) or _is_list_of_ids(value):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(p, str) or _is_list_of_ids(p) for p in value):
@@ -34,7 +34,7 @@ def _is_list_of_ids(value: Any) -> bool:
 
 
 def _count_of_top(value: Any) -> int | None:
-    """``false`` is what some clients send for nothing."""
+    """Read ``logprobs``; some clients send ``false`` for none."""
     if value is False:
         return None
     if type(value) is not int or not 0 <= value <= MOST_TOP:
@@ -83,12 +83,12 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionAnswer(Answer):
-    """An answer to :class:`CompletionRequest`; further arguments:
+    """An answer to a :class:`CompletionRequest`. It has further arguments:
 
     Args:
-        texts: of tokens.
-        echoes: the prompts as ``echo`` gives them back.
-        end_ids: tokens that end an answer, which are no part of it.
+        texts: gives the text of tokens.
+        echoes: the prompts as ``echo`` returns them.
+        end_ids: tokens that end an answer but are not part of it.
     """
 
     request: CompletionRequest

@@ -1,4 +1,4 @@
-"""What an operator sees of the server, in Prometheus' text format."""
+"""The server's metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """Counters of one server; its own registry, so that several may live in one process."""
+    """The metrics of one server, in a registry of its own, so that one process can run several servers."""
 
     content_type = CONTENT_TYPE_LATEST
 

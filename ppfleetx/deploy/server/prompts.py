@@ -1,4 +1,4 @@
-"""From what a request asks to jobs that fit the model."""
+"""Turn requests into jobs that fit the model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class PromptReader:
     """Turns requests into jobs.
 
     Args:
-        generator: its tokenizer and number of positions.
-        template: how conversations are written.
-        cfg: whether special tokens are parsed, and the most continuations of one prompt.
-        capacity: most continuations of one request.
+        generator: the model's tokenizer and number of positions are used.
+        template: the chat template.
+        cfg: says whether special tokens are parsed, and limits the continuations per prompt.
+        capacity: limit of continuations per request.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PromptReader:
         """One job per prompt.
 
         Raises:
-            ApiError: 400, what does not fit the model.
+            ApiError: 400, the request does not fit the model.
         """
         self._check_number(request, len(request.prompt))
         encoded = [self._encode(prompt, add=request.add_special_tokens) for prompt in request.prompt]
@@ -52,7 +52,7 @@ class PromptReader:
         """The job that answers a conversation.
 
         Raises:
-            ApiError: 400, what the template refuses, or does not fit the model.
+            ApiError: 400, the template refuses the conversation, or it does not fit the model.
         """
         self._check_number(request, 1)
         if not self._cfg.parse_special_tokens:
@@ -62,12 +62,12 @@ class PromptReader:
             text = self._template.render(request.messages, add_generation_prompt=True, **options)
         except (ChatError, DataError) as error:
             raise bad_request(f"messages: {error}", "messages") from error
-        # What the template wrote is special, whatever may be in the messages.
+        # The template's own tokens are special; those in messages have been refused.
         ids = self._encode_text(text, "messages", add=False, parse=True)
         return self._jobs(request, [ids], (*request.stop, *self._template.stops))
 
     def _refuse_special(self, request: ChatRequest) -> None:
-        """They would become tokens together with those of the template."""
+        """Refuse special tokens in messages, which could not be told from those of the template."""
         for number, message in enumerate(request.messages):
             text = str(message.get("content") or "")
             found = next((one for one in self._special_texts if one in text), None)
@@ -86,7 +86,7 @@ class PromptReader:
                 "that may grow together (Serve.max_batch_size)",
                 name,
             )
-        if num_prompts * request.candidates > self._capacity:  # said before any of them is tokenized
+        if num_prompts * request.candidates > self._capacity:  # before any of them is tokenized
             raise bad_request(
                 f"prompt: {counted(num_prompts, 'prompt')} x {name} = {request.candidates} are more than the "
                 f"{counted(self._capacity, 'sequence')} that can be waiting and under way",
@@ -123,7 +123,7 @@ class PromptReader:
         ]
 
     def text(self, prompt: Prompt) -> str:
-        """A prompt as ``echo`` gives it back."""
+        """A prompt as ``echo`` returns it."""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _encode(self, prompt: Prompt, *, add: bool) -> Sequence[int]:
@@ -132,13 +132,13 @@ class PromptReader:
         wrong = [token for token in prompt if not 0 <= token < self._tokenizer.vocab_size]
         if wrong:
             raise bad_request(
-                f"prompt: {wrong[0]} is no token id; they run from 0 to {self._tokenizer.vocab_size - 1}",
+                f"prompt: {wrong[0]} is not a token id; ids run from 0 to {self._tokenizer.vocab_size - 1}",
                 "prompt",
             )
         return prompt
 
     def _encode_text(self, text: str, param: str, *, add: bool, parse: bool) -> Sequence[int]:
-        # Cheaper than tokenizing a megabyte to find that it is too long. A normalizer may shorten a text.
+        # Cheaper than tokenizing a megabyte only to find it too long. (A normalizer may shorten a text.)
         at_least = -(-len(text.encode("utf-8", "surrogatepass")) // self._longest_token)
         if at_least >= self.max_positions and self._tokenizer.engine_name == "tiktoken":
             raise self._too_long(f"at least {at_least}", param)
@@ -146,7 +146,7 @@ class PromptReader:
             ids = self._tokenizer.encode_prompt(text, add_special_tokens=add, parse_special_tokens=parse)
         except DataError as error:
             raise bad_request(f"{param}: {error}", param) from error
-        if not ids:  # of a tokenizer that drops some characters
+        if not ids:  # the tokenizer drops all characters of the text
             raise bad_request(f"{param}: has no token: there is nothing to continue", param)
         return ids
 

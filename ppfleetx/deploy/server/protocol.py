@@ -1,4 +1,4 @@
-"""What all routes share: errors as OpenAI's interface words them, sampling parameters, what is refused."""
+"""What the routes share: errors in OpenAI's format, sampling parameters, and unsupported parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 
 class ApiError(Exception):
-    """A request that is not answered as it wished.
+    """An error response to a request.
 
     Args:
-        status: of the HTTP answer.
-        message: what is wrong, and what would be right.
-        param: the parameter that is wrong.
+        status: HTTP status.
+        message: what is wrong, and how to fix it.
+        param: the wrong parameter.
         code: a short name for programs.
-        headers: of the HTTP answer.
+        headers: HTTP headers.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's class of errors."""
+        """OpenAI's type of the error."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
@@ -49,7 +49,7 @@ class ApiError(Exception):
 
 
 class JsonResponse(Response):
-    """JSON in ASCII: a lone surrogate of a client's text comes back as it was sent."""
+    """JSON in ASCII, so that a lone surrogate in a client's text comes back as it was sent."""
 
     media_type = "application/json"
 
@@ -67,7 +67,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 MOST_TOP = 20
-"""The most alternatives that are listed for each token."""
+"""Limit of alternatives listed for each token."""
 _MAX_STOPS = 4
 _MAX_STOP_LENGTH = 256
 _MAX_QUOTED = 64
@@ -83,7 +83,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _nothing(value: Any) -> None:
-    """For parameters of OpenAI's interface that are not supported: clients may send what changes nothing."""
+    """For unsupported parameters of OpenAI's API: clients may send values that change nothing."""
     if value not in (0, {}, "", False, []):
         raise ValueError("is not supported; leave it out")
 
@@ -93,7 +93,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds beside text."""
+    """What a stream contains in addition to text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -101,7 +101,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """Parameters that every route has. A parameter that is null counts as left out."""
+    """The parameters all routes have. A null parameter counts as omitted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -118,7 +118,7 @@ class GenerationRequest(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # tells the operator who asks, and changes no answer
+    user: str | None = None  # for the operator's information; does not change the answer
     logit_bias: NotSupported = None
 
     @model_validator(mode="before")
@@ -138,32 +138,32 @@ class GenerationRequest(BaseModel):
 
     @property
     def token_limit(self) -> int | None:
-        """Most new tokens; None: as many as there is room for."""
+        """Limit of new tokens; None: as many as there is room for."""
         raise NotImplementedError
 
     @property
     def must_have_room(self) -> bool:
-        """Whether the limit was asked for, so that it has to fit."""
+        """Whether the client set the limit, so that it must fit."""
         raise NotImplementedError
 
     @property
     def num_top(self) -> int | None:
-        """How many alternatives are listed for each token; None: no token scores at all."""
+        """How many alternatives to list for each token; None: no token scores at all."""
         raise NotImplementedError
 
     @property
     def candidates(self) -> int:
-        """Continuations of each prompt that are made; ``n`` of them are answered."""
+        """How many continuations of each prompt to generate; ``n`` of them are returned."""
         return self.n
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the tokens of prompts are scored as well."""
+        """Whether to score the tokens of prompts, too."""
         return False
 
     @property
     def needs_scores(self) -> bool:
-        """Whether new tokens have to be scored."""
+        """Whether new tokens must be scored."""
         return self.num_top is not None or self.candidates > self.n
 
 
@@ -171,7 +171,7 @@ AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 
 
 def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """The request in a body.
+    """Parse and check the body of a request.
 
     Raises:
         ApiError: 400, naming the parameter and the rule.
@@ -203,7 +203,7 @@ def _explain(error: ValidationError, kind: type[GenerationRequest]) -> ApiError:
 
 
 def quoted(text: str) -> str:
-    """A client's text as a message quotes it; it may be as long as the body."""
+    """A client's text, quoted for a message and shortened: it may be as long as the body."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
 
 

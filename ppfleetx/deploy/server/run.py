@@ -1,4 +1,4 @@
-"""The server around a model: its address and key, its parts, and the time it runs."""
+"""Start and run the server: its address and key, its parts, and its shutdown."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from ppfleetx.generation.generator import Generator
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
-_MORE_SECONDS = 5.0  # between the model's last event and the end of the last connection
-_MORE_CONNECTIONS = 256  # beside those that wait for an answer: metrics, health, refusals
+_MORE_SECONDS = 5.0  # from the model's last event to the end of the last connection
+_MORE_CONNECTIONS = 256  # in addition to those that wait for an answer: metrics, health, refusals
 
 
 def check_libraries() -> None:
-    """Whether the optional libraries are there.
+    """Check that the optional libraries are installed.
 
     Raises:
         ConfigError: one is missing.
@@ -43,10 +43,10 @@ def check_libraries() -> None:
 
 
 def check_plan(cfg: RunConfig, processes: int) -> None:
-    """Whether one process is to hold the model.
+    """Check that the plan has the whole model in one process.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it has not.
     """
     if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
@@ -58,10 +58,10 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """The key that requests must bring; None: they need none.
+    """The key that requests must send; None: they need none.
 
     Raises:
-        ConfigError: a variable of the user's choice is not set, or the key is empty.
+        ConfigError: the variable named by the user is not set, or the key is empty.
     """
     name = cfg.Serve.api_key_env
     key = environ.get(name)
@@ -79,7 +79,7 @@ def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
 
 
 def open_socket(cfg: RunConfig) -> socket.socket:
-    """A socket bound to the address; it listens once the model is loaded.
+    """A socket bound to the address. It starts to listen when the model has been loaded.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -112,7 +112,7 @@ def _address_error(cfg: RunConfig, key: str, error: OSError) -> ConfigError:
 
 
 def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> Service:
-    """The server's parts around a loaded model.
+    """Build the parts of the server around a loaded model.
 
     Raises:
         ConfigError: ``Serve.chat_template`` cannot be used.
@@ -147,7 +147,7 @@ def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> 
 
 
 def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of ``Serve.chat_template``, or the model's; what is wrong with it is said now."""
+    """The template named in ``Serve.chat_template``, or the model's own. Errors in it are reported now."""
     from ppfleetx.data.chat.templates import chosen_template
 
     try:
@@ -164,7 +164,7 @@ def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def cache_bytes(cfg: RunConfig, item_size: int) -> int:
-    """Bytes of the keys and values of one sequence as long as the model takes."""
+    """The bytes of the keys and values of one sequence of the model's maximum length."""
     model = cfg.Model
     latent = model.latent_attention
     width = 2 * model.kv_heads * model.head_size if latent is None else latent.kv_rank + latent.rope_head_dim
@@ -176,7 +176,7 @@ def serve(service: Service, listener: socket.socket) -> None:
     from ppfleetx.resilience.stop_request import StopRequest
 
     _warn_if_open(service.cfg, has_key=service.api_key is not None)
-    # uvicorn takes the signals while it runs, and afterwards sends them again to who had them before.
+    # uvicorn handles the signals while it runs, and then sends them again to the previous handlers.
     with StopRequest() as stop:
         _listen(service.cfg, listener)
         _make_server(service).run(sockets=[listener])
@@ -187,7 +187,7 @@ def _listen(cfg: ServeConfig, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     try:
         listener.listen(512)
-    except OSError as error:  # another program was quicker while the model was being loaded
+    except OSError as error:  # another program took the port while the model was being loaded
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}", key="Serve.port", value=cfg.port
         ) from error
@@ -214,8 +214,8 @@ def _make_server(service: Service) -> uvicorn.Server:
     from ppfleetx.deploy.server.app import create_app
 
     class Server(uvicorn.Server):
-        """Tells the model's thread of a signal: after the first one, what is under way may finish for a
-        while; after the second it ends with the next step; the third ends the process at once."""
+        """Passes signals on to the model's thread. After the first one, requests in progress may finish for a
+        while; after the second, the thread ends with the next step; the third ends the process at once."""
 
         num_signals = 0
 
@@ -237,7 +237,7 @@ def _make_server(service: Service) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         server_header=False,
-        http="h11",  # bounds a request's headers; the other one, taken where it is installed, does not
+        http="h11",  # limits the size of headers; httptools, uvicorn's choice if installed, does not
         ws="none",
         limit_concurrency=service.scheduler.capacity + _MORE_CONNECTIONS,
         timeout_graceful_shutdown=int(service.cfg.shutdown_timeout + _MORE_SECONDS),

@@ -1,4 +1,4 @@
-"""The thread that owns the model: requests join and leave its batch between two steps."""
+"""The thread that owns the model. Requests join and leave its batch between steps."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _RETRY_SECONDS = 1
 class Scheduler:
     """Answers :class:`Work` with one model, first come, first served.
 
-    One step gives every sequence of the batch its next token. Before it, sequences whose request was
-    cancelled leave, and waiting ones join as far as there is room. A thread without work sleeps.
+    Each step gives every sequence in the batch its next token. Before a step, sequences of cancelled requests
+    leave, and waiting ones join if there is room. Without work the thread sleeps.
 
     Args:
-        model: gives the logits; nothing else may use it while the thread runs.
-        tokenizer: of the model.
+        model: computes the logits; nothing else may use it while the thread runs.
+        tokenizer: the model's tokenizer.
         end_ids: tokens that end an answer.
-        cfg: limits.
-        metrics: counts what happens.
+        cfg: the limits.
+        metrics: the server's metrics.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Scheduler:
         self.end_ids = end_ids
         self._changed = threading.Condition()  # guards the next four
         self._waiting: deque[Waiting] = deque()
-        self._num_rows = 0  # waiting and running, for the limit
+        self._num_rows = 0  # waiting and running rows, for the limit
         self._closing_at: float | None = None
         self._died = False
         self._prefixes = PrefixStore(cfg.prefix_cache_tokens)
@@ -64,13 +64,13 @@ class Scheduler:
     # ---- called by the HTTP side, in any thread
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to work; events are delivered in ``loop``."""
+        """Start the thread; events are delivered in ``loop``."""
         self._loop = loop
         self._thread.start()
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the thread works, or has ended on request."""
+        """Whether the thread is running, or has ended on request."""
         return not self._died
 
     @property
@@ -79,14 +79,14 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Most sequences that can be waiting and running."""
+        """Limit of sequences that are waiting or running."""
         return self._cfg.max_batch_size + self._cfg.max_waiting
 
     def submit(self, work: Work) -> None:
         """Queue a request.
 
         Raises:
-            ApiError: 429 the queue is full; 503 nothing is taken any more.
+            ApiError: 429 the queue is full; 503 no more requests are accepted.
         """
         with self._changed:
             if self._died:
@@ -96,7 +96,7 @@ class Scheduler:
             if self._num_rows + work.num_rows > self.capacity:
                 raise ApiError(
                     429,
-                    f"{self._num_rows} sequences are waiting or under way, of at most {self.capacity} "
+                    f"{self._num_rows} sequences are waiting or running, of at most {self.capacity} "
                     "(Serve.max_batch_size + Serve.max_waiting); try again later",
                     code="queue_full",
                     headers={"Retry-After": str(_RETRY_SECONDS)},
@@ -107,15 +107,15 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, work: Work) -> None:
-        """Drop a work whose client is gone: its sequences leave at the next step."""
+        """Drop a request whose client is gone; its sequences leave at the next step."""
         with self._changed:
             work.cancelled = True
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Take nothing more, and end after ``seconds`` at the latest; what is not finished then fails.
+        """Accept no more requests, and end within ``seconds``; requests that are unfinished by then fail.
 
-        A signal handler may call this: the lock lets a thread in that holds it already.
+        A signal handler may call this, because the lock is reentrant.
         """
         with self._changed:
             closing_at = time.monotonic() + seconds
@@ -123,7 +123,7 @@ class Scheduler:
             self._changed.notify()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end of the thread, at most so long; whether it has come."""
+        """Wait at most ``seconds`` for the thread to end. Returns whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -134,7 +134,7 @@ class Scheduler:
             with paddle.no_grad():
                 while self._has_work():
                     self._step()
-        except BaseException:  # noqa: BLE001 whatever ends the thread, those who wait must hear of it
+        except BaseException:  # noqa: BLE001 whatever ends the thread, waiting requests must be told
             get_logger().exception("the model's thread has ended; nothing can be answered any more")
             with self._changed:
                 self._died = True
@@ -144,7 +144,7 @@ class Scheduler:
         self._fail_all(error)
 
     def _has_work(self) -> bool:
-        """Sleep until there is something to do; False: the time to close has come."""
+        """Sleep until there is something to do. Returns False when it is time to close."""
         with self._changed:
             while not self._rows and not self._waiting:
                 if self._closing_at is not None:
@@ -179,7 +179,7 @@ class Scheduler:
         self._deliver(events)
 
     def _next_logits(self, *, has_newcomers: bool) -> paddle.Tensor:
-        """``[1 + s, b, V]``: after the last token of each row, and after each of its s guesses or fewer."""
+        """Logits ``[1 + s, b, V]`` after the last token of each row and each of its up to s guesses."""
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(self._rows) > MOST_ROWS:
             return self._batch.next_logits().unsqueeze(0)
@@ -189,8 +189,8 @@ class Scheduler:
         return self._batch.logits_with_guesses([row.guesses for row in self._rows])
 
     def _choose(self, logits: paddle.Tensor) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
-        """The new tokens of each row by ``logits [1 + s, b, V]``, as many as were guessed and one more, and
-        what the clients learn."""
+        """Choose the new tokens of each row by ``logits [1 + s, b, V]``: its correct guesses and one more.
+        Also returns the events for the clients."""
         new: list[list[int]] = [[] for _ in self._rows]
         events: list[tuple[Work, Event]] = []
         active = list(range(len(self._rows)))
@@ -211,13 +211,13 @@ class Scheduler:
             if not active:
                 break
         for row, tokens in zip(self._rows, new, strict=True):
-            row.learn(len(tokens) - 1, self._cfg.prompt_lookup_num_tokens)
+            row.adapt_guesses(len(tokens) - 1, self._cfg.prompt_lookup_num_tokens)
         return new, events
 
     def _scores(
         self, logits: paddle.Tensor, rows: Sequence[int], tokens: Sequence[int]
     ) -> list[TokenScore | None]:
-        """Scores of new tokens, for the rows that want them."""
+        """The scores of new tokens, for rows that requested them."""
         scores: list[TokenScore | None] = [None] * len(rows)
         wants = [place for place, i in enumerate(rows) if self._rows[i].job.num_top is not None]
         if wants:
@@ -229,7 +229,7 @@ class Scheduler:
         return scores
 
     def _score_prompts(self, admitted: list[Waiting]) -> list[Waiting]:
-        """Tell the scores of prompts that are asked for, and give back what goes on to be continued."""
+        """Deliver requested scores of prompts, and return the prompts that are to be continued."""
         going_on, events = [], []
         for one in admitted:
             try:
@@ -260,7 +260,7 @@ class Scheduler:
         self._keep([not row.work.cancelled for row in self._rows])
 
     def _admit(self) -> list[Waiting]:
-        """Take from the queue what the batch and one prompt pass have room for; nothing overtakes."""
+        """Take as many prompts from the queue as fit into the batch and into one prompt pass, in order."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:
@@ -277,7 +277,7 @@ class Scheduler:
         return admitted
 
     def _keep(self, kept: list[bool]) -> None:
-        """Let go of the other sequences."""
+        """Drop all sequences but those ``kept``."""
         if not all(kept):
             places = [place for place, stays in enumerate(kept) if stays]
             self._batch.select(places)
@@ -287,7 +287,7 @@ class Scheduler:
         self._metrics.running.set(len(self._rows))
 
     def _fail_step(self) -> None:
-        """The model has raised: the requests of this step fail, and the others go on with a new batch."""
+        """The model raised an error: fail the requests of this step; the others continue with a new batch."""
         get_logger().exception("a step of %d sequences has failed", len(self._rows))
         failed = list(dict.fromkeys(row.work for row in self._rows))
         self._batch = ContinuousBatch(self._model, self._prefixes)
@@ -311,7 +311,7 @@ class Scheduler:
         self._deliver((work, Failed(error)) for work in works)
 
     def _deliver(self, events: Iterable[tuple[Work, Event]]) -> None:
-        """Hand over the events of a step with one message to the event loop."""
+        """Hand the events of a step to the event loop with one call."""
         assert self._loop is not None
         addressed = list(events)
 

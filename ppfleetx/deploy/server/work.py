@@ -1,4 +1,4 @@
-"""The requests that the HTTP side hands to the model's thread, their sequences, and the answers it gets."""
+"""Messages between the HTTP side and the model's thread: requests, and the events that answer them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ppfleetx.generation.text import RowText
 
 @dataclass(frozen=True)
 class Progress:
-    """One new token of a continuation, as text, which may be empty.
+    """A new token of a continuation, as text, which may be empty.
 
     Attributes:
-        index: of the continuation in its request.
-        finish_reason: given with the last one.
-        score: of the token, where it was asked for.
-        num_tokens: 1; 0 for a continuation that has no token.
+        index: number of the continuation in its request.
+        finish_reason: set with the last token.
+        score: the token's score, if requested.
+        num_tokens: 1; 0 for a continuation without tokens.
     """
 
     index: int
@@ -39,8 +39,8 @@ class Scored:
     """The scores of a prompt's tokens.
 
     Attributes:
-        number: of the prompt in its request.
-        scores: of each token, the first included.
+        number: number of the prompt in its request.
+        scores: the score of each token, including the first.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """The request as a whole has ended without its answer."""
+    """The whole request has failed."""
 
     error: ApiError
 
@@ -62,13 +62,13 @@ class Job:
     """One prompt of a request.
 
     Attributes:
-        number: of the prompt in its request; with the seed it decides the random numbers.
+        number: number of the prompt in its request; with the seed it determines the random numbers.
         first_index: number of its first continuation among all of the request.
-        ids: tokens, at least one.
-        copies: continuations.
-        max_new_tokens: fits the model together with ``ids``; 0: nothing is generated.
-        num_top: how many alternatives are listed with each token's score; None: no scores.
-        scores_prompt: the tokens of the prompt get scores, too.
+        ids: the tokens, at least one.
+        copies: number of continuations.
+        max_new_tokens: limit of new tokens, which fits the model; 0: nothing is generated.
+        num_top: how many alternatives to list with each token's score; None: no scores.
+        scores_prompt: whether to score the tokens of the prompt, too.
     """
 
     number: int
@@ -89,8 +89,8 @@ class Work:
     """A request: its prompts, and where its events go.
 
     Attributes:
-        deliver: called in the thread of the event loop.
-        cancelled: no client waits for the answer any more; it is dropped at the next step.
+        deliver: called with each event in the event loop's thread.
+        cancelled: whether the client has gone; the request is dropped at the next step.
     """
 
     jobs: Sequence[Job]
@@ -115,12 +115,12 @@ class Waiting:
 
 
 class Running:
-    """Its text, its length, its random numbers, and what is guessed of it.
+    """A sequence in the batch: its text, length and random numbers, and the guesses for its next tokens.
 
     Args:
         one: the prompt.
-        copy: number of this continuation of it.
-        tokenizer: of the model.
+        copy: number of this continuation of the prompt.
+        tokenizer: the model's tokenizer.
         end_ids: tokens that end an answer.
     """
 
@@ -148,13 +148,13 @@ class Running:
         return self._row.finish_reason is not None
 
     def choice(self) -> RowChoice:
-        """What the next token is chosen by."""
+        """The inputs for choosing the next token."""
         numbers: np.ndarray | None = None if self._stream is None else self._stream.numbers(self.num_new)[0]
         forbidden = self._end_ids if self.num_new < self.job.min_new_tokens else ()
         return RowChoice(self.job.options, self._history, numbers, forbidden, self.num_new)
 
     def take(self, token: int, score: TokenScore | None) -> Progress:
-        """Add a token; what the client learns of it."""
+        """Add a token. Returns the event for the client."""
         self._history.append(token)
         is_stopped = self._text.feed(token)
         is_end = token in self._end_ids
@@ -165,13 +165,13 @@ class Running:
         return Progress(self._index, text, self._row.finish_reason, score)
 
     def guess(self, most: int) -> int:
-        """Guess what may come next, at most so many tokens; how many they are."""
+        """Guess at most ``most`` next tokens. Returns their number."""
         left = self.job.max_new_tokens - self.num_new - 1
         self.guesses = guess(np.array(self._history), min(self._width, left, most)).tolist()
         return len(self.guesses)
 
-    def learn(self, right: int, most: int) -> None:
-        """So many guesses were right; the next ones are as many as that deserves."""
+    def adapt_guesses(self, right: int, most: int) -> None:
+        """Adapt the number of guesses to how many were ``right``."""
         if self.guesses:
             self._width = next_width(self._width, right, most, right == len(self.guesses))
         self.guesses = []

@@ -1,6 +1,6 @@
-"""Keys and values of past positions, as an exported program carries them through its loop.
+"""The key/value cache in the decoding loop of an exported program.
 
-Shape letters: b rows, g key/value heads, k columns there is memory for, s new positions, d head size.
+Shape letters: b rows, g key/value heads, k columns allocated, s new positions, d head size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ppfleetx.nn.masks import penalty_of
 
 
 class LoopCache:
-    """The key/value cache of one turn of the loop: past tensors in, extended ones out."""
+    """The cache of one iteration of the loop: it takes the past tensors and gives extended ones."""
 
     def __init__(self, past: Sequence[paddle.Tensor]) -> None:
         self.past, self.extended = past, []
@@ -23,7 +23,7 @@ class LoopCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
-        """Append ``key, value [b, g, s, d]``; the layers ask in their order."""
+        """Append ``key, value [b, g, s, d]``; the layers call this in their order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -33,8 +33,9 @@ class LoopCache:
     def place(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
-        """For whoever does all layers at once: the first new column ``[1]``, what is added to the scores
-        (None: nothing), and memory with room for ``num_new`` columns, for a single row without padding."""
+        """For code that runs all layers at once, on a single row without padding: the first new column
+        ``[1]``, the mask to add to the scores (None: no mask), and memory with room for ``num_new``
+        columns."""
         num_past = self.past[0].shape[2]
         memory = _with_room(self.past, num_new)
         penalty = None
@@ -47,13 +48,14 @@ class LoopCache:
 
 
 class RoomCache:
-    """The cache of one turn of a loop that has made memory ahead: the new column is put into its place.
+    """The cache of one iteration of a loop that has allocated memory in advance; the new column is written in
+    place.
 
-    Copying all keys and values in every turn would cost a batch of 8 a tenth of its time.
+    Copying all keys and values in every iteration would cost a batch of 8 a tenth of its time.
 
     Args:
-        past: keys and values ``[b, g, k, d]``, zero from ``column`` on. Their memory is written to.
-        column: ``[1]`` the place.
+        past: keys and values ``[b, g, k, d]``, zero from ``column`` on; written in place.
+        column: ``[1]`` the index of the new column.
         visible: ``[b, k]``, the columns a row may attend to.
     """
 
@@ -65,9 +67,9 @@ class RoomCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Take ``key, value [b, g, 1, d]``; the layers ask in their order."""
-        # paddle.index_add_ is the copying operation in a program, and Paddle's passes never replace an
-        # operation on what a loop carries by the one in place.
+        """Write ``key, value [b, g, 1, d]``; the layers call this in their order."""
+        # In a program paddle.index_add_ copies, and Paddle's passes never make operations on loop variables
+        # in-place.
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
         value = _C_ops.index_add_(self.past[2 * layer_index + 1], self.column, value, 2)
         self.extended += [key, value]
@@ -76,11 +78,12 @@ class RoomCache:
     def place(
         self, window: int | None, num_new: paddle.Tensor | int
     ) -> tuple[paddle.Tensor, paddle.Tensor | None, list[paddle.Tensor]]:
-        """For whoever does all layers at once: the column, what is added to the scores, and the memory."""
+        """For code that runs all layers at once: the column, the mask for the scores, and the memory."""
         return self.column, self._penalty(window), list(self.past)
 
     def _penalty(self, window: int | None) -> paddle.Tensor:
-        """What layers with this window add to their scores. No row has unused columns within its window."""
+        """The mask that layers with this window add to their scores. No row has unused columns in its
+        window."""
         if window not in self.penalties:
             visible = self.visible
             if window is not None:
@@ -91,7 +94,7 @@ class RoomCache:
 
 
 def with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
-    """``past`` and more columns of zeros."""
+    """``past`` with further columns of zeros."""
     return _with_room(past, ROOM)
 
 

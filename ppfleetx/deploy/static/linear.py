@@ -1,9 +1,10 @@
-"""Matrix products of an exported program, one by one or all blocks of a quantised model in one operation.
+"""Matrix products of an exported program, one by one, or all blocks of a quantised model in one operation.
 
-On a CPU, MKL packs a matrix again in every product, which for a few rows costs as much as reading it once
-more. Cut into panels as narrow as one tile of its kernels, it is used where it lies: the same result, about
-one and a half times faster for 2 to 16 rows. A single row is faster with the matrix as it is. Our own
-operator (ppfleetx/nn/cpu_ops) is faster still; a program with it runs only where that is compiled.
+On a CPU, MKL repacks the matrix for every product, which for a few rows costs as much as reading it once
+more. Cut into panels as narrow as a tile of its kernels, the matrix is used in place: the result is the same,
+and about one and a half times faster for 2 to 16 rows. A single row is faster with the original matrix. Our
+own operator (ppfleetx/nn/cpu_ops) is faster still, but a program with it runs only where it has been
+compiled.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -29,7 +30,7 @@ class Matrix:
     """A constant matrix ``weight [k, n]`` of a program.
 
     Attributes:
-        by_cpu_ops: products with panels are made by our own operator.
+        by_cpu_ops: whether our own operator computes products with panels.
         panels, single_axis: see :func:`use_panels`.
     """
 
@@ -39,17 +40,17 @@ class Matrix:
         self.single_axis = 0
 
     def begin(self) -> None:
-        """To be called in the program before anything else, and outside of branches: what is made here is
-        made once, when the program is loaded."""
+        """Must be called first in the program, and outside of branches: what it creates is then computed only
+        once, when the program is loaded."""
 
     def make_panels(self) -> paddle.Tensor:
         """:func:`~ppfleetx.nn.packed_weights.panels_of` the matrix."""
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """``x [..., k] @ weight + bias``. With panels x is ``[m, k]``, or that with an axis of 1.
+        """``x [..., k] @ weight + bias``. With panels, x is ``[m, k]``, possibly with another axis of size 1.
 
-        The operator takes any number of rows here; from 64 on it is a tenth slower than MKL at most.
+        Our operator is used for any number of rows; from 64 rows on it is at most a tenth slower than MKL.
         """
         if self.panels is None:
             return F.linear(x, self.weight, bias)
@@ -66,12 +67,12 @@ class Matrix:
 
 
 class SmallMatrix(Matrix):
-    """A constant matrix of few bits. Our own operators take it as it is; without them it is widened when the
-    program is loaded, and then a matrix like any other.
+    """A constant low-bit matrix. Our own operators use it as it is. Without them it is dequantised when the
+    program is loaded, and is then a matrix like any other.
 
     Attributes:
         stored: the matrix.
-        as_stored: its weights and scales in panels, from :meth:`begin` on; None: it is widened.
+        as_stored: its weights and scales in panels, set by :meth:`begin`; None: it is dequantised.
     """
 
     def __init__(self, stored: QuantizedMatrix) -> None:
@@ -97,7 +98,7 @@ class SmallMatrix(Matrix):
 
 
 class ProgramLinear(nn.Layer):
-    """Takes the place of a linear, quantised or not, and has its parameters."""
+    """Replaces a linear, quantised or not, and has its parameters."""
 
     def __init__(self, linear: Linear | QuantizedLinear) -> None:
         super().__init__()
@@ -114,30 +115,30 @@ class ProgramLinear(nn.Layer):
 
 @paddle.jit.not_to_static
 def begin(matrices: Sequence[Matrix]) -> None:
-    """:meth:`Matrix.begin` of each."""
+    """Call :meth:`Matrix.begin` of each matrix."""
     for matrix in matrices:
         matrix.begin()
 
 
 @paddle.jit.not_to_static
 def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], single_axis: int = 0) -> None:
-    """How products are made from here on.
+    """Choose how products are computed from here on.
 
     Args:
-        panels: what :meth:`Matrix.make_panels` gave for each of ``matrices``; none: use the matrices.
-        single_axis: of activations ``[s, b, k]`` and panels: 0 for one position of many rows, 1 for many
-            positions of one row.
+        panels: the result of :meth:`Matrix.make_panels` for each of ``matrices``; empty: use the matrices.
+        single_axis: which axis of the activations ``[s, b, k]`` has size 1 with panels: 0 for one position of
+            many rows, 1 for many positions of one row.
     """
     for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
         matrix.panels, matrix.single_axis = own, single_axis
 
 
 def matrices_of(model: nn.Layer) -> list[Matrix]:
-    """Those of the plain linears of ``model``, which are replaced by ones that can use panels."""
+    """Replace the plain linears of ``model`` by ones that can use panels, and return their matrices."""
     matrices = []
     for parent in model.sublayers(include_self=True):
         for name, child in parent.named_children():
-            # What carries more than a weight and a bias (adapters, hooks) stays as it is.
+            # Linears with more than a weight and a bias (adapters, hooks) stay as they are.
             is_plain = (
                 isinstance(child, Linear | QuantizedLinear)
                 and not child.sublayers()
@@ -151,7 +152,7 @@ def matrices_of(model: nn.Layer) -> list[Matrix]:
 
 
 class ProgramBlocks:
-    """The blocks and the final norm, whose weights are made once, when the program is loaded."""
+    """The blocks and the final norm, whose weights are prepared once, when the program is loaded."""
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
         self.fused = FusedBlocks(layers)
@@ -159,7 +160,7 @@ class ProgramBlocks:
 
 
 def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
-    """Of the blocks and the final norm of a program; None: they are run layer by layer."""
+    """The blocks and the final norm as one operation; None: they must be run layer by layer."""
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -169,7 +170,7 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """To be called in the program after the matrices' ``begin``, and outside of branches."""
+    """Must be called in the program after :func:`begin`, and outside of branches."""
     if blocks is not None:
         blocks.weights = blocks.fused.make_weights(_add_linear)
 
@@ -177,7 +178,7 @@ def make_weights(blocks: ProgramBlocks | None) -> None:
 def run_blocks(
     blocks: ProgramBlocks, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: LoopCache | RoomCache
 ) -> paddle.Tensor:
-    """``hidden [s, b, h]`` through all blocks; the positions ``[b, s]`` follow others in ``cache``."""
+    """Run all blocks on ``hidden [s, b, h]``, whose positions ``[b, s]`` follow those in ``cache``."""
     fused = blocks.fused
     column, penalty, memory = cache.place(fused.window, hidden.shape[0])
     out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)

@@ -1,9 +1,9 @@
-"""The program that is exported: the whole decoding loop, with the model and its cache inside.
+"""The exported program: the whole decoding loop, including the model and its cache.
 
-It is the generator's own model and its own processors, written as one function of tensors. What a user may
+It consists of the generator's own model and processors, written as one function of tensors. What a user may
 choose at run time is an input; the model and the vocabulary are part of the program.
 
-Shape letters: b rows, n positions of the longest prompt, t most new tokens, V vocabulary.
+Shape letters: b rows, n positions of the longest prompt, t limit of new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from ppfleetx.nn.cpu_ops import quantized
 
 @contextlib.contextmanager
 def quick_conversion() -> Iterator[None]:
-    """A context in which methods are converted once per class and the list is searched once per function."""
+    """Within this context Paddle converts methods once per class, and searches its list once per function."""
     with contextlib.ExitStack() as stack:
         cache = getattr(program_translator, "_FUNCTION_CACHE", None)
         if hasattr(cache, "convert_with_cache"):
@@ -89,17 +89,17 @@ def _plain(function: Any) -> Any:
 
 
 INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
-    ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with a token of their own
-    ("padding", "int64", (None,)),  # [b] columns of padding
+    ("tokens", "int64", (None, None)),  # [b, n] prompts, padded on the left with one of their own tokens
+    ("padding", "int64", (None,)),  # [b] number of padding columns
     ("max_new_tokens", "int64", (None,)),  # [b] at least 1
     ("exponentials", "float32", (None, None, None)),  # [b, t, n], see RandomStream; any when top_k is 1
-    ("end_ids", "int64", (None,)),  # tokens that end a row, at least one; -1: none
+    ("end_ids", "int64", (None,)),  # tokens that end a row, at least one; -1 for none
     ("min_new_tokens", "int64", (1,)),
     ("repetition_penalty", "float32", (1,)),
     ("temperature", "float32", (1,)),
     ("top_k", "int64", (1,)),  # 1: the likeliest token (greedy search); 0: all
     ("top_p", "float32", (1,)),
-    ("most_guesses", "int64", (1,)),  # in a pass, of one row, greedy search, no repetition_penalty; 0: none
+    ("most_guesses", "int64", (1,)),  # per pass; used for one row, greedy search, no repetition_penalty
 )
 """Name, type and shape of each input of the program, in the order of its arguments."""
 
@@ -107,19 +107,19 @@ INPUTS: tuple[tuple[str, str, tuple[int | None, ...]], ...] = (
 def save_program(
     next_token: NextTokenModel, max_positions: int, path: Path, *, use_panels: bool = True
 ) -> None:
-    """Write ``{path}.json`` and ``{path}.pdiparams``. The model is not to be trained any more afterwards.
+    """Write ``{path}.json`` and ``{path}.pdiparams``. The model can no longer be trained afterwards.
 
-    With panels, and where the operators of :mod:`ppfleetx.nn.cpu_ops.ops` have been compiled, another program
-    is written that is made with them and has the same weights; see :mod:`ppfleetx.deploy.export_dir`.
+    With panels, and if the operators of :mod:`ppfleetx.nn.cpu_ops.ops` have been compiled, a second program
+    is written that uses them and the same weights; see :mod:`ppfleetx.deploy.export_dir`.
 
     Args:
-        next_token: the whole model, in this process, and its vocabulary.
-        max_positions: of the model.
-        path: without a suffix.
+        next_token: the whole model in this process, with its vocabulary.
+        max_positions: number of the model's positions.
+        path: path without a suffix.
         use_panels: see :class:`GenerationProgram`.
 
     Raises:
-        RuntimeError: the two programs would need different weights, which is a defect.
+        RuntimeError: the two programs would need different weights, which is a bug.
     """
     program = GenerationProgram(next_token, max_positions, use_panels=use_panels)
     program.eval()
@@ -149,20 +149,20 @@ def _save(program: GenerationProgram, path: Path) -> None:
 class GenerationProgram(nn.Layer):
     """Continues a batch of prompts.
 
-    The loop ends when every row has: at its end token, or at its own limit. A row that ended stays in the
-    batch; what it gets after its end means nothing.
+    The loop ends when every row has ended, at an end token or at its own limit. A finished row stays in the
+    batch; the tokens after its end are meaningless.
 
     Args:
-        next_token: the model, whose linears are replaced, and its vocabulary.
-        max_positions: of the model.
-        use_panels: take products of several rows, or of several positions of one, with a second copy of the
-            matrices, made when the program is loaded (not in the file), that CPUs multiply with faster.
+        next_token: the model and its vocabulary. The model's linears are replaced.
+        max_positions: number of the model's positions.
+        use_panels: for products with several rows, or several positions of one row, use a second copy of the
+            matrices that is faster on CPUs. It is made when the program is loaded, and is not in the file.
     """
 
     def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
         super().__init__()
         self.vocab_size, self.max_positions = next_token.vocab_size, max_positions
-        # What is saved: sub-layers and buffers.
+        # Sub-layers and buffers are saved.
         self.model = next_token.model
         self.matrices, self.use_panels, self.by_cpu_ops = matrices_of(self.model), use_panels, False
         self.blocks: ProgramBlocks | None = None
@@ -177,18 +177,18 @@ class GenerationProgram(nn.Layer):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether a matrix has few bits."""
+        """Whether a matrix is quantised."""
         return any(isinstance(matrix, SmallMatrix) for matrix in self.matrices)
 
     def file_name(self, width: int) -> str:
-        """Of the program with our own operators; by this name it is known which it needs."""
+        """File name of the program with our own operators; the name says which operators it needs."""
         if self.blocks is not None:
             return blocks_file(width)
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
 
     def use_cpu_ops(self) -> None:
-        """From here on, products with panels, top-p and, where it can be, whole blocks are made by our own
-        operators."""
+        """From here on, use our own operators for products with panels, for top-p and, if possible, for whole
+        blocks."""
         self.by_cpu_ops = True
         for matrix in self.matrices:
             matrix.by_cpu_ops = True
@@ -208,7 +208,7 @@ class GenerationProgram(nn.Layer):
         top_p: paddle.Tensor,
         most_guesses: paddle.Tensor,
     ) -> paddle.Tensor:
-        """New tokens ``[b, up to t]`` int64. The arguments are those of :data:`INPUTS`."""
+        """Generate tokens ``[b, up to t]`` int64. The arguments are :data:`INPUTS`."""
         begin(self.matrices)
         use_panels(self.matrices, [])
         make_weights(self.blocks)
@@ -223,7 +223,7 @@ class GenerationProgram(nn.Layer):
         token = self._choose(logits, step, exponentials, temperature, top_k, top_p)
         rules = (end_ids, min_new_tokens, repetition_penalty)
         sampling = (exponentials, temperature, top_k, top_p)
-        # Outside the branches, where they are made once, when the program is loaded.
+        # Outside of branches, so that they are computed only once, when the program is loaded.
         panels = [matrix.make_panels() for matrix in self.matrices] if self.use_panels else []
         if tokens.shape[0] > 1:
             history = self._decode(tokens, token, past, padding, limits, rules, sampling, panels)
@@ -244,17 +244,17 @@ class GenerationProgram(nn.Layer):
         sampling: tuple[paddle.Tensor, ...],
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """The loop after the first ``token [b]``: ``[b, n + up to t]``, prompts and new tokens.
+        """The loop after the first ``token [b]``. Returns prompts and new tokens, ``[b, n + up to t]``.
 
         Args:
             tokens: prompts ``[b, n]``.
             token: the first new token ``[b]``.
             past: keys and values of the prompts.
             padding: ``[b, 1]``.
-            limits: ``[b]`` most new tokens.
+            limits: ``[b]`` limit of new tokens.
             rules: end_ids, min_new_tokens, repetition_penalty.
             sampling: exponentials, temperature, top_k, top_p.
-            panels: of each of ``self.matrices``; none: use the matrices themselves.
+            panels: the panels of each of ``self.matrices``; empty: use the matrices themselves.
         """
         use_panels(self.matrices, panels)
         end_ids, min_new_tokens, repetition_penalty = rules
@@ -279,8 +279,9 @@ class GenerationProgram(nn.Layer):
     def _append(
         self, token: paddle.Tensor, past: list[paddle.Tensor], column: paddle.Tensor, padding: paddle.Tensor
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Logits ``[b, V]`` after ``token [b]`` in ``column [1]`` of the cache, and ``past`` with its own."""
-        # A row that ended while others go on must not run out of positions.
+        """Put ``token [b]`` into ``column [1]`` of the cache. Returns the logits ``[b, V]`` and the new
+        ``past``."""
+        # A finished row must not run out of positions while others continue.
         last_position = paddle.full_like(padding, self.max_positions - 1)
         position = paddle.minimum(column - padding, last_position)
         columns = paddle.arange(past[0].shape[2])
@@ -298,11 +299,11 @@ class GenerationProgram(nn.Layer):
         most_guesses: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """The loop for a single row, which has no padding: ``[n + up to t]``. Guesses are checked several in
-        a pass where its end was there before; the arguments are those of ``_decode``.
+        """The loop for a single row, which has no padding: ``[n + up to t]``. If the end of the row has
+        occurred before, several guesses are verified in one pass. The other arguments are as in ``_decode``.
 
         Args:
-            most_guesses: ``[1]`` tokens guessed in one pass.
+            most_guesses: ``[1]`` limit of guesses per pass.
         """
         end_ids, min_new_tokens, repetition_penalty = rules
         top_k = sampling[2]
@@ -319,7 +320,7 @@ class GenerationProgram(nn.Layer):
         while paddle.logical_not(finished):
             size = history.shape[0]
             place, alike = last_occurrence(history)
-            # One place is left for the token after the guesses.
+            # Leave one place for the token after the guesses.
             count = paddle.minimum(width, most - size - 1)
             count = paddle.where(size - length >= min_new_tokens, count, paddle.zeros_like(count))
             if paddle.logical_and(alike >= FEWEST_ALIKE, count > 0):
@@ -331,7 +332,7 @@ class GenerationProgram(nn.Layer):
                 width = next_width(width, right, most_guesses)
             else:
                 new, past = self._one_more(history, past, size - length, rules, sampling)
-            # A guess that is right may be the end, which others follow.
+            # A correct guess may be an end token; drop what follows it.
             is_end = is_any_of(new, end_ids)
             ends = paddle.where(is_end, paddle.arange(new.shape[0]), paddle.full_like(new, size))
             history = paddle.concat([history, new[: ends.min() + 1]])
@@ -345,7 +346,7 @@ class GenerationProgram(nn.Layer):
         past: list[paddle.Tensor],
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """The likeliest tokens ``[1 + k]`` after a row's last one and after each of ``guesses [k]``."""
+        """The likeliest tokens ``[1 + k]`` after the row's last token and after each of ``guesses [k]``."""
         use_panels(self.matrices, panels, 1)
         tokens = paddle.concat([history[-1:], guesses])
         positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
@@ -361,7 +362,7 @@ class GenerationProgram(nn.Layer):
         rules: tuple[paddle.Tensor, ...],
         sampling: tuple[paddle.Tensor, ...],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """The token ``[1]`` after ``history [n]``."""
+        """Choose the token ``[1]`` after ``history [n]``."""
         use_panels(self.matrices, [])
         step = paddle.full([1], step, "int64")
         position = paddle.full([1, 1], history.shape[0] - 1, "int64")
@@ -372,14 +373,13 @@ class GenerationProgram(nn.Layer):
     def _run_model(
         self, state: tuple[paddle.Tensor, ...], cache: LoopCache | RoomCache, last_only: bool = True
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """Logits ``[b, V]`` after the last tokens, and keys and values with those of the tokens.
-
-        Not ``last_only``: ``[s, V]``, after each token of a single row.
+        """Run the model. Returns logits ``[b, V]`` after the last tokens, and extended keys and values.
 
         Args:
-            state: tokens and positions ``[b, s]``; of prompts also the column each begins in, ``[b, s]``.
-            cache: of the columns before.
-            last_only: see above.
+            state: tokens and positions ``[b, s]``; for prompts also the column in which each begins, ``[b,
+                s]``.
+            cache: the cache of earlier columns.
+            last_only: if False, return the logits ``[s, V]`` after each token of a single row.
         """
         embedding, *trunk, head = self.model.stages
         position_ids = state[1]
@@ -403,7 +403,7 @@ class GenerationProgram(nn.Layer):
         min_new_tokens: paddle.Tensor,
         repetition_penalty: paddle.Tensor,
     ) -> paddle.Tensor:
-        """:func:`ppfleetx.generation.search.process`. One branch for both: each costs about a millisecond."""
+        """As :func:`ppfleetx.generation.search.process`, in one branch, as each costs about a millisecond."""
         is_early = step < min_new_tokens
         if paddle.logical_or(is_early, repetition_penalty != 1.0):
             logits = penalize_repetition(logits, history, repetition_penalty)
@@ -419,7 +419,7 @@ class GenerationProgram(nn.Layer):
         top_k: paddle.Tensor,
         top_p: paddle.Tensor,
     ) -> paddle.Tensor:
-        """One token ``[b]`` per row."""
+        """Choose one token per row, ``[b]``."""
         if top_k == 1:
             token = logits.argmax(-1)
         else:
@@ -429,7 +429,7 @@ class GenerationProgram(nn.Layer):
     def _sample(
         self, logits: paddle.Tensor, exponentials: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
     ) -> paddle.Tensor:
-        """:func:`~ppfleetx.generation.processors.candidates` and ``draw``."""
+        """As :func:`~ppfleetx.generation.processors.candidates` followed by ``draw``."""
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             values, ids = paddle.topk(logits, top_k, axis=-1)
             kept = keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p))
@@ -448,5 +448,5 @@ def _of_step(exponentials: paddle.Tensor, step: paddle.Tensor) -> paddle.Tensor:
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Sums may be rounded up to 1, before which a top_p of 1 must not stop."""
+    """``top_p``, but 2 instead of 1: sums may be rounded up to 1, and top_p = 1 must keep everything."""
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

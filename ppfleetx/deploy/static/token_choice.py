@@ -1,6 +1,7 @@
-"""Choosing tokens in an exported program: guesses from a row's own text, and top-p without a sort.
+"""Token choice in an exported program: prompt lookup, and top-p without a sort.
 
-The same as :mod:`ppfleetx.generation.prompt_lookup` and ``processors``, as operations of a program.
+These functions do the same as :mod:`ppfleetx.generation.prompt_lookup` and ``processors``, as operations of a
+program.
 
 Shape letters: n tokens of the row, k guesses.
 """
@@ -16,18 +17,18 @@ _MOST_ALIKE, FEWEST_ALIKE = max(LENGTHS), min(LENGTHS)
 
 
 def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Where most of the tokens at the end of ``history [n]`` stood last before.
+    """Find the latest earlier occurrence of the longest possible end of ``history [n]``.
 
     Args:
         history: at least two tokens.
 
     Returns:
-        The place of the last of them, and how many they are, 0 to 3.
+        The place of its last token, and its length, 0 to 3.
     """
     size = history.shape[0]
-    # -1, which is no token, stands before the first one: nothing there can be alike.
+    # Padding with -1, which is not a token and so never matches.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
-    # alike[j]: how many tokens up to and with the j-th are those at the end.
+    # alike[j]: how many tokens up to and including the j-th match those at the end.
     alike = paddle.zeros([size - 1], "int64")
     matched = paddle.ones([size - 1], "int64")
     for back in range(_MOST_ALIKE):
@@ -40,18 +41,18 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
 
 
 def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """``[count]`` tokens that followed ``place``; what reaches the end is taken for a cycle."""
+    """The ``[count]`` tokens that followed ``place``, repeated as a cycle if the history ends before."""
     steps = paddle.arange(count) % (history.shape[0] - 1 - place)
     return history.gather(place + 1 + steps)
 
 
 def accept(likeliest: paddle.Tensor, guesses: paddle.Tensor) -> paddle.Tensor:
-    """How many of ``guesses [k]``, from the first on, are what the model gave: ``likeliest [k + 1]``."""
+    """How many of ``guesses [k]``, counted from the first, agree with the model's ``likeliest [k + 1]``."""
     return (likeliest[:-1] == guesses).astype("int64").cumprod(0).sum().reshape([1])
 
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
-    """:func:`ppfleetx.generation.prompt_lookup.next_width` of tensors ``[1]``; of ``width`` guesses."""
+    """:func:`ppfleetx.generation.prompt_lookup.next_width` for tensors ``[1]``."""
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))
 
 
@@ -59,13 +60,13 @@ _BUCKETS = 1 << 13
 
 
 def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """:func:`~ppfleetx.generation.processors.nucleus` of ``probabilities [b, V]`` and ``top_p [1]``."""
-    # The fourth root spreads what models give, from 1 down to 1e-10, over the buckets.
+    """:func:`~ppfleetx.generation.processors.nucleus` of ``probabilities [b, V]`` with ``top_p [1]``."""
+    # The fourth root spreads typical probabilities, from 1 down to 1e-10, over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
     top_p = top_p.astype("float64")
     up_to = _bucket_mass(probabilities, bucket).cumsum(-1)
     above = up_to[:, -1:] - up_to
-    # Where all that there is does not sum to p, which only rounding brings about, the smallest is the last.
+    # If rounding keeps the total below p, every token is kept.
     lowest = (up_to <= 0).astype("int64").sum(-1, keepdim=True)
     boundary = paddle.maximum((above >= top_p).astype("int64").sum(-1, keepdim=True), lowest)
     inside = _gathered(probabilities, bucket == boundary)
@@ -74,8 +75,8 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     size = (falling > 0).astype("int64").sum(-1, keepdim=True)
     count = paddle.maximum(paddle.minimum(count, size), paddle.ones_like(count))
     smallest = paddle.take_along_axis(falling, count - 1, axis=1)
-    has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()  # of which the lower ids stay
-    # Sums of a GPU may fall where they should rise, and lead to a bucket without anything in it.
+    has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()  # of equals the lower ids are kept
+    # Cumulative sums on a GPU may decrease, which can lead to an empty bucket.
     if paddle.logical_or(has_equals, (smallest <= 0).any()):
         kept = nucleus(probabilities, top_p)
     else:
@@ -86,7 +87,7 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
 
 
 def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """``[b, m]``: those of ``values [b, V]`` that ``mask`` names, side by side, then zeros."""
+    """``[b, m]``: the values of ``values [b, V]`` under ``mask``, packed to the left, then zeros."""
     there = paddle.nonzero(mask)
     row = there[:, 0]
     counts = mask.astype("int64").sum(-1)
@@ -97,10 +98,10 @@ def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
 
 
 def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.Tensor:
-    """``[b, buckets]`` float64: sum of the probabilities in each."""
+    """``[b, buckets]`` float64: the sum of the probabilities in each bucket."""
     rows = paddle.arange(probabilities.shape[0]).unsqueeze(-1)
     place = (bucket + rows * _BUCKETS).flatten()
-    # One more without mass in the last place, so that there are as many places as there shall be.
+    # One more entry of weight 0 in the last bucket makes the result long enough.
     last = rows.max().reshape([1]) * _BUCKETS + (_BUCKETS - 1)
     weights = paddle.concat([probabilities.flatten().astype("float64"), paddle.zeros([1], "float64")])
     mass = paddle.bincount(paddle.concat([place, last]), weights=weights)

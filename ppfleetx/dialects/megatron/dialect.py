@@ -14,8 +14,7 @@ from ppfleetx.dialects.megatron import network_rules, run_rules
 from ppfleetx.dialects.megatron.expert_rules import experts
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translate import Rule, translate
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation, translate
 
 TITLE = "Megatron"
 _DEEPSPEED = "deepspeed_config"
@@ -74,7 +73,7 @@ def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Tran
 
 
 def of_file(path: Path, argv: Sequence[str]) -> Translation:
-    """The translation of a YAML file of arguments (``tensor_model_parallel_size: 2``) and of further ones."""
+    """Translate a YAML file of arguments (``tensor_model_parallel_size: 2``), and further arguments."""
     tree = read_yaml(path, is_ours=False)
     arguments = tree.value.get("MODEL_ARGS")
     if arguments is not None and not isinstance(arguments.value, dict):

@@ -48,7 +48,7 @@ def _num_experts(run: Translation) -> int:
     value = run.value("num_experts", 0)
     numbers = set(value if isinstance(value, list) else [value])
     if len(numbers) != 1:
-        raise run.error("num_experts", "all mixtures have the same number of experts")
+        raise run.error("num_experts", "must be the same number for all layers")
     (number,) = numbers
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise run.error("num_experts", "must be an integer of at least 0")
@@ -68,7 +68,7 @@ def _layers(run: Translation, is_deepspeed: bool) -> None:
     if len(mixtures) == total:
         return
     if "noop_layers" in run:
-        raise run.conflict(("noop_layers", *names), "with empty places every layer is a mixture")
+        raise run.conflict(("noop_layers", *names), "noop_layers needs a mixture of experts in every layer")
     origins = run.origins(*names)
     why = "" if origins else "its default: every second layer"
     if mixtures == list(range(total - len(mixtures), total)):
@@ -211,7 +211,7 @@ def _only_one(run: Translation, name: str, default: Any) -> Any:
     if not isinstance(value, list):
         return value
     if len(value) != 1:
-        raise run.error(name, "one balancing loss at a time is built")
+        raise run.error(name, "must name one balancing loss; several at once are not supported")
     return value[0]
 
 

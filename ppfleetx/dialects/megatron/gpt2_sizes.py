@@ -44,7 +44,7 @@ SIZES: Mapping[str, GPT2Size] = {
 
 @dataclass(frozen=True)
 class Request:
-    """What a script was asked for: ``--data_path --model_size --train_iters``, and further arguments of
+    """The request to a script: ``--data_path --model_size --train_iters``, and further arguments of
     ``pretrain_gpt.py``, which replace those of the size."""
 
     data_path: str

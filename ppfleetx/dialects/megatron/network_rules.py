@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.dialects.given import Given
+from ppfleetx.dialects.given import Given, weighted_corpora
 from ppfleetx.dialects.translation import Translation
 
 COMMAND_LINE = "the command line"
@@ -63,6 +63,11 @@ def network(run: Translation) -> None:
 
 
 def _heads(run: Translation) -> None:
+    if run.flag("multi_latent_attention", False):
+        _latent_heads(run)
+        return
+    run.put("Model.head_dim", run.integer("kv_channels", least=1), "kv_channels")
+    run.put("Model.qk_layernorm", run.flag("qk_layernorm"), "qk_layernorm")
     names = ("group_query_attention", "num_query_groups")
     groups = run.integer("num_query_groups", 1, least=1)
     if run.flag("group_query_attention", False):
@@ -71,6 +76,23 @@ def _heads(run: Translation) -> None:
         run.notes.append(
             f"num_query_groups {groups} has no effect without group_query_attention, as in Megatron"
         )
+
+
+def _latent_heads(run: Translation) -> None:
+    """Latent attention, which turns neighbouring features, as DeepSeek's does."""
+    name = "multi_latent_attention"
+    if not run.flag("qk_layernorm", False):
+        raise run.error(name, "needs qk_layernorm: compressed vectors are always normalised")
+    for key, theirs, default in (
+        ("q_rank", "q_lora_rank", None),
+        ("kv_rank", "kv_lora_rank", 32),
+        ("nope_head_dim", "qk_head_dim", 128),
+        ("rope_head_dim", "qk_pos_emb_head_dim", 64),
+        ("value_head_dim", "v_head_dim", 128),
+    ):
+        why = "" if theirs in run else "its default"
+        run.put(f"Model.latent_attention.{key}", run.integer(theirs, default, least=1), theirs, name, why=why)
+    run.put("Model.rotary_interleaved", True, name)
 
 
 def _positions(run: Translation) -> None:
@@ -259,11 +281,7 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
     words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
     if not words:
         raise run.error(name, "names no corpus")
-    numbers = [_number(word) for word in words[::2]]
-    if len(words) % 2 == 0 and all(number is not None for number in numbers):
-        prefixes, weights = words[1::2], [number for number in numbers if number is not None]
-    else:
-        prefixes, weights = words, None
+    prefixes, weights = weighted_corpora(words)
     for prefix in prefixes:
         if _is_directory(Path(prefix)):
             raise run.error(
@@ -272,15 +290,8 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
     return prefixes, weights
 
 
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
 def _is_directory(path: Path) -> bool:
-    """Whether it is one; not, where its name is none that a file can have."""
+    """Whether it is a directory; False for a name that no file can have."""
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 

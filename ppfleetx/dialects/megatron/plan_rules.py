@@ -8,8 +8,7 @@ from typing import Any
 
 from ppfleetx.config.sections.distributed import DistributedConfig
 from ppfleetx.dialects.megatron.network_rules import PIPELINE, TENSOR
-from ppfleetx.dialects.translate import Rule
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation
 
 _ZERO = "deepspeed_config.zero_optimization"
 _COUNTS = re.compile(r"[\[\]\d,\s]*", re.ASCII)
@@ -93,7 +92,7 @@ def _chunks(run: Translation) -> None:
 
 
 def _counted_ends(run: Translation, stages: int, layers: int, virtual: int) -> None:
-    """The embedding before the first layer and the loss behind the last one count as a layer each."""
+    """The embedding and the loss count as a layer each."""
     names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     first, last = (int(run.flag(name, False)) for name in names)
     if stages < 2 or not first + last:
@@ -212,7 +211,7 @@ def _replicas(run: Translation, world_size: int | None) -> int | None:
 
 
 def recomputation(run: Translation) -> None:
-    """What is forgotten in the forward pass and computed again in the backward pass."""
+    """Activations that are recomputed in the backward pass."""
     granularity, names = _granularity(run)
     if granularity is None:
         _listed(run)
@@ -313,7 +312,7 @@ def _ids(run: Translation, name: str) -> list[int]:
 
 
 def _counts(run: Translation, name: str) -> list[list[int]] | None:
-    """A list of numbers, or of lists of them, as a list of rows; from a text in either form too."""
+    """A list of numbers, or of lists of numbers, as a list of rows; also from a text."""
     if name not in run:
         return None
     value = run.value(name)

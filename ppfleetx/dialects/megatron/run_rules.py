@@ -7,8 +7,7 @@ import os
 from typing import Any
 
 from ppfleetx.dialects.given import Given
-from ppfleetx.dialects.translate import Rule
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation
 from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
 
 _DEFAULT = "its default"
@@ -31,7 +30,7 @@ _FP16 = "deepspeed_config.fp16"
 
 
 def defaults_rule(log: str, *, log_interval: int) -> Rule:
-    """The rule for what a toolkit does where nothing is said, and this program does otherwise.
+    """The rule for defaults of a toolkit that differ from ours.
 
     Args:
         log: the callback that writes its log lines.

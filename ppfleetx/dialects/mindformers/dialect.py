@@ -11,8 +11,7 @@ from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
 from ppfleetx.dialects.mindformers import rules
 from ppfleetx.dialects.mindformers.arguments import FLAGS, CommandLine, read_command_line
 from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translate import translate
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Translation, translate
 
 TABLE = KeyTable([key for keys in tables_of(read_file("mindformers")).values() for key in keys])
 _RULES = (

@@ -154,7 +154,7 @@ def _check_count(content: dict[str, Any], table: RankTable, place: str) -> None:
 
 
 def _check_devices(table: RankTable, place: str) -> None:
-    """Each device once: by its number on its host, and by its address, which may be left at the host's."""
+    """Check that no device is there twice: by its number on its host, and by its own address."""
     for server in table.servers:
         _refuse_twice(
             "device_id", [device.device_id for device in server.devices], f"{place}, {server.address}"
@@ -257,7 +257,7 @@ def merged(tables: Sequence[RankTable]) -> RankTable:
 
 
 def write_rank_table(path: Path, table: RankTable) -> None:
-    """Write a table where there is none, or the same.
+    """Write a table; a file that is there already must hold the same.
 
     Raises:
         ConfigError: there is something else, or it cannot be written.
@@ -283,7 +283,7 @@ _RANGE = re.compile(r"[\[(]\s*(\d{1,7})\s*,\s*(\d{1,7})\s*[\])]", re.ASCII)
 
 @dataclass(frozen=True)
 class Launch:
-    """What is started on this host.
+    """The processes to start on this host.
 
     Attributes:
         launcher: arguments of ``paddle.distributed.launch``.
@@ -368,7 +368,7 @@ def _check_size(text: str | None, table: RankTable, width: int) -> None:
 
 
 def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
-    """The host whose ranks these are; of a table of one host, any of its devices."""
+    """The host with these ranks; in a table of one host, with these devices."""
     if len(table.servers) == 1:
         server = table.servers[0]
         known = {device.device_id for device in server.devices}

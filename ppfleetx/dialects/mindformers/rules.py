@@ -28,7 +28,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*GB", re.ASCII)
 
 
 def run_mode(run: Translation) -> str:
-    """What is to be done."""
+    """The run mode."""
     return run.choice("run_mode", RUN_MODES, "train")
 
 
@@ -264,7 +264,7 @@ _END = 2**31 - 1
 
 
 def network(run: Translation) -> None:
-    """What MindFormers' GPT-2 always has, its width and its length."""
+    """Fixed properties of MindFormers' GPT-2, its width and its length."""
     for key, (value, why) in _ALWAYS.items():
         run.put(key, value, why=why)
     width_key = next(
@@ -346,7 +346,7 @@ def _evaluation(run: Translation) -> None:
 
 
 def checkpoint(run: Translation) -> None:
-    """What the run starts from."""
+    """The checkpoint that the run starts from."""
     mode = run_mode(run)
     key, path = _given_checkpoint(run)
     resumes = run.flag("resume_training")

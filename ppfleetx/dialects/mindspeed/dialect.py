@@ -17,8 +17,7 @@ from ppfleetx.dialects.megatron.network_rules import TENSOR
 from ppfleetx.dialects.megatron.plan_rules import plan_rule, recomputation
 from ppfleetx.dialects.mindspeed.keys import ALIASES, LLM, PRECISION, TABLE, documented, plain
 from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translate import Rule, translate
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation, translate
 
 TITLE = "MindSpeed-Core-MS"
 FILE_OPTIONS = ("yaml_cfg", "config_path", "config")
@@ -107,7 +106,7 @@ def _without_empty_text(one: Given) -> Given:
 
 
 def _implied(given: list[Given]) -> Iterator[Given]:
-    """What follows from a key that is given, or from one that is not."""
+    """Values that follow from keys that are given, or from their absence."""
     names = {ALIASES.get(plain(one.key), normal_name(one.key)): one for one in given if one.value is not None}
     if "seq_length" not in names and "max_position_embeddings" in names:
         one = names["max_position_embeddings"]
@@ -176,7 +175,7 @@ def _attention(run: Translation) -> None:
 
 
 def _precision(run: Translation) -> None:
-    """What ``accelerate_config.precision`` says beside the two types."""
+    """The keys of ``accelerate_config.precision`` beside the two types."""
     softmax, residual, fused = (
         f"{PRECISION}.{name}" for name in ("softmax_compute_dtype", "residual-connection", "fused_operators")
     )

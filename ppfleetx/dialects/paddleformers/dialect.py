@@ -13,8 +13,7 @@ from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
 from ppfleetx.dialects.paddleformers import rules
 from ppfleetx.dialects.paddleformers.rules import CONFIG
 from ppfleetx.dialects.registry import Dialect
-from ppfleetx.dialects.translate import Rule, translate
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.translation import Rule, Translation, translate
 
 TITLE = "PaddleFormers"
 TABLES = tables_of(read_file("paddleformers"))
@@ -85,7 +84,7 @@ def _without_dashes(one: Given) -> Given:
 
 
 def _arguments(argv: Sequence[str]) -> Iterable[Given]:
-    """Options; one without a value is true."""
+    """The options of a command line; one without a value is true."""
     words: list[str] = []
     for at, word in enumerate(argv):
         words.append(word)

@@ -6,8 +6,8 @@ import math
 import os
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.dialects.translate import Rule
-from ppfleetx.dialects.translation import Translation
+from ppfleetx.dialects.given import weighted_corpora
+from ppfleetx.dialects.translation import Rule, Translation
 from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, expected_device, of_recipe
 
 _DEFAULT = "its default"
@@ -29,7 +29,7 @@ _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_e
 
 
 def network(run: Translation) -> None:
-    """What kind of network ``config.json`` describes."""
+    """The kind of network that ``config.json`` describes."""
     kind_key = f"{CONFIG}.model_type"
     if kind_key not in run:
         return
@@ -280,13 +280,9 @@ def data(run: Translation) -> None:
 
 def _corpus(run: Translation, prefix: str) -> None:
     origins, words = run.origins("input_dir"), run.text("input_dir").replace(",", " ").split()
-    weights = [_number(word) for word in words[::2]]
-    if len(words) % 2 == 0 and all(weight is not None for weight in weights):
-        names = words[1::2]
-        if len(names) > 1:
-            run.put(f"{prefix}.weights", weights, *origins)
-    else:
-        names = words
+    names, weights = weighted_corpora(words)
+    if len(names) > 1:
+        run.put(f"{prefix}.weights", weights, *origins)
     run.put(f"{prefix}.input_dir", names if len(names) > 1 else names[0], *origins)
     split = run.value("split", "949,50,1")
     run.put(f"{prefix}.split", split, "split", why="" if "split" in run else _DEFAULT)
@@ -294,15 +290,7 @@ def _corpus(run: Translation, prefix: str) -> None:
     given = next((run.integer(name, least=1) for name in lengths if name in run), 1024)
     run.put(f"{prefix}.max_seq_len", given, *lengths)
     run.put(f"{prefix}.cache_dir", run.text("data_cache"), "data_cache")
-    if "eod_mask_loss" in run:
-        run.put(f"{prefix}.eod_mask_loss", run.flag("eod_mask_loss"), "eod_mask_loss")
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
+    run.put(f"{prefix}.eod_mask_loss", run.flag("eod_mask_loss"), "eod_mask_loss")
 
 
 def checkpoints(run: Translation) -> None:
@@ -329,7 +317,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def recomputation(run: Translation) -> None:
-    """What is forgotten in the forward pass and computed again."""
+    """Activations that are recomputed in the backward pass."""
     words = {"full": "full", "full_attn": "full_attn", "core_attn": "core_attn", "selective": "core_attn"}
     granularity = run.choice("recompute_granularity", words)
     if not run.flag("recompute", "recompute" not in run and granularity is not None):

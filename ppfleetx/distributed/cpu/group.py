@@ -93,8 +93,7 @@ class CpuProcessGroup(Member):
         return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
-        """Member i holds the i-th of ``num`` parts of ``tensor``; afterwards each member has the whole
-        ``out``."""
+        """Member i holds the i-th of ``num`` parts of ``tensor``; afterwards each has the whole ``out``."""
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
@@ -350,8 +349,7 @@ class CpuProcessGroup(Member):
         self._coalesced = []
 
     def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
-        """Complete the batch. So far its receives have only been posted, so no order of calls can
-        deadlock."""
+        """Complete the batch. Its receives were only posted so far, so no order of calls can deadlock."""
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()

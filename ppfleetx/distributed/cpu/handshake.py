@@ -7,7 +7,6 @@ when the other host is gone (``watch.py``). Strangers are turned away and delay 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import os
 import secrets
@@ -29,6 +28,7 @@ from ppfleetx.distributed.rendezvous import (
     receive,
     visit,
 )
+from ppfleetx.utils.machine import interface_address
 from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
@@ -169,18 +169,15 @@ def local_address() -> str:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interface:
         return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0] or "127.0.0.1"
-    get_interface_address = 0x8915  # SIOCGIFADDR, linux/sockios.h
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), get_interface_address, request)[20:24])
-        except OSError as error:
-            raise ConfigError(
-                f"this interface has no IPv4 address ({error.strerror})",
-                key="GLOO_SOCKET_IFNAME",
-                value=interface,
-                place="environment",
-            ) from error
+    try:
+        return interface_address(interface)
+    except OSError as error:
+        raise ConfigError(
+            f"this interface has no IPv4 address ({error.strerror})",
+            key="GLOO_SOCKET_IFNAME",
+            value=interface,
+            place="environment",
+        ) from error
 
 
 def _proof(token: bytes, side: str, *parts: bytes) -> bytes:
@@ -227,8 +224,7 @@ def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, 
 
 
 def _probe_memory(peer: Peer) -> None:
-    """Find out whether each side can read the other's memory: same host, same user, and the kernel allows
-    it."""
+    """Find out whether each side can read the other's memory: same host, same user, allowed by the kernel."""
     secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
     wanted = os.environ.get(DIRECT_VARIABLE, "1") != "0"
     pid = os.getpid() if wanted else 0

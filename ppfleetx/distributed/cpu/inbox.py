@@ -80,7 +80,7 @@ class Inbox:
                 if self._posted.get(receive.key) is receive:
                     del self._posted[receive.key]
 
-    def settle(self, receive: Receive, text: str) -> None:
+    def deliver(self, receive: Receive, text: str) -> None:
         """Move a payload that arrived before its receive into place, after checking that it is the right one.
 
         Raises:
@@ -93,14 +93,16 @@ class Inbox:
             raise OutOfStepError(mismatch(self._rank, receive.key[0], text, receive.spare_signature))
         if buffer.nbytes:
             np.frombuffer(receive.view, np.uint8)[:] = buffer
-        self._pool.give(buffer)
+        self._pool.release(buffer)
 
-    def take(self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]) -> None:
+    def receive(
+        self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
+    ) -> None:
         """Called by a reader thread: ``read`` the message of ``length`` bytes that is arriving."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
-        buffer = None if direct else self._pool.take(length)
+        buffer = None if direct else self._pool.acquire(length)
         read(receive.view if buffer is None else memoryview(buffer))
         with self._state:
             receive = receive or self._posted.pop(key, None)
@@ -134,7 +136,7 @@ class BufferPool:
         self._free: list[np.ndarray] = []
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> np.ndarray:
+    def acquire(self, nbytes: int) -> np.ndarray:
         """A uint8 array of ``nbytes``, contents undefined."""
         if nbytes < _SMALL:
             return np.empty(nbytes, np.uint8)
@@ -146,8 +148,8 @@ class BufferPool:
                 return base[:nbytes]
         return np.empty(nbytes, np.uint8)
 
-    def give(self, buffer: np.ndarray) -> None:
-        """Return a buffer from :meth:`take`."""
+    def release(self, buffer: np.ndarray) -> None:
+        """Return a buffer from :meth:`acquire`."""
         base = buffer if buffer.base is None else buffer.base
         if not isinstance(base, np.ndarray) or base.nbytes < _SMALL:
             return

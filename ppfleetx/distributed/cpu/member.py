@@ -158,11 +158,11 @@ class Member:
         return [member for member in range(self._size) if member != self._rank]
 
     def _scratch(self, like: np.ndarray, members: Sequence[int]) -> dict[int, np.ndarray]:
-        return {m: self.pool.take(like.nbytes).view(like.dtype) for m in members}
+        return {m: self.pool.acquire(like.nbytes).view(like.dtype) for m in members}
 
     def _release(self, scratch: dict[int, np.ndarray]) -> None:
         for array in scratch.values():
-            self.pool.give(array)
+            self.pool.release(array)
 
     def _reduce_parts(
         self, mine: np.ndarray, theirs: dict[int, np.ndarray], out: np.ndarray, op: int, dtype: int

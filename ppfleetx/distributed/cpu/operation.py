@@ -74,7 +74,7 @@ class Operation:
         self.started = True
         while not self.done and self._has_arrived():
             for receive in self._receives:
-                self._inbox.settle(receive, self.text)
+                self._inbox.deliver(receive, self.text)
             try:
                 self._receives = next(self._steps)
             except StopIteration:

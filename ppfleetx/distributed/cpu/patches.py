@@ -1,7 +1,7 @@
 """Every attribute of Paddle that the CPU process groups replace, why, and for which versions.
 
 ``TABLE`` is the whole list. Nothing else in Paddle is touched, and nothing at all before
-``backend.install()``. For each line ``tests/distributed/cpu/test_canaries.py`` tests with the untouched
+``backend.install()``. For each line ``tests/distributed/cpu/test_patches.py`` tests with the untouched
 Paddle whether the reason still holds; a failing canary means that the line can be removed.
 """
 

@@ -95,8 +95,7 @@ class EndedRanks:
 
 
 class Inquiry:
-    """Asks the other ranks what they are doing when this one has waited for long, and answers their
-    questions.
+    """Asks the other ranks what they are doing when this one has waited for long, and answers theirs.
 
     Args:
         rank: rank of this process.
@@ -162,11 +161,10 @@ class Inquiry:
             )
         peer.reply(frame + payload)
 
-    def take_answer(
+    def record_answer(
         self, peer: Peer, issued: Signature, flags: int, sent: int, received: int, text: str
     ) -> None:
-        """Record an answer, and how many frames ``peer`` has sent and received. The caller holds
-        ``state``."""
+        """Record an answer, and the frames ``peer`` has sent and received. The caller holds ``state``."""
         # Nothing is in flight when each side has received all that the other has sent.
         quiet = (sent, received) == (peer.frames_received, peer.frames_sent)
         self._answers[peer.rank] = (issued if flags & 1 else None, bool(flags & 2) and quiet, text)

@@ -1,5 +1,4 @@
-"""The connections of one rank of a CPU job, and the operations in progress on them. Every wait has a time
-limit.
+"""The connections of one rank of a CPU job, and its operations in progress. Every wait has a time limit.
 
 Each pair of ranks has one connection, shared by all process groups. One reader thread per connection drains
 it for the life of the process. A send therefore never waits for the receiver's program, and no order of sends
@@ -104,8 +103,7 @@ class Mesh:
         atexit.register(self.close)
 
     def _abandon(self) -> None:
-        """In a forked child (a data loader's worker): close the sockets, or a dead parent would seem
-        alive."""
+        """In a forked child (a data loader's worker): close the sockets, or a dead parent seems alive."""
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
@@ -229,7 +227,7 @@ class Mesh:
             peer.frames_received += 1
 
         key, signature = (peer.rank, group, phase, number), Signature(operation, dtype, nbytes, root)
-        self.inbox.take(key, signature, length, read)
+        self.inbox.receive(key, signature, length, read)
 
     def _take_control(self, peer: Peer, fields: tuple[int, ...]) -> bool:
         """Handle a frame that is not data. Returns whether it was the last one."""
@@ -244,7 +242,7 @@ class Mesh:
             if kind == ACK:
                 peer.direct_acknowledged += 1
             elif kind == STATE:
-                self._inquiry.take_answer(peer, signature, phase, number, extra, text.decode())
+                self._inquiry.record_answer(peer, signature, phase, number, extra, text.decode())
             self.state.notify_all()
         if kind == BYE:
             self._end(lambda: self._ended.add_goodbye(peer.rank, text.decode(errors="replace"), root))

@@ -155,8 +155,7 @@ class Peer:
         self._send_replies()
 
     def reply(self, frame: bytes) -> None:
-        """Send a short frame from a reader thread, which must never wait: two of them could wait for each
-        other.
+        """Send a short frame from a reader thread, which must never wait: two could wait for each other.
 
         If another thread is sending, that thread sends it next; if the socket is full, a new thread does.
         """

@@ -18,7 +18,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine import claim as claiming
 from ppfleetx.core.engine.claim import claim
 from ppfleetx.core.engine.restore import Start, find_start
-from ppfleetx.core.engine.run_directory import base_of, check_beginning, hold, output_dir_of
+from ppfleetx.core.engine.run_directory import base_of, check_start, lock_output_dir, output_dir_of
 from ppfleetx.distributed.context import ParallelContext
 from tests.checkpoint.checkpoints import save
 
@@ -61,7 +61,7 @@ def content(directory: Path) -> dict[str, bytes]:
 def begin(cfg: RunConfig, *, comes_to=lambda epoch, step: False) -> tuple[Start, str]:
     """What a run of one process does before its first step."""
     with ExitStack() as stack:
-        hold(cfg, stack)
+        lock_output_dir(cfg, stack)
         start = find_start(cfg.Engine.save_load, output_dir_of(cfg), ParallelContext.single())
         return start, claim(cfg, start, comes_to).run
 
@@ -100,9 +100,9 @@ def test_a_run_inside_a_checkpoint_is_refused(used, tmp_path):
                 ExitStack() as stack,
                 pytest.raises(ConfigError, match=r"is inside the checkpoint .*_step_30\. "),
             ):
-                hold(config(place, way), stack)
+                lock_output_dir(config(place, way), stack)
     assert content(used) == before
-    check_beginning(config(used / "beside"))
+    check_start(config(used / "beside"))
 
 
 def test_a_configuration_of_the_users_own_is_not_a_run(tmp_path):
@@ -128,7 +128,7 @@ def test_checkpoints_of_a_run_may_be_resumed_in_its_directory(used, tmp_path):
 def test_one_way_to_begin(used, tmp_path):
     both = (f"ckpt_dir={used}", f"init_from={used}")
     with pytest.raises(ConfigError, match="not both"):
-        check_beginning(config(tmp_path / "new", *both))
+        check_start(config(tmp_path / "new", *both))
 
 
 # ---- which run it is

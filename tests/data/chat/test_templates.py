@@ -1,5 +1,6 @@
 # ruff: noqa: E501 templates are long
-"""Chats as ``apply_chat_template`` renders them (recipe: tests/goldens/make_hf_chats.py), and hostile templates."""
+"""Chat templates render as ``apply_chat_template`` does (recipe: tests/goldens/make_hf_chats.py); limits
+stop runaway ones."""
 
 import json
 import threading
@@ -68,7 +69,7 @@ def test_a_copy_as_conversions_make_it_keeps_its_templates(directory: Path, tmp_
     assert Tokenizer.load(tmp_path / "copy").chat_templates == Tokenizer.load(directory).chat_templates
 
 
-def test_a_name_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_an_unknown_template_name_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_style("qwen", tmp_path / "qwen"))
     with pytest.raises(ConfigError, match="no chat template 'rag'; it has: default, tool_use"):
         find_template(tokenizer, "rag")

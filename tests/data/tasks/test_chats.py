@@ -1,4 +1,4 @@
-"""Conversations to learn from: which tokens count, what is cut, what is refused."""
+"""Chat datasets: which tokens count in the loss, truncation, and rejected records."""
 
 import json
 import re
@@ -10,11 +10,9 @@ from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.data import DatasetConfig
-from ppfleetx.data.chat.answers import render_with_answers
-from ppfleetx.data.chat.templates import ChatError, ChatTemplate
+from ppfleetx.data.chat.templates import ChatError, ChatTemplate, render_with_answers
 from ppfleetx.data.gpt_dataset import PADDING
 from ppfleetx.data.tasks.chats import ChatDataset
-from ppfleetx.data.tasks.records import PromptResponseDataset
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.goldens.chat_styles import QWEN, REWRITING, STYLES, write_style
 
@@ -232,16 +230,7 @@ def test_published_forms_are_read_as_they_are(tmp_path: Path, form: str, name: s
     assert learnt(dataset, 1) == f"{SAID}<|im_end|>"
 
 
-def test_pairs_are_told_which_data_set_reads_conversations(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_style("qwen", tmp_path / "qwen"))
-    for form in FORMS.values():
-        (tmp_path / "train.jsonl").write_text(json.dumps(form))
-        cfg = DatasetConfig(name="PromptResponseDataset", input_dir=str(tmp_path), split="train")
-        with pytest.raises(DataError, match=r"train\.jsonl:1: .* ChatDataset reads such conversations"):
-            PromptResponseDataset(cfg, tokenizer)
-
-
-def test_what_a_template_refuses_is_told_with_its_line(tmp_path: Path) -> None:
+def test_what_a_template_refuses_is_reported_with_its_line(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_style("llama2", tmp_path / "llama2"))
     write(tmp_path, CHAT, [CHAT[1], CHAT[1], CHAT[2]])
     dataset = ChatDataset(section(tmp_path), tokenizer)

@@ -1,4 +1,4 @@
-"""Evaluation sets: which tokens are scored after which context, in which batches, and unreadable files."""
+"""Evaluation sets: the context of each scored token, batching, and unreadable files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ppfleetx.data.tasks.evaluation import (
     LastWords,
     SlidingWindows,
     Window,
-    count_words,
     num_batches,
     read_evaluation_set,
     window_batches,
@@ -66,17 +65,6 @@ def test_every_token_but_the_first_is_scored_once_with_the_context_there_is(stri
             assert context == position or context > length - stride
 
 
-def test_ranks_of_a_step_have_equally_many_rows() -> None:
-    """Seven windows, three rows on each of two ranks: 3 + 3, then 1 + a row that counts nowhere."""
-    windows = sliding(8 + 6 * 2 + 1, 8, 2)
-    assert len(windows) == 7
-    first, second = (list(window_batches(windows, 3, rank, 2)) for rank in range(2))
-    assert [batch["tokens"].shape[0] for batch in first] == [3, 1]
-    assert [batch["tokens"].shape[0] for batch in second] == [3, 1]
-    assert second[1]["loss_mask"].sum() == 0
-    assert first[0]["position_ids"].tolist() == [list(range(8))] * 3
-
-
 def test_texts_of_unequal_length_are_padded_on_the_right() -> None:
     given = [Window(np.arange(size), 1) for size in (3, 6, 4)]
     texts = LastWords(given)
@@ -97,18 +85,6 @@ def test_a_text_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert windows.num_words == 7  # the, @-@, cat, \r\n, the, nothing between two spaces, hat
     plain = read_evaluation_set(cfg.model_copy(update={"detokenizer": "none"}), tokenizer)
     assert tokenizer.decode(plain.ids) == " the @-@ cat \r\n the  hat \n"
-
-
-def test_a_byte_order_mark_is_not_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(b"\xef\xbb\xbfthe cat")
-    windows = read_evaluation_set(OfflineEvalConfig(eval_path=str(path)), tokenizer)
-    assert windows.ids.tolist() == tokenizer.encode("the cat")
-
-
-def test_words_are_what_single_spaces_separate() -> None:
-    assert count_words(" = Title = \n \n a b \n") == 7
-    assert count_words("one") == 1
 
 
 def test_a_cloze_file(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -8,87 +8,37 @@ from ppfleetx.config.sections.data import GLUE_OUTPUTS
 from ppfleetx.data.tasks import glue as metrics
 from ppfleetx.data.tasks.glue import TASKS, read_glue
 
-MNLI = "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\t"
-MNLI += "sentence2_parse\tsentence1\tsentence2"
+_PARSES = "sentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\tsentence2_parse"
+MNLI = f"index\tpromptID\tpairID\tgenre\t{_PARSES}\tsentence1\tsentence2"
+MNLI_ROW = "0\t" * 8 + "a\tb"
 STSB = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2"
+MRPC = "#1 ID\t#2 ID\t#1 String\t#2 String"
+QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
 # Task, part, the file as GLUE has it, texts and labels of its examples.
 FILES = [
-    (
-        "CoLA",
-        "train",
-        'gj04\t1\t\tIt "works.\nbc01\t0\t*\tWorks it.',
-        [('It "works.',), ("Works it.",)],
-        [1, 0],
-    ),
+    ("CoLA", "train", 'gj04\t1\t\tIt "works.\nbc01\t0\t*\tWorks it.',
+     [('It "works.',), ("Works it.",)], [1, 0]),
     ("CoLA", "test", "index\tsentence\n0\tBill coughed.", [("Bill coughed.",)], None),
-    (
-        "SST2",
-        "train",
-        "sentence\tlabel\na gem \t1\r\n' dull ' \t0\r\n",
-        [("a gem ",), ("' dull ' ",)],
-        [1, 0],
-    ),
-    ("SST2", "test", "index\tsentence\n0\tfine", [("fine",)], None),
-    (
-        "MRPC",
-        "dev",
-        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe said\tSaid he",
-        [("He said", "Said he")],
-        [1],
-    ),
-    (
-        "MRPC",
-        "test",
-        "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t1\t2\tx\ty",
-        [("x", "y")],
-        [0],
-    ),
     ("CoLA", "test", "clc95\t1\t\tIt works.", [("It works.",)], [1]),
-    ("MRPC", "test", "index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t1\t2\tx\ty", [("x", "y")], None),
-    (
-        "QQP",
-        "train",
-        "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t2\t3\tWhy?\tWhat?\t0\nbroken\trow",
-        [("Why?", "What?")],
-        [0],
-    ),
+    ("SST2", "train", "sentence\tlabel\na gem \t1\r\n' dull ' \t0\r\n",
+     [("a gem ",), ("' dull ' ",)], [1, 0]),
+    ("SST2", "test", "index\tsentence\n0\tfine", [("fine",)], None),
+    ("MRPC", "dev", f"\ufeffQuality\t{MRPC}\n1\t7\t8\tHe said\tSaid he", [("He said", "Said he")], [1]),
+    ("MRPC", "test", f"Quality\t{MRPC}\n0\t1\t2\tx\ty", [("x", "y")], [0]),
+    ("MRPC", "test", f"index\t{MRPC}\n0\t1\t2\tx\ty", [("x", "y")], None),
+    ("QQP", "train", f"{QQP}\n1\t2\t3\tWhy?\tWhat?\t0\nbroken\trow", [("Why?", "What?")], [0]),
     ("QQP", "test", "id\tquestion1\tquestion2\n0\ta\tb", [("a", "b")], None),
-    (
-        "STSB",
-        "dev",
-        f"{STSB}\tscore\n0\tg\tf\t2012\t1\ts\ts\tA dog\tA cat\t3.800",
-        [("A dog", "A cat")],
-        [3.8],
-    ),
-    (
-        "MNLI",
-        "train",
-        f"{MNLI}\tlabel1\tgold_label\n" + "0\t" * 8 + "a\tb\tneutral\tneutral",
-        [("a", "b")],
-        [2],
-    ),
-    (
-        "MNLI",
-        "dev_matched",
-        f"{MNLI}\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label\n"
-        + "0\t" * 8
-        + "a\tb"
-        + "\tneutral" * 5
-        + "\tentailment",
-        [("a", "b")],
-        [1],
-    ),
-    ("MNLI", "test_mismatched", f"{MNLI}\n" + "0\t" * 8 + "a\tb", [("a", "b")], None),
-    (
-        "QNLI",
-        "dev",
-        "index\tquestion\tsentence\tlabel\n0\tWho?\tHe\u2028.\tnot_entailment",
-        [("Who?", "He\u2028.")],
-        [1],
-    ),
+    ("STSB", "dev", f"{STSB}\tscore\n0\tg\tf\t2012\t1\ts\ts\tA dog\tA cat\t3.800",
+     [("A dog", "A cat")], [3.8]),
+    ("MNLI", "train", f"{MNLI}\tlabel1\tgold_label\n{MNLI_ROW}\tneutral\tneutral", [("a", "b")], [2]),
+    ("MNLI", "dev_matched", f"{MNLI}\tlabel1\tlabel2\tgold_label\n{MNLI_ROW}\tneutral\tneutral\tentailment",
+     [("a", "b")], [1]),
+    ("MNLI", "test_mismatched", f"{MNLI}\n{MNLI_ROW}", [("a", "b")], None),
+    ("QNLI", "dev", "index\tquestion\tsentence\tlabel\n0\tWho?\tHe\u2028.\tnot_entailment",
+     [("Who?", "He\u2028.")], [1]),
     ("RTE", "train", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tentailment", [("a", "b")], [0]),
     ("WNLI", "dev", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\t1\n", [("a", "b")], [1]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("task", "part", "content", "texts", "labels"), FILES)
@@ -126,16 +76,8 @@ def test_whether_a_file_has_labels_is_said_by_the_file(tmp_path, task):
         ("SST2", None, r"there is no file .*dev\.tsv; SST-2 is read"),
         ("SST2", "sentence\tlabel\na\t1\nb\n", r"dev\.tsv:3: 1 field instead of 2"),
         ("SST2", "sentence\tlabel\na\tgood\n", r"dev\.tsv:2: unknown label 'good'; SST-2 has 0, 1"),
-        (
-            "RTE",
-            "sentence\tlabel\na\t1\n",
-            r"dev\.tsv:1: the header of RTE must name sentence1, ",
-        ),
-        (
-            "STSB",
-            f"{STSB}\tscore\n" + "0\t" * 9 + "5.5",
-            r"dev\.tsv:2: the score '5\.5' is no number",
-        ),
+        ("RTE", "sentence\tlabel\na\t1\n", r"dev\.tsv:1: the header of RTE must name sentence1, "),
+        ("STSB", f"{STSB}\tscore\n" + "0\t" * 9 + "5.5", r"dev\.tsv:2: the score '5\.5' is no number"),
         ("SST2", "sentence\tlabel\n", r"holds no example"),
         ("CoLA", "", r"holds no example"),
         ("SST2", b"sentence\tlabel\n\xff\t1", r"dev\.tsv:2: this is not UTF-8 text"),

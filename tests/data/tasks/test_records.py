@@ -1,4 +1,4 @@
-"""Samples made of texts: classification, and prompts with responses."""
+"""Text datasets: classification, and prompts with responses."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,9 @@ import pytest
 from ppfleetx.config.errors import DataError
 from ppfleetx.config.sections.data import DatasetConfig
 from ppfleetx.data.gpt_dataset import PADDING
-from ppfleetx.data.loader import DataLoader
-from ppfleetx.data.sampler import GlobalBatchSampler
+from ppfleetx.data.loader import DataLoader, GlobalBatchSampler
 from ppfleetx.data.tasks.glue import TASKS
-from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset, longest_first
+from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from tests.helpers.texts import small_tokenizer
 
@@ -22,18 +21,6 @@ GOLDEN_TOKENIZERS = Path(__file__).parents[2] / "goldens" / "tokenizers"
 @pytest.fixture(scope="module")
 def tokenizer():
     return small_tokenizer(400)
-
-
-@pytest.mark.parametrize("room", range(12))
-@pytest.mark.parametrize("sizes", [(3, 9), (9, 3), (6, 6), (0, 12), (12, 0), (5, 7)])
-def test_the_longer_text_loses_tokens_first(sizes, room):
-    first, second = sizes
-    while first + second > room:
-        first, second = (first, second - 1) if second > first else (first - 1, second)
-    found = longest_first(sizes, room)
-    assert sum(found) == room == first + second
-    assert all(0 <= kept <= size for kept, size in zip(found, sizes, strict=True))
-    assert abs(found[0] - first) <= 1, "of equal ones either may be first"
 
 
 def glue(tmp_path, tokenizer, rows, max_seq_len=16):
@@ -74,11 +61,7 @@ def test_steps_are_cut_to_their_longest_example(tmp_path, tokenizer):
 def responses(tmp_path, tokenizer, records, max_seq_len=12, **more):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     cfg = DatasetConfig(
-        name="PromptResponseDataset",
-        input_dir=str(tmp_path),
-        split="train",
-        max_seq_len=max_seq_len,
-        **more,
+        name="PromptResponseDataset", input_dir=str(tmp_path), split="train", max_seq_len=max_seq_len, **more
     )
     return PromptResponseDataset(cfg, tokenizer)
 

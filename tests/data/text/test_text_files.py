@@ -1,4 +1,4 @@
-"""Text files: compressed files are complete or refused, wherever they are read."""
+"""Text files: a truncated compressed file is rejected wherever it is read."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from ppfleetx.data.prepare.corpus import cut_documents, find_sources, iterate_te
 from ppfleetx.data.prepare.preprocess import preprocess
 from ppfleetx.data.tasks.evaluation import read_text
 from ppfleetx.data.tasks.records import PromptResponseDataset
-from ppfleetx.data.text_files import TextFile, load_line, read_lines, read_records
+from ppfleetx.data.text_files import TextFile, read_lines, read_records
 from tests.helpers.texts import random_text, small_tokenizer
 
 
@@ -203,11 +203,6 @@ def test_lines_of_records_have_a_longest_length(tmp_path, monkeypatch) -> None:
     path.write_bytes(b"one\n" + b"t" * 40)
     with pytest.raises(DataError, match=r"a:2: the line is longer than 20 bytes"):
         list(read_lines(path))
-
-
-def test_a_deeply_nested_line_is_no_json() -> None:
-    with pytest.raises(ValueError, match="nested"):
-        load_line(b"[" * 100_000)
 
 
 @pytest.mark.parametrize(

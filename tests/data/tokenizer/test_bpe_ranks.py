@@ -1,4 +1,4 @@
-"""Merges and ranks agree: random merge lists, good and bad, against the tokenizers library."""
+"""BPE merges converted to ranks give the ids of the tokenizers library, on random merge lists."""
 
 from __future__ import annotations
 
@@ -6,13 +6,7 @@ import random
 
 import pytest
 
-from ppfleetx.data.tokenizer.engines import (
-    TiktokenEngine,
-    TokenizersEngine,
-    Unsupported,
-    live_ranks,
-    split_by_ranks,
-)
+from ppfleetx.data.tokenizer.engines import TiktokenEngine, TokenizersEngine, Unsupported
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 
 
@@ -55,21 +49,3 @@ def test_random_merges_give_the_ids_of_the_tokenizers_library(ignore_merges):
         for word in words:
             assert quick.encode(word).tolist() == exact.encode(word).tolist(), (definition["model"], word)
     assert compared > 80
-
-
-def test_a_merge_that_a_better_one_always_prevents_is_left_out():
-    # In "abc", b and c join first, so "ab" never stands beside "c".
-    merges = [(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")]
-    assert live_ranks(merges) == {b"bc": 0, b"ab": 1}
-
-
-def test_two_ways_to_one_token_keep_the_rank_of_the_one_that_happens():
-    merges = [(b"b", b"c"), (b"a", b"b"), (b"ab", b"c"), (b"x", b"y"), (b"a", b"bc")]
-    ranks = live_ranks(merges)
-    assert ranks is not None
-    assert ranks[b"abc"] == 4
-    assert split_by_ranks(b"abcab", ranks) == [b"abc", b"ab"]
-
-
-def test_a_merge_listed_before_its_half_is_made_cannot_be_ranked():
-    assert live_ranks([(b"ab", b"c"), (b"a", b"b")]) is None

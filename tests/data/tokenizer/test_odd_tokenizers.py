@@ -1,6 +1,8 @@
-"""Tokenizer files that are damaged or lie are refused in a sentence that names the file, and soon."""
+"""Damaged and inconsistent tokenizer files are rejected with a message that names the file."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
+GPT2 = Path(__file__).parents[2] / "goldens/tokenizers/gpt2"
 BYTES = {character: number for number, character in enumerate(BYTE_CHARACTERS)}
 
 
@@ -33,6 +36,11 @@ def sequence(steps):
     return definition(pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
 
 
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "a", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {"a": {"id": "a", "ids": [421], "tokens": ["a"]}},
+}
 UNKNOWN = "is damaged or of an unknown kind"
 ODD = {
     "model is a list": (definition(model=[]), "it has no model"),
@@ -56,6 +64,14 @@ ODD = {
     "the pattern tries for ever": (cut_by("(x+x+)+y|(a|a)+$|(?:.*.*)*z"), "cannot encode a text"),
     "an empty unigram": (definition(model={"type": "Unigram", "vocab": [], "unk_id": 0}), UNKNOWN),
     "a key twice": ('{"model": {}, "model": {}}', "the key 'model' occurs twice"),
+    "an unknown post-processor": (definition(post_processor={"type": "New"}), "post-processor"),
+    "half a template": (definition(post_processor={"type": "TemplateProcessing"}), "post-processor"),
+    "a template of other tokens": (definition(post_processor=TEMPLATE), "post-processor"),
+    "no JSON": ("{", "not valid JSON"),
+    "a list": ("[]", "is not a JSON object"),
+    "an empty object": ("{}", "no model"),
+    "a merge of an unknown token": (with_model(vocab={"a": 0}, merges=["a b"]), "'b', not in the vocabulary"),
+    "two tokens of one id": (with_model(vocab={"a": 0, "b": 0}, merges=[]), "share an id"),
     "a deep one": ('{"model": ' + "[" * 100_000, "nested too deeply"),
 }  # fmt: skip
 
@@ -76,3 +92,40 @@ def test_text_that_a_vocabulary_has_no_token_for(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     with pytest.raises(DataError, match=r"cannot encode a text: .*Missing"):
         tokenizer.encode("b")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("vocab.json", '{"a": 0}', "merges.txt cannot be read: No such file"),
+        ("merges.txt", "a b", "vocab.json cannot be read: No such file"),
+        ("other.txt", "", "holds no tokenizer"),
+        ("tokenizer.model", "\n", r"tokenizer\.model is not read here.*save_pretrained"),
+    ],
+)
+def test_a_directory_without_a_whole_tokenizer(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(DataError, match=r"no tokenizer at .*ppfleetx tokenizer"):
+        Tokenizer.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json is not a JSON object"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json is not valid JSON"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "must name tokens by their ids"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"7": 3}}', r"decoder\.7 is no token: 3"),
+        ("tokenizer_config.json", '{"eos_token": {"a": 1}}', "eos_token is no token"),
+        ("tokenizer_config.json", '{"extra_special_tokens": 4}', "must be a list of tokens"),
+        ("added_tokens.json", '{"<x>": "y"}', "gives each token its id"),
+        ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id must be token ids, not '2'"),
+    ],
+)
+def test_odd_files_beside_it_are_refused(tmp_path, file, content, message):
+    directory = shutil.copytree(GPT2, tmp_path / "gpt2")
+    (directory / file).write_text(content)
+    with pytest.raises(DataError, match=message):
+        _ = Tokenizer.load(directory).end_ids

@@ -1,4 +1,4 @@
-"""Ids against the tokenizers library, files, special tokens, decoding."""
+"""The tokenizer: ids equal to the tokenizers library's, files, special tokens, decoding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pickle
 import random
 import re
 
-import numpy as np
 import pytest
 import tokenizers
 
@@ -68,16 +67,7 @@ def test_ids_equal_when_every_code_point_stands_between_letters_and_digits(defin
     points = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000 and point % 7 in (0, 3)]
     step = 4000
     texts = ["".join(f"a{c}1{c} {c}!" for c in points[i : i + step]) for i in range(0, len(points), step)]
-    assert_same_ids(definition, texts[:30] + texts[-2:])
-
-
-def test_ids_equal_for_a_vocabulary_in_another_order(definition):
-    vocab = definition["model"]["vocab"]
-    ids = list(vocab.values())
-    random.Random(3).shuffle(ids)
-    definition["model"]["vocab"] = dict(zip(vocab, ids, strict=True))
-    definition["added_tokens"][0]["id"] = definition["model"]["vocab"]["<|endoftext|>"]
-    assert_same_ids(definition, random_texts(300))
+    assert_same_ids(definition, texts[:10] + texts[-2:])
 
 
 def test_ids_equal_for_a_vocabulary_that_the_library_trained():
@@ -135,10 +125,8 @@ def test_special_tokens_are_found_as_the_library_finds_them(definition, add_pref
 
 @pytest.mark.parametrize("pattern", [None, LLAMA3_PATTERN])
 @pytest.mark.parametrize(
-    "text",
-    ["x" + " " * 1_200_000, " " * 1_200_000 + "x", "a" + "\n" * 400_000 + "b" + "\t" * 99_999 + " c",
-     "aaab" * 90_000],
-)  # fmt: skip
+    "text", ["x" + " " * 300_000 + "x", "a" + "\n" * 300_000 + "b" + "\t" * 99_999 + " c", "aaab" * 50_000]
+)
 def test_ids_equal_on_very_long_runs(definition, pattern, text):
     if pattern:
         definition["pre_tokenizer"] = split_by(pattern)
@@ -229,12 +217,6 @@ def test_both_kinds_of_files_load_to_the_same_tokenizer(trained, tmp_path):
         assert tokenizer.vocab_size == trained.vocab_size
 
 
-def test_the_fingerprint_sees_a_changed_merge(trained, definition):
-    merges = definition["model"]["merges"]
-    merges[-1], merges[-2] = merges[-2], merges[-1]
-    assert Tokenizer(definition).fingerprint != trained.fingerprint
-
-
 def test_saved_files_load_in_the_library(trained, tmp_path):
     trained.save(tmp_path)
     whole = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -244,32 +226,6 @@ def test_saved_files_load_in_the_library(trained, tmp_path):
     for text in CORPUS:
         assert whole.encode(text).ids == pair.encode(text).ids == trained.encode(text)
     assert whole.token_to_id("<|endoftext|>") == trained.eod_id
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.json", "{", "not valid JSON"),
-        ("tokenizer.json", "[]", "is not a JSON object"),
-        ("tokenizer.json", "{}", "no model"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": 0}, "merges": ["a b"]}}', "'b', not in the vocabulary"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": 0, "b": 0}, "merges": []}}', "share an id"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": "0"}, "merges": []}}', "integers"),
-        ("tokenizer.json", b"\xff\xfe", "not valid JSON"),
-        ("vocab.json", '{"a": 0}', "merges.txt cannot be read: No such file"),
-        ("merges.txt", "a b", "vocab.json cannot be read: No such file"),
-        ("other.txt", "", "holds no tokenizer"),
-    ],
-)  # fmt: skip
-def test_damaged_and_missing_files_are_named(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=message):
-        Tokenizer.load(tmp_path)
-
-
-def test_a_missing_folder_says_how_to_get_a_tokenizer(tmp_path):
-    with pytest.raises(DataError, match=r"no tokenizer at .*ppfleetx tokenizer"):
-        Tokenizer.load(tmp_path / "none")
 
 
 def test_training_is_deterministic_and_laid_out_like_gpt2(trained):
@@ -282,8 +238,3 @@ def test_training_is_deterministic_and_laid_out_like_gpt2(trained):
         train_tokenizer(CORPUS, 256)
     with pytest.raises(DataError, match="no text"):
         train_tokenizer([], 300)
-
-
-def test_arrays_are_integers(trained):
-    assert trained.encode_to_numpy("").dtype.kind in "iu" and trained.encode_to_numpy("").shape == (0,)
-    assert np.array_equal(trained.encode_to_numpy("abc"), trained.encode("abc"))

@@ -14,17 +14,11 @@ import httpx
 import openai
 import pytest
 
-from ppfleetx.checkpoint.tensors import model_slices
-from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.loader import load_config
-from ppfleetx.config.sections.root import ModelConfig
-from ppfleetx.data.tokenizer.training import train_tokenizer
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.generator import Generator
-from ppfleetx.models.gpt.stages import gpt_stages
-from ppfleetx.models.staged import StagedModel
-from ppfleetx.nn.factory import LocalFactory
+from tests.deploy.exports import write_run
 from tests.goldens.chat_styles import GPT2
 from tests.helpers import programs
 
@@ -130,20 +124,7 @@ def served_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_served_checkpoint(directory: Path) -> Path:
     """``config.yaml`` and ``run/`` with one checkpoint and its tokenizer."""
-    tokenizer = train_tokenizer(["the cat and the hat and the other cat"] * 3, MODEL["vocab_size"])
-    # Weights so large that the likeliest token changes often.
-    stages = gpt_stages(ModelConfig(**MODEL, initializer_range=0.3), LocalFactory())
-    named = [(parameter.info.name, parameter) for parameter in StagedModel(stages, seed=5).parameters()]
-    save_checkpoint(
-        directory / "run",
-        epoch=0,
-        step=4,
-        tensors=model_slices(named),
-        state={"train": {"step": 4, "epoch": 0, "consumed_samples": 32}},
-        vocab_size=MODEL["vocab_size"],
-        fingerprints={"tokenizer": tokenizer.fingerprint},
-    )
-    tokenizer.save(directory / "run" / "tokenizer")
+    write_run(directory / "run", MODEL)
     (directory / "run/tokenizer/chat_template.jinja").write_text(GPT2)
     sections = {"Global": {"device": "cpu", "local_batch_size": 1}, "Model": MODEL}
     (directory / "config.yaml").write_text(json.dumps(sections))

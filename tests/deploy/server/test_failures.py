@@ -1,4 +1,4 @@
-"""A model that fails, in a server inside this process."""
+"""A failing model, in a server inside this process."""
 
 import asyncio
 import json
@@ -135,16 +135,6 @@ def test_a_second_signal_ends_at_the_next_step_what_the_first_let_go_on(in_serve
         server.handle_exit(signal.SIGINT, None)
         assert not server.force_exit, "uvicorn would break off its tasks, with their tracebacks"
         assert (await asyncio.wait_for(endless, 30)).json()["error"]["code"] == "shutting_down"
-
-    in_server(use)
-
-
-def test_an_idle_server_sleeps(in_server) -> None:
-    async def use(client: httpx.AsyncClient, _: Service) -> None:
-        await complete(client, prompt=[1], max_tokens=1)
-        before = time.process_time()
-        await asyncio.sleep(0.5)
-        assert time.process_time() - before < 0.1
 
     in_server(use)
 

@@ -6,16 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.deploy.server.browser import (
-    CONTROL,
-    ENTER,
-    ESCAPE,
-    SHIFT,
-    TAB,
-    Browser,
-    is_installed,
-    started,
-)
+from tests.deploy.server.browser import CONTROL, ENTER, ESCAPE, SHIFT, TAB, Browser, is_installed, started
 from tests.deploy.server.conftest import KEY, Server
 
 
@@ -200,19 +191,6 @@ def test_code_is_monospaced_and_can_be_copied(server: Server, browser: Browser) 
     click = "document.querySelectorAll('#log button').forEach(one => { one.click(); seen.push(copied); });"
     found = browser.run(f"{copied} const seen = []; {click} return seen")
     assert found == [text, *blocks]
-
-
-def test_light_and_dark(server: Server, browser: Browser) -> None:
-    opened(browser, server.url)
-    color = "return getComputedStyle(document.body).backgroundColor"
-    first = browser.run(color)
-    browser.click("theme")
-    second = browser.run(color)
-    assert {first, second} == {"rgb(246, 247, 249)", "rgb(18, 22, 30)"}
-    browser.open(server.url)
-    assert browser.run(color) == second, "the choice is kept"
-    browser.click("theme")
-    assert browser.run(color) == first
 
 
 def test_what_the_server_refuses_is_shown(server: Server, browser: Browser) -> None:

@@ -1,4 +1,4 @@
-"""What an exported program guesses, and what it does with it."""
+"""Prompt lookup in an exported program: the guesses, and how they are used."""
 
 import numpy as np
 import paddle
@@ -6,7 +6,7 @@ import pytest
 
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.deploy.static.program import INPUTS, GenerationProgram
-from ppfleetx.deploy.static.token_choice import FEWEST_ALIKE, accept, follow, last_occurrence, next_width
+from ppfleetx.deploy.static.token_choice import FEWEST_ALIKE, follow, last_occurrence
 from ppfleetx.generation import prompt_lookup
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
@@ -31,33 +31,6 @@ def test_guesses_are_those_of_the_generator() -> None:
         assert guessed(history.tolist(), 6) == expected, history
         found += bool(expected)
     assert 50 < found < 250
-
-
-@pytest.mark.parametrize(
-    ("history", "expected"),
-    [([1, 2, 3], (0, None)), ([5, 6, 7, 6], (1, 1)), ([4, 4], (1, 0)), ([1, 2, 9, 1, 2], (2, 1))],
-)
-def test_how_much_of_the_end_was_there_before(history: list[int], expected: tuple[int, int | None]) -> None:
-    place, alike = last_occurrence(paddle.to_tensor(history, "int64"))
-    assert int(alike) == expected[0]
-    assert expected[1] in (None, int(place))
-
-
-@pytest.mark.parametrize(
-    ("likeliest", "guesses", "expected"),
-    [([1, 2, 3], [1, 2], 2), ([1, 2, 3], [1, 3], 1), ([1, 2, 3], [2, 2], 0), ([7, 7], [7], 1)],
-)
-def test_guesses_are_right_up_to_the_first_wrong_one(
-    likeliest: list[int], guesses: list[int], expected: int
-) -> None:
-    assert accept(paddle.to_tensor(likeliest), paddle.to_tensor(guesses)).tolist() == [expected]
-
-
-@pytest.mark.parametrize(("width", "right", "expected"), [(2, 2, 4), (8, 8, 12), (4, 3, 3), (4, 0, 1)])
-def test_more_is_guessed_after_success(width: int, right: int, expected: int) -> None:
-    assert prompt_lookup.next_width(width, right, 12, right == width) == expected
-    tensors = [paddle.to_tensor([number]) for number in (width, right, 12)]
-    assert next_width(*tensors).tolist() == [expected]
 
 
 @pytest.mark.parametrize("most", [1, 3, 16])

@@ -26,6 +26,14 @@ def within_a_group(device: str, members: list[int], dtype: str) -> list[float]:
     return x.astype("float32").tolist()
 
 
+def rows_of_experts(device: str, ep: int, emp: int, route: str) -> float:
+    """Largest difference of rows that travel to experts and back from those of one rank."""
+    paddle.set_device(device)
+    from tests.nn.expert_exchange import worst_difference
+
+    return worst_difference(ep, emp, route)
+
+
 def strided(device: str) -> str:
     """What becomes of a transposed view in a collective: ``refused``, or the sum's first row."""
     from tests.distributed.cpu import cases

@@ -1,4 +1,4 @@
-"""For each replaced attribute: does the untouched Paddle still need the replacement?"""
+"""For each patched attribute: does unpatched Paddle still need the patch?"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gloo_lacks_reduce_scatter() -> bool:
 
 
 def store_names_nobody() -> bool:
-    """Rank 0 of two, alone: what it is told when the time is up."""
+    """Rank 0 of two, alone: the error it gets when the time is up."""
     try:
         core.TCPStore("127.0.0.1", free_port(), True, 2, 1)
     except SystemError as error:
@@ -77,7 +77,7 @@ def needed() -> dict[str, bool]:
 
 
 def replaced() -> list[str]:
-    """The table's targets; also that installing twice replaces once."""
+    """The targets of the patch table; also checks that installing twice patches once."""
     from ppfleetx.distributed.cpu import backend as cpu_backend
     from ppfleetx.distributed.cpu import patches as cpu_patches
 
@@ -92,7 +92,7 @@ def replaced() -> list[str]:
 
 
 def nothing_on_cuda() -> bool:
-    """On a build with CUDA (as far as it says) nothing is touched."""
+    """A build that reports CUDA is not patched."""
     from ppfleetx.distributed.cpu import backend as cpu_backend
 
     before = core.create_or_get_global_tcp_store

@@ -1,4 +1,4 @@
-"""What the ranks of a pool run for test_hangs.py: they come to a halt, watched."""
+"""Run in the ranks for test_hangs.py: they hang under a watchdog."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXIT = 4
 
 
 def halt(kind: str, directory: str, patience: float, slow: float = 0.0) -> str:
-    """Rank 1 comes to a halt, or differs; the process ends with code 4, unless rank 1 is only slow."""
+    """Rank 1 hangs or deviates; the process exits with code 4, unless rank 1 is only slow."""
     start()
     rank, groups = dist.get_rank(), [dist.new_group([0, 1]), dist.new_group([0, 1])]
     Inquiry.judge = lambda self, operation, suspicion: 0  # as on a GPU: nobody else finds out
@@ -73,7 +73,7 @@ def _compute(seconds: float) -> None:
 
 
 def recorded() -> list:
-    """The last calls of this rank, and what its record has counted."""
+    """The calls that this rank's flight recorder holds."""
     start()
     group = dist.new_group([0, 1])
     RECORD.calls.clear()

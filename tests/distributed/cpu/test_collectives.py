@@ -91,10 +91,6 @@ def test_objects(ranks):
     assert ranks(3).run(CASES + "objects")[1] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
 
 
-def test_forked_children_do_not_hold_the_connections(ranks):
-    assert ranks(3).run(CASES + "connections_of_a_forked_child") == [0, 0, 0]
-
-
 def test_traffic_is_the_textbook_volume(ranks):
     for size in (2, 4):
         whole = 4 * 12 * size

@@ -1,17 +1,16 @@
-"""Operations in the background: which are started, and in which order."""
+"""Background operations: how many start, and in which order."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
 from ppfleetx.distributed.cpu.operation import STARTED_SUMS, Operation, Progress
 from ppfleetx.distributed.cpu.wire import Signature
+from tests.helpers.waiting import wait_for
 
 SIGNATURE = Signature(1, 0, 4, -1)
-SECONDS = 10.0
 
 
 class Background:
@@ -57,13 +56,7 @@ class Background:
         self.progress.begin(operation)
 
     def arrive(self, group: int, number: int) -> None:
-        self.inbox.take((1, group, 0, number), SIGNATURE, 4, lambda view: None)
-
-    def wait(self, condition: Callable[[], bool]) -> bool:
-        deadline = time.monotonic() + SECONDS
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return condition()
+        self.inbox.receive((1, group, 0, number), SIGNATURE, 4, lambda view: None)
 
 
 def test_so_many_sums_of_a_group_are_started_and_no_more() -> None:
@@ -71,24 +64,14 @@ def test_so_many_sums_of_a_group_are_started_and_no_more() -> None:
     for number in range(5):
         background.begin(7, number)
     background.begin(8, 0)  # behind all of them, and not kept waiting: another group
-    assert background.wait(lambda: len(background.begun) == STARTED_SUMS + 1)
+    wait_for(lambda: len(background.begun) == STARTED_SUMS + 1)
     assert background.begun == ["7/0", "7/1", "8/0"]
     background.arrive(7, 1)
-    assert background.wait(lambda: background.ended == ["7/1"] and len(background.begun) == 4)
+    wait_for(lambda: background.ended == ["7/1"] and len(background.begun) == 4)
     assert background.begun[-1] == "7/2"
     for number in (0, 2, 3, 4):
         background.arrive(7, number)
     background.arrive(8, 0)
-    assert background.wait(lambda: len(background.ended) == 6)
+    wait_for(lambda: len(background.ended) == 6)
     assert [name for name in background.begun if name.startswith("7")] == [f"7/{n}" for n in range(5)]
     assert background.pending == []
-
-
-def test_what_takes_no_memory_is_not_held_up() -> None:
-    background = Background()
-    for number in range(STARTED_SUMS + 1):
-        background.begin(7, number)
-    for number in range(10, 13 + STARTED_SUMS):
-        background.begin(7, number, takes_memory=False)
-    assert background.wait(lambda: len(background.begun) == 2 * STARTED_SUMS + 3)
-    assert f"7/{STARTED_SUMS}" not in background.begun

@@ -1,18 +1,16 @@
-"""The messages between ranks, without Paddle: handshake, addresses, limits, buffers."""
+"""Messages between ranks, without Paddle: handshake, addresses, limits."""
 
 import socket
 import threading
-import time
 
-import numpy as np
 import pytest
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.cpu import handshake as handshake
 from ppfleetx.distributed.cpu import transport as transport
-from ppfleetx.distributed.cpu.inbox import BufferPool
 from ppfleetx.distributed.cpu.wire import DATA, CommError, Peer, StartError, make_header
 from ppfleetx.distributed.rendezvous import Members
+from tests.helpers.waiting import wait_for
 
 TOKEN = bytes(range(32))
 
@@ -91,10 +89,7 @@ def test_a_rank_that_gives_up_is_one_error(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", threads.append)
     with pytest.raises(StartError, match=rf"rank 1: no connection to rank 0 at 127.0.0.1:{port}"):
         handshake.connect_ranks(1, 3, "127.0.0.1")
-    deadline = time.monotonic() + 5
-    while any(thread.name.endswith("(accept)") for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "it still listens"
-        time.sleep(0.01)
+    wait_for(lambda: not any(thread.name.endswith("(accept)") for thread in threading.enumerate()), 5)
     assert threads == []
 
 
@@ -118,17 +113,6 @@ def test_time_limit(monkeypatch):
         monkeypatch.setenv(transport.TIMEOUT_VARIABLE, wrong)
         with pytest.raises(ConfigError, match=wrong):
             transport.time_limit()
-
-
-def test_pool_reuses_buffers_up_to_its_limit():
-    pool = BufferPool(1_000_000)
-    first = pool.take(600_000)
-    pool.give(first)
-    again = pool.take(500_000)
-    assert np.shares_memory(first, again)
-    pool.give(pool.take(2_000_000))  # too large to be kept
-    pool.give(pool.take(1000))  # too small
-    assert pool._held == 0
 
 
 def test_a_rank_ends_when_the_others_have_what_it_sent(monkeypatch):

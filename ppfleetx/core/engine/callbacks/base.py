@@ -63,8 +63,7 @@ class Callback:
         """Called every ``Engine.straggler_freq`` steps if slow ranks cost more than 5 % of their time."""
 
     def on_fit_end(self, run: Run) -> None:
-        """Called once at the end, whether the run finished, stopped or failed. Nothing is saved
-        afterwards."""
+        """Called once at the end, whether the run finished, stopped or failed. Nothing is saved later."""
 
     def state(self) -> Mapping[str, Any]:
         """The state to save in each checkpoint, as JSON values. Called on every rank where the callback runs;

@@ -65,8 +65,8 @@ def sources_line(record: StepRecord) -> str:
 
 
 def metrics_line(record: StepRecord) -> str:
-    """The task's metrics, and those of the model's layers. Those of one layer (``expert_load/3``) are in the
-    file alone."""
+    """The line with the metrics of the task and of the model's layers. Those of one layer (``expert_load/3``)
+    are in the file alone."""
     metrics = {name: value for name, value in record.own_metrics.items() if "/" not in name}
     listed = ", ".join(f"{name}: {value:.9g}" for name, value in metrics.items())
     return f"metrics at global step {record.step}, {listed}"

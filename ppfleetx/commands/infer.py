@@ -1,0 +1,154 @@
+"""The verb ``infer``. Most mistakes are found before Paddle is loaded, which takes seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppfleetx.checkpoint.documents import portable_model
+from ppfleetx.commands.generate import (
+    check_output,
+    continue_together,
+    print_generations,
+    read_prompts,
+    write_generations,
+)
+from ppfleetx.commands.launching import LaunchOptions
+from ppfleetx.commands.options import OptionalConfigOptions, option, positional
+from ppfleetx.commands.resolve_model import ONE_SEQUENCE, as_replicas
+from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.reading.parse import Sections, model_in
+from ppfleetx.config.sections.root import GenerationConfig, RunConfig
+from ppfleetx.config.validate import section_of
+from ppfleetx.deploy.export_dir import (
+    ExportManifest,
+    check_generation,
+    check_inference,
+    check_onednn,
+    open_export,
+)
+from ppfleetx.distributed.together import joint_errors
+from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.log import get_logger
+
+if TYPE_CHECKING:
+    from ppfleetx.distributed.context import ParallelContext
+
+
+_SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infer(LaunchOptions, OptionalConfigOptions):
+    """Continue prompts with an exported model.
+
+    EXPORT is what `ppfleetx export` wrote; with -c FILE it is Inference.model_dir. Prompts are also taken
+    from Generation.prompt and .prompt_file.
+    """
+
+    examples = """\
+examples:
+  ppfleetx infer exported "Once upon a time"
+  ppfleetx infer -c gpt/inference_gpt_345M_single_card -o Inference.model_dir=exported
+"""
+    intermixed = True
+
+    export: str | None = positional("EXPORT", "directory of an exported model", key="Inference.model_dir")
+    prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
+    output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
+
+    @property
+    def num_processes(self) -> None:
+        """Any number may serve an export."""
+        return
+
+    def run(self) -> None:
+        """Answer the prompts.
+
+        Of several processes each answers a part of the prompts; the main one prints and writes all, in order.
+        """
+        if self.export is None and self.config is None:
+            raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
+        config = self.config or _config_of(self.export)
+        cfg = load_config(config, [*self.override, *self.settings()])
+        cfg, notes = as_replicas(cfg, world_size(os.environ))
+        prompts = read_prompts(cfg)
+        check_inference(cfg, expected_device(cfg.Global.device))
+        directory, manifest = _open(cfg.Inference.model_dir, cfg.origins.get("Inference.model_dir"))
+        cfg = cfg.model_copy(update={"Generation": merge_settings(manifest.generation, cfg)})
+        check_generation(cfg.Generation, cfg.origins)
+        if cfg.Inference.onednn:
+            check_onednn(cfg.Generation, manifest.vocab_size, cfg.origins)
+        if self.output is not None:
+            check_output(Path(self.output))
+        cfg, ctx = start_with(_without_checkpoint(cfg))
+        for note in notes:
+            get_logger().info(f"NOTE: {note}")
+        _say_what_differs(directory, manifest, cfg)
+        answer(cfg, ctx, prompts, self.output)
+
+
+def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
+    """:func:`open_export`, whose messages then say where the export was named."""
+    try:
+        return open_export(export, verify=False)
+    except ConfigError as error:
+        raise ConfigError(error.rule, key=error.key, value=export, place=place) from error
+
+
+def _config_of(export: str) -> Sections:
+    """A configuration with the network of the export."""
+    _, manifest = _open(export, "EXPORT")
+    return Sections({**ONE_SEQUENCE, "Model": portable_model(manifest.model)}, model_in(export))
+
+
+def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
+    """Continue prompts and print them; ``output`` is a jsonl file to write them to as well.
+
+    Raises:
+        UserError: on every rank when there is one on any.
+    """
+    from ppfleetx.deploy.inference_engine import InferenceEngine
+
+    with joint_errors(ctx, name_ranks=False):
+        engine = InferenceEngine(cfg.Inference, device=ctx.device)
+    results = continue_together(engine, cfg, ctx, prompts)
+    for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
+        print_generations(prompt, generations)
+    write_generations(ctx, output, prompts, results)
+
+
+def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
+    """The ``Generation`` section, with the export's settings for keys that are not given.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    written = cfg.Generation.model_dump(exclude_unset=True)
+    try:
+        return section_of(GenerationConfig, {**exported, **written})
+    except ConfigError as error:
+        raise ConfigError(
+            f"does not go together with the settings of the export ({exported}): {error}", key="Generation"
+        ) from error
+
+
+def _without_checkpoint(cfg: RunConfig) -> RunConfig:
+    """``cfg`` without the files that a model is loaded from: they need not be where its export is."""
+    save_load = cfg.Engine.save_load.model_copy(update={"ckpt_dir": None})
+    engine = cfg.Engine.model_copy(update={"save_load": save_load})
+    return cfg.model_copy(update={"Engine": engine, "Model": cfg.Model.model_copy(update={"lora": None})})
+
+
+def _say_what_differs(directory: Path, manifest: ExportManifest, cfg: RunConfig) -> None:
+    """Warn when the configuration describes another model than the one that will answer."""
+    here = cfg.Model.model_dump(mode="json")
+    other = [name for name in _SHAPE_KEYS if manifest.model.get(name, here[name]) != here[name]]
+    if other:
+        keys = ", ".join(f"Model.{name}" for name in other)
+        get_logger().warning(f"the exported model in {directory} has its own {keys}, not the configuration's")

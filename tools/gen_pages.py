@@ -1,0 +1,51 @@
+"""What the programs share that write the generated parts of the documentation."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_BEGIN, _END = "<!-- {name}: made by {tool} -->", "<!-- end of {name} -->"
+
+
+def write_files(texts: Callable[[], Mapping[Path, str]], description: str | None) -> int:
+    """The command of such a program: write the files that have changed.
+
+    With ``--check`` it writes nothing, and the exit code is 1 if a file is stale.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
+    checks = parser.parse_args().check
+    is_stale = False
+    for path, text in texts().items():
+        if path.exists() and path.read_text("utf-8") == text:
+            continue
+        is_stale = True
+        print(f"{'stale' if checks else 'written'}: {path.relative_to(ROOT)}")
+        if not checks:
+            path.write_text(text, "utf-8")
+    return 1 if checks and is_stale else 0
+
+
+def filled_page(name: str, blocks: Mapping[str, str], tool: str) -> dict[Path, str]:
+    """``docs/NAME`` with its generated blocks, for :func:`write_files`."""
+    path = ROOT / "docs" / name
+    return {path: filled(path.read_text("utf-8"), blocks, tool)}
+
+
+def filled(page: str, blocks: Mapping[str, str], tool: str) -> str:
+    """``page`` with the ``blocks`` that ``tool`` generates written again.
+
+    Raises:
+        ValueError: a block's marks are missing.
+    """
+    for name, text in blocks.items():
+        begin, end = _BEGIN.format(name=name, tool=tool), _END.format(name=name)
+        before, found, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"the page has no block {begin} ... {end}")
+        page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
+    return page
