@@ -2,8 +2,8 @@
 
 A mixture layer gathers a row of hidden states for each choice, sorted by expert. With expert parallelism the
 experts of a layer are divided among the ranks along ``ep``, so every rank sends each other one the rows of
-that rank's experts (Lepikhin et al., "GShard", 2020). Nothing is dropped and nothing is padded on the way:
-ranks exchange the numbers of rows first, then the rows. Where the matrices of an expert are sliced too, the
+that rank's experts (Lepikhin et al., "GShard", 2020). Nothing is dropped on the way: ranks exchange the
+numbers of rows first, then the rows. Where the matrices of an expert are sliced too, the
 ranks along ``emp`` gather each other's rows, and add up what their slices make of them.
 
 The backward pass is the same journey in the other direction. All ranks make every journey, also those with no
