@@ -89,6 +89,11 @@ def check_options(model: ModelConfig, options: Options) -> None:
             "(--method rtn)",
             key="--smooth" if options.smooth else "--method",
         )
+    if model.latent_attention is not None and options.smooth:
+        raise ConfigError(
+            "changes the norm before queries, keys and values, and does not know latent attention",
+            key="--smooth",
+        )
     layers = ["head", *(name.removesuffix(".weight") for name in parameter_shapes(model))]
     for pattern in options.weights.skip:
         if not fnmatch.filter(layers, pattern):

@@ -34,7 +34,8 @@ class LatentAttention(HeadAttention):
         self.kv_norm = factory.norm(spec.kv_norm)
         self.kv_up = factory.linear(spec.kv_up)
         self.out_proj = factory.linear(spec.out_proj)
-        self._absorbed: tuple[paddle.Tensor, paddle.Tensor] | None = None
+        self.register_buffer("to_keys", None)
+        self.register_buffer("to_values", None)
 
     def forward(
         self,
@@ -85,11 +86,10 @@ class LatentAttention(HeadAttention):
         # Every rank has this part of all heads' keys, and gets back the sum of its heads' gradients. Turned
         # in this order of dimensions, the gradient lies in one piece, as collectives need it.
         turning = self.factory.enter_head(turning)
-        length, rows, width = turning.shape
-        places = position_ids.transpose([1, 0]).reshape([1, -1])
-        turned = self.rotary.rotate(turning.reshape([1, 1, 1, -1, width]), places)
-        turned = turned.reshape([length, rows, width]).transpose([1, 0, 2]).unsqueeze(1)
-        return self.kv_norm(compressed), turned
+        turned = self.rotary.rotate(turning.unsqueeze([1, 2]), position_ids.transpose([1, 0]))
+        turned = turned.squeeze([1, 2]).transpose([1, 0, 2]).unsqueeze(1)
+        normed = self.kv_norm(compressed)  # in float32, where weights are and activations are not
+        return normed if normed.dtype == turned.dtype else normed.astype(turned.dtype), turned
 
     def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Keys ``[b, n, s, p + t]`` and values ``[b, n, s, v]``."""
@@ -121,34 +121,34 @@ class LatentAttention(HeadAttention):
     ) -> paddle.Tensor:
         """Context ``[b, n, 1, s, v]`` of cached ``compressed [b, 1, k, c]`` and ``turned [b, 1, k, t]``: all
         queries share one key and one value, which is a part of it."""
-        to_keys, to_values = self._absorb()
+        to_keys, to_values = self._projections()
         still, turning = self._cut(query.squeeze(2))
-        latent = _of_each_head(still, to_keys)
+        latent = paddle.matmul(still, to_keys)
         key = paddle.concat([compressed, turned], axis=-1)
         # Scores are divided by the root of this key's width; they belong to one of head_dim.
         factor = (key.shape[-1] / self.spec.head_dim) ** 0.5
         query = (paddle.concat([latent, turning], axis=-1) * factor).unsqueeze(1)
         context = self.attend_heads(query, key, compressed, document_start, penalty)
-        return _of_each_head(context.squeeze(1), to_values).unsqueeze(2)
+        return paddle.matmul(context.squeeze(1), to_values).unsqueeze(2)
 
-    def _absorb(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """The projection to keys ``[n, p, c]`` and the one to values ``[n, c, v]``, kept where weights no
-        longer change."""
-        if self._absorbed is not None:
-            return self._absorbed
+    def _projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """The projection to keys ``[n, p, c]`` and the one to values ``[n, c, v]``."""
+        if self.to_keys is not None:
+            return self.to_keys, self.to_values
+        if self.factory.keeps_weights and paddle.in_dynamic_mode() and not paddle.is_grad_enabled():
+            self.keep_projections()
+            return self.to_keys, self.to_values
+        return self._cut_projections()
+
+    @paddle.no_grad()
+    def keep_projections(self) -> None:
+        """Weights no longer change: cut the projections out of their matrix once."""
+        self.to_keys, self.to_values = self._cut_projections()
+
+    def _cut_projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         spec = self.spec
         # What the linear does to the unit vectors is its matrix, quantised, adapted or not.
         unit = paddle.eye(spec.kv_rank, dtype=self.kv_norm.weight.dtype)
         matrix = self.kv_up(unit.unsqueeze(1)).reshape([spec.kv_rank, self.num_heads, -1])
         to_keys, to_values = matrix.split([spec.nope_head_dim, spec.value_head_dim], axis=-1)
-        found = to_keys.transpose([1, 2, 0]).contiguous(), to_values.transpose([1, 0, 2]).contiguous()
-        if self.factory.keeps_weights and paddle.in_dynamic_mode() and not paddle.is_grad_enabled():
-            self._absorbed = found
-        return found
-
-
-def _of_each_head(x: paddle.Tensor, matrices: paddle.Tensor) -> paddle.Tensor:
-    """``x [b, n, s, i]`` times ``matrices [n, i, o]``: ``[b, n, s, o]``."""
-    rows, heads, length, _ = x.shape
-    product = paddle.matmul(x.transpose([1, 0, 2, 3]).reshape([heads, -1, matrices.shape[1]]), matrices)
-    return product.reshape([heads, rows, length, -1]).transpose([1, 0, 2, 3])
+        return to_keys.transpose([1, 2, 0]).contiguous(), to_values.transpose([1, 0, 2]).contiguous()

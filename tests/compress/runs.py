@@ -22,7 +22,27 @@ from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import canonical_parameters
 from tests.deploy.exports import STYLES
 
-MODELS = {name: {**keys, "hidden_size": 48, "ffn_hidden_size": 96} for name, keys in STYLES.items()}
+_WIDE = {"hidden_size": 48, "ffn_hidden_size": 96}
+MODELS = {name: {**STYLES[name], **_WIDE} for name in ("gpt2_style", "llama_style")}
+# Latent attention, and a mixture of experts in the second layer.
+DEEPSEEK = {
+    **STYLES["latent_style"],
+    **_WIDE,
+    "latent_attention": {
+        "q_rank": 24,
+        "kv_rank": 16,
+        "rope_head_dim": 8,
+        "nope_head_dim": 8,
+        "value_head_dim": 8,
+    },
+    "moe": {
+        "num_experts": 6,
+        "expert_ffn_size": 32,
+        "first_dense_layers": 1,
+        "router": {"score": "sigmoid", "bias": True, "num_groups": 3, "top_groups": 2},
+        "shared_experts": {"ffn_size": 40, "gate": True},
+    },
+}
 
 
 def write_run(directory: Path, model: dict[str, Any], compress: dict[str, Any] | None = None) -> Path:

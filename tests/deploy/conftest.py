@@ -15,7 +15,13 @@ def exported_llama(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     return make_export(tmp_path_factory.mktemp("llama_style"), STYLES["llama_style"])
 
 
-@pytest.fixture(params=["gpt2_style", "llama_style"])
-def either(request: pytest.FixtureRequest) -> Exported:
-    """Learned positions and a tied head; rotary positions, grouped heads, SwiGLU and a head of its own."""
-    return request.getfixturevalue("exported" if request.param == "gpt2_style" else "exported_llama")
+@pytest.fixture(scope="session")
+def exported_latent(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return make_export(tmp_path_factory.mktemp("latent_style"), STYLES["latent_style"])
+
+
+@pytest.fixture(params=["exported", "exported_llama", "exported_latent"])
+def each(request: pytest.FixtureRequest) -> Exported:
+    """Learned positions and a tied head; rotary positions, grouped heads, SwiGLU and a head of its own; the
+    same with latent attention."""
+    return request.getfixturevalue(request.param)

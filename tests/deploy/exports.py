@@ -44,7 +44,17 @@ LLAMA_STYLE = {
     "tie_word_embeddings": False,
     "add_bias_linear": False,
 }
-STYLES = {"gpt2_style": GPT2_STYLE, "llama_style": LLAMA_STYLE}
+LATENT_STYLE = {
+    **{key: value for key, value in LLAMA_STYLE.items() if key != "num_query_groups"},
+    "latent_attention": {
+        "q_rank": 20,
+        "kv_rank": 14,
+        "rope_head_dim": 6,
+        "nope_head_dim": 5,
+        "value_head_dim": 7,
+    },
+}
+STYLES = {"gpt2_style": GPT2_STYLE, "llama_style": LLAMA_STYLE, "latent_style": LATENT_STYLE}
 
 
 def write_run(directory: Path, model: dict[str, Any], tokenizer_size: int | None = None) -> Path:

@@ -46,12 +46,12 @@ def engine_at(directory: Path, **options: object) -> InferenceEngine:
 
 
 @pytest.mark.parametrize("keys", SETTINGS.values(), ids=SETTINGS.keys())
-def test_exported_and_dynamic_texts_are_equal(either: Exported, keys: dict[str, object]) -> None:
+def test_exported_and_dynamic_texts_are_equal(each: Exported, keys: dict[str, object]) -> None:
     cfg = config(**keys)
-    expected = either.generator.generate(PROMPTS, cfg)
-    assert either.engine.generate(PROMPTS, cfg) == expected
+    expected = each.generator.generate(PROMPTS, cfg)
+    assert each.engine.generate(PROMPTS, cfg) == expected
     # Row by row, which takes the program's other way through its products.
-    assert either.engine.generate(PROMPTS[:2], cfg, batch_rows=1) == expected[:2]
+    assert each.engine.generate(PROMPTS[:2], cfg, batch_rows=1) == expected[:2]
     assert len({one.ids for generations in expected for one in generations}) > 3
 
 
@@ -74,11 +74,11 @@ def test_room_is_made_more_than_once(exported: Exported) -> None:
     assert [len(one.ids) for [one] in found] == [60, 60]
 
 
-def test_a_row_at_its_last_position_does_not_disturb_the_others(either: Exported) -> None:
+def test_a_row_at_its_last_position_does_not_disturb_the_others(each: Exported) -> None:
     """The long prompt leaves 6 of the 64 positions; the others go on after it has ended."""
     prompts, cfg = [*PROMPTS, "é" * 29], GenerationConfig(seed=7, decode_strategy="greedy_search")
-    found = either.engine.generate(prompts, cfg)
-    assert found == either.generator.generate(prompts, cfg)
+    found = each.engine.generate(prompts, cfg)
+    assert found == each.generator.generate(prompts, cfg)
     assert len(found[-1][0].ids) == 6
     assert max(len(one.ids) for [one] in found) == 20
 

@@ -28,6 +28,26 @@ LLAMA_STYLE = {
     "tie_word_embeddings": False,
     "add_bias_linear": False,
 }
+DEEPSEEK_STYLE = {
+    **{key: value for key, value in LLAMA_STYLE.items() if key != "num_query_groups"},
+    "rotary_interleaved": True,
+    "latent_attention": {
+        "q_rank": 20,
+        "kv_rank": 14,
+        "rope_head_dim": 6,
+        "nope_head_dim": 5,
+        "value_head_dim": 7,
+    },
+    "moe": {
+        "num_experts": 6,
+        "top_k": 2,
+        "expert_ffn_size": 20,
+        "first_dense_layers": 1,
+        "router": {"score": "sigmoid", "bias": True, "num_groups": 3, "top_groups": 2, "scale": 1.5},
+        "shared_experts": {"ffn_size": 24},
+    },
+}
+STYLES = {"gpt2_style": GPT2_STYLE, "llama_style": LLAMA_STYLE, "deepseek_style": DEEPSEEK_STYLE}
 MakeModel = Callable[..., tuple[StagedModel, ModelConfig]]
 
 
@@ -56,9 +76,9 @@ def write_run(directory: Path, tokenizer: Tokenizer, **keys: object) -> None:
     (directory / "generation.yaml").write_text(json.dumps({**sections, **module}))
 
 
-@pytest.fixture(params=["gpt2_style", "llama_style"])
+@pytest.fixture(params=STYLES)
 def style(request: pytest.FixtureRequest) -> dict:
-    return {"gpt2_style": GPT2_STYLE, "llama_style": LLAMA_STYLE}[request.param]
+    return STYLES[request.param]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from ppfleetx.commands.generate import check_plan, read_prompts
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
-from tests.generation.conftest import LLAMA_STYLE, write_run
+from tests.generation.conftest import DEEPSEEK_STYLE, LLAMA_STYLE, write_run
 from tests.generation.program import generate_each
 from tests.helpers.ranks import Pools
 
@@ -28,7 +28,7 @@ RUNS = {
         "Generation.max_dec_len=40",
     ],
 }
-STYLES = {"gpt2": {}, "llama": LLAMA_STYLE}
+STYLES = {"gpt2": {}, "llama": LLAMA_STYLE, "deepseek": DEEPSEEK_STYLE}
 PLANS = {
     "dp2": ["Distributed.dp_degree=2"],
     "mp2": ["Distributed.mp_degree=2"],
@@ -60,7 +60,8 @@ def runs(tmp_path_factory, tokenizer) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("style", "plan"), [("gpt2", "dp2"), ("gpt2", "sharding2"), ("gpt2", "mp2"), ("llama", "mp2")]
+    ("style", "plan"),
+    [("gpt2", "dp2"), ("gpt2", "sharding2"), ("gpt2", "mp2"), ("llama", "mp2"), ("deepseek", "mp2")],
 )
 def test_two_ranks_generate_what_one_process_does(
     pools: Pools, runs: dict[str, Path], style: str, plan: str, tmp_path: Path

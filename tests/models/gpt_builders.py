@@ -32,6 +32,16 @@ VARIANTS = {
     "neox": {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True},
     "qwen3": {**LLAMA_STYLE, "qk_layernorm": True, "head_dim": 16},
     "window_normed_heads": {"qk_layernorm": True, "attention_window": 5},
+    "latent": {
+        **{key: value for key, value in LLAMA_STYLE.items() if key != "num_query_groups"},
+        "latent_attention": {
+            "q_rank": 10,
+            "kv_rank": 9,
+            "rope_head_dim": 4,
+            "nope_head_dim": 5,
+            "value_head_dim": 7,
+        },
+    },
     "no_positions_wide_heads": {"position_embedding_type": "none", "head_dim": 16, "add_qkv_bias": False},
 }
 

@@ -14,7 +14,8 @@ from ppfleetx.models.gpt.stages import kernel_options
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.latent_attention import LatentAttention
 from tests.generation.hf_weights import random_weight
-from tests.models.gpt_builders import GrowingCache, build, random_tokens, tiny_config
+from tests.helpers.low_precision import emulated
+from tests.models.gpt_builders import VARIANTS, GrowingCache, build, random_tokens, tiny_config
 
 STORED = np.load(Path(__file__).parents[1] / "goldens/hf_latent.npz")
 CASES = json.loads(str(STORED["cases"]))
@@ -27,19 +28,7 @@ THEIRS = {
     "kv_up": "kv_b_proj",
     "out_proj": "o_proj",
 }
-LATENT = {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "hidden_act": "swiglu",
-    "add_bias_linear": False,
-    "latent_attention": {
-        "q_rank": 10,
-        "kv_rank": 9,
-        "rope_head_dim": 4,
-        "nope_head_dim": 5,
-        "value_head_dim": 7,
-    },
-}
+LATENT = VARIANTS["latent"]
 YARN = {
     "type": "yarn",
     "factor": 4.0,
@@ -102,7 +91,7 @@ def test_output_and_gradient_are_those_of_transformers(name):
         np.testing.assert_allclose(got.numpy(), wanted, rtol=0, atol=2e-5 * np.abs(wanted).max())
 
 
-VARIANTS = {
+OPTIONS = {
     "plain": {},
     "queries from hidden states": {"latent_attention": {**LATENT["latent_attention"], "q_rank": None}},
     "neighbours": {"rotary_interleaved": True},
@@ -112,7 +101,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("keys", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("keys", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("chunks", [[1] * 12, [5, 1, 6]], ids=str)
 def test_a_cache_of_compressed_values_gives_what_a_whole_pass_gives(keys, chunks):
     tokens, model = random_tokens(length=12), build(tiny_config(**{**LATENT, **keys}))
@@ -128,6 +117,22 @@ def test_a_cache_of_compressed_values_gives_what_a_whole_pass_gives(keys, chunks
     np.testing.assert_allclose(np.concatenate(parts), whole, rtol=0, atol=1e-5 * np.abs(whole).max())
     compressed, turned = cache.pairs[0]
     assert (compressed.shape, turned.shape) == ([2, 1, 12, 9], [2, 1, 12, 4])
+
+
+def test_16_bits_under_mixed_precision():
+    tokens, model, cache = random_tokens(length=12), build(tiny_config(**LATENT)), GrowingCache()
+    positions = paddle.arange(12).expand([2, 12])
+    with paddle.no_grad():
+        expected, found = model(tokens).numpy(), []
+        with emulated(), paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
+            found.append(model(tokens).astype("float32").numpy())
+            parts = [
+                model(tokens[:, part], positions[:, part], cache=cache) for part in (slice(7), slice(7, 12))
+            ]
+            found.append(np.concatenate([part.astype("float32").numpy() for part in parts]))
+    assert {tensor.dtype for tensor in cache.pairs[0]} == {paddle.bfloat16}
+    for got in found:
+        np.testing.assert_allclose(got, expected, rtol=0, atol=0.03 * np.abs(expected).max())
 
 
 def test_neighbours_are_halves_in_another_order():

@@ -85,6 +85,8 @@ class QuantizationConfig(Section):
         """Whether the linear of this canonical name is quantised; ``kind``: of :data:`LINEAR_KINDS`."""
         if not self.enable or not name.endswith(BLOCK_LINEARS):
             return False
+        if name.endswith("attention.kv_up"):  # in decoding, queries are multiplied by it instead of its input
+            return False
         if not {"Linear", kind} & set(self.quantizable_layer_type):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self._skipped())

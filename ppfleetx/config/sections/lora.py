@@ -14,6 +14,7 @@ from ppfleetx.config.fields import Fraction, PathText, PositiveFloat, RuleError,
 
 BLOCK_LINEARS = (
     *("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2"),
+    *("attention.q_down", "attention.q_up", "attention.kv_down", "attention.kv_up"),
     *("mlp.experts.fc1", "mlp.experts.fc2", "mlp.shared.fc1", "mlp.shared.fc2"),
 )
 """Linears that blocks can have, for adapters and quantisation; canonical names without

@@ -276,14 +276,17 @@ class ModelConfig(Section):
 
     def block_linears(self) -> list[str]:
         """Canonical names of the linears of all blocks."""
+        attention = ["qkv"]
+        if self.latent_attention is not None:
+            attention = ["q_up", "kv_down", "kv_up"]
+            attention += ["q_down"] if self.latent_attention.q_rank else []
         mixtures = () if self.moe is None else self.moe.mixture_layers(self.num_layers)
         mixture = ("mlp.experts", *(("mlp.shared",) if self.moe and self.moe.shared_experts else ()))
         names = []
         for layer in range(self.num_layers):
             mlps = mixture if layer in mixtures else ("mlp",)
             linears = (
-                "attention.qkv",
-                "attention.out_proj",
+                *(f"attention.{own}" for own in (*attention, "out_proj")),
                 *(f"{m}.{fc}" for m in mlps for fc in ("fc1", "fc2")),
             )
             names += [f"decoder.layers.{layer}.{linear}" for linear in linears]

@@ -99,6 +99,7 @@ def with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
 
 
 def _with_room(past: Sequence[paddle.Tensor], num_columns: paddle.Tensor | int) -> list[paddle.Tensor]:
-    rows, groups, _, size = past[0].shape
-    room = paddle.zeros([rows, groups, num_columns, size], past[0].dtype)
-    return [paddle.concat([tensor, room], axis=2) for tensor in past]
+    rows, groups = past[0].shape[:2]
+    # Keys and values have one width each.
+    rooms = [paddle.zeros([rows, groups, num_columns, one.shape[3]], one.dtype) for one in past[:2]]
+    return [paddle.concat([tensor, rooms[i % 2]], axis=2) for i, tensor in enumerate(past)]

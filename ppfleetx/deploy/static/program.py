@@ -50,6 +50,7 @@ from ppfleetx.generation.processors import by_id, forbid, is_any_of, keep_top_p,
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.nn.cpu_ops import ops as cpu_ops
 from ppfleetx.nn.cpu_ops import quantized
+from ppfleetx.nn.latent_attention import LatentAttention
 
 
 @contextlib.contextmanager
@@ -164,6 +165,9 @@ class GenerationProgram(nn.Layer):
         self.vocab_size, self.max_positions = next_token.vocab_size, max_positions
         # Sub-layers and buffers are saved.
         self.model = next_token.model
+        for layer in self.model.sublayers():
+            if isinstance(layer, LatentAttention):
+                layer.keep_projections()  # in buffers, which are constants of the program
         self.matrices, self.use_panels, self.by_cpu_ops = matrices_of(self.model), use_panels, False
         self.blocks: ProgramBlocks | None = None
         self.head: Matrix | None = None

@@ -34,16 +34,16 @@ def test_guesses_are_those_of_the_generator() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 3, 16])
-def test_tokens_of_a_single_prompt_are_those_without_guesses(either: Exported, most: int) -> None:
+def test_tokens_of_a_single_prompt_are_those_without_guesses(each: Exported, most: int) -> None:
     """Also at the last position of the model, which the second to last text gets to."""
     texts = ["the cat", "hat and hat and hat and hat and", "a", "é" * 29, "cat cat cat cat"]
     plain, ours = (
         GenerationConfig(decode_strategy="greedy_search", prompt_lookup_num_tokens=guesses)
         for guesses in (0, most)
     )
-    expected = either.generator.generate(texts, plain)
-    assert either.engine.generate(texts, ours, batch_rows=1) == expected
-    assert either.engine.generate(texts, plain, batch_rows=1) == expected
+    expected = each.generator.generate(texts, plain)
+    assert each.engine.generate(texts, ours, batch_rows=1) == expected
+    assert each.engine.generate(texts, plain, batch_rows=1) == expected
     assert len(expected[3][0].ids) == 6
 
 

@@ -1,0 +1,110 @@
+"""Experts, and latent attention, in few bits: what the model of the rounded weights computes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.commands.generate import load_generator
+from ppfleetx.commands.quantize import Quantize, quantize
+from ppfleetx.commands.resolve_model import resolve_model
+from ppfleetx.compress.rounding import dequantize
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.root import GenerationConfig
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.generation.generator import Generator
+from ppfleetx.nn.stage import canonical_parameters
+from tests.compress.runs import DEEPSEEK, add_adapters, write_corpus, write_run
+
+PROMPTS = ["the cat", "and the other hat", "the"]
+WAYS = {
+    "int8": {"to": "int8"},
+    "int4": {"to": "int4", "group": 8},
+    "w8a8": {"to": "int8", "activations": "int8"},
+}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("deepseek") / "run", DEEPSEEK)
+
+
+def generator_of(place: Path) -> Generator:
+    with ExitStack() as stack:
+        found = resolve_model(place, stack)
+        return load_generator(load_config(found.config, found.overrides([])), ParallelContext.single())
+
+
+def logits(generator: Generator) -> np.ndarray:
+    tokens = paddle.to_tensor(np.random.default_rng(2).integers(0, 300, (3, 11)))
+    with paddle.no_grad():
+        return generator.next_token_model.model(tokens).numpy()
+
+
+def rounded(name: str, small: dict[str, np.ndarray]) -> np.ndarray:
+    """The values of a parameter of the quantised checkpoint."""
+    levels, scale = small[name], small.get(f"{name.removesuffix('.weight')}.scale")
+    if scale is None:
+        return levels
+    if levels.dtype == np.uint8:
+        halves = np.stack([levels & 15, levels >> 4], axis=-2).astype(np.int8)
+        pairs = halves.reshape([*levels.shape[:-2], -1, levels.shape[-1]])
+        levels = np.where(pairs > 7, pairs - 16, pairs)
+    if levels.ndim == 3:
+        return np.stack([dequantize(*one) for one in zip(levels, scale, strict=True)])
+    return levels * scale if name.startswith("embedding.") else dequantize(levels, scale)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_are_those_of_the_rounded_weights(run_dir, tmp_path, way):
+    quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), **WAYS[way]))
+    checkpoint = open_resolved(resolve_checkpoint(str(tmp_path / "small")))
+    small = {name: np.array(checkpoint.read(name)) for name in checkpoint.names()}
+    experts = "decoder.layers.1.mlp.experts.fc1.weight"
+    assert small[experts].shape == (6, 24 if way == "int4" else 48, 64)
+    before, got = (logits(generator_of(place)) for place in (run_dir, tmp_path / "small"))
+    plain = generator_of(run_dir)
+    for name, parameter in canonical_parameters(plain.next_token_model.model).items():
+        parameter.set_value(rounded(name, small).astype(np.float32))
+    expected = logits(plain)
+    assert np.abs(expected - before).max() > 1e-3
+    if way == "w8a8":  # rows are rounded as well, and a choice of experts may differ
+        assert np.median(np.abs(got - expected)) < 0.05 * np.abs(expected).max()
+    else:
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_decoding_with_a_cache_continues_as_the_whole_pass(run_dir, tmp_path, to):
+    quantize(Quantize(checkpoint=str(run_dir), output=str(tmp_path / "small"), **WAYS[to]))
+    for place in (tmp_path / "small", add_adapters(tmp_path / "small", tmp_path / "adapted")):
+        generator = generator_of(place)
+        cached, whole = (
+            GenerationConfig(decode_strategy="greedy_search", max_dec_len=16, use_cache=use)
+            for use in (True, False)
+        )
+        assert generator.generate(PROMPTS, cached) == generator.generate(PROMPTS, whole)
+
+
+@pytest.mark.parametrize(
+    "options", [{"to": "int4", "method": "gptq"}, {"to": "int8", "smooth": True}], ids=["gptq", "smooth"]
+)
+def test_what_needs_the_inputs_of_each_expert_is_refused(run_dir, tmp_path, options):
+    corpus = write_corpus(tmp_path / "text")
+    with pytest.raises(ConfigError) as refused:
+        quantize(
+            Quantize(
+                checkpoint=str(run_dir),
+                output=str(tmp_path / "small"),
+                calibration=corpus,
+                samples=8,
+                **options,
+            )
+        )
+    assert refused.value.key == ("--smooth" if "smooth" in options else "--method")
