@@ -14,7 +14,7 @@ sys.path.insert(0, str(_ROOT))
 
 from ppfleetx.commands.verbs import GROUPS
 from ppfleetx.utils.cli import run_tool
-from tools.gen_pages import write_files
+from tools.site.pages import write_files
 
 Row = tuple[str, str]
 """An argument's signature and its meaning."""

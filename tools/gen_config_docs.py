@@ -29,7 +29,7 @@ from ppfleetx.config.resume_policy import Effect, keys_of
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.cli import run_tool
-from tools.gen_pages import write_files
+from tools.site.pages import write_files
 
 _HEAD = """\
 # Configuration

@@ -14,7 +14,7 @@ from ppfleetx.config.errors import shown
 from ppfleetx.dialects.keys import Key, KeyTable, Kind
 from ppfleetx.dialects.registry import dialects
 from ppfleetx.utils.cli import run_tool
-from tools.gen_pages import filled_page, write_files
+from tools.site.pages import filled_page, write_files
 
 
 def pages() -> dict[Path, str]:

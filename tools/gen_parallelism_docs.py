@@ -15,7 +15,7 @@ from ppfleetx.config.plan import ParallelPlan, enumerate_plans, violations
 from ppfleetx.config.schedules import Pass as ZeroBubblePass
 from ppfleetx.config.schedules import zero_bubble_order
 from ppfleetx.utils.cli import run_tool
-from tools.gen_pages import filled_page, write_files
+from tools.site.pages import filled_page, write_files
 
 TOOL = "tools/gen_parallelism_docs.py"
 

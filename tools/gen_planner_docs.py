@@ -19,7 +19,7 @@ from ppfleetx.planner.plan_option import read_unresolved
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
 from ppfleetx.utils.cli import run_tool
-from tools.gen_pages import filled_page, write_files
+from tools.site.pages import filled_page, write_files
 
 TOOL = "tools/gen_planner_docs.py"
 _CONFIGS = _ROOT / "ppfleetx/configs/nlp/gpt"

@@ -2,8 +2,8 @@
 
 A mixture layer gathers a row of hidden states for each choice, sorted by expert. With expert parallelism the
 experts of a layer are divided among the ranks along ``ep``, so every rank sends each other one the rows of
-that rank's experts (Lepikhin et al., "GShard", 2020). Nothing is dropped and nothing is padded on the way:
-ranks exchange the numbers of rows first, then the rows. Where the matrices of an expert are sliced too, the
+that rank's experts (Lepikhin et al., "GShard", 2020). Nothing is dropped on the way: ranks exchange the
+numbers of rows first, then the rows. Where the matrices of an expert are sliced too, the
 ranks along ``emp`` gather each other's rows, and add up what their slices make of them.
 
 The backward pass is the same journey in the other direction. All ranks make every journey, also those with no
@@ -113,7 +113,7 @@ class _Travel(Journey):
             rows = rows.detach()
             rows.stop_gradient = False
         self._route, self._message = route, Message()
-        self._received = rows if route.ep is None else _Depart.apply(rows, route, self._message)
+        self._received = _Depart.apply(rows, route, self._message)
 
     def arrive(self) -> tuple[paddle.Tensor, np.ndarray]:
         rows = _Arrive.apply(self._received, self._route, self._message)
@@ -128,40 +128,50 @@ class _Travel(Journey):
 class Route:
     """How the rows of one dispatch travel.
 
+    A rank that would send or receive nothing sends itself a row of zeros, for its last expert: Paddle's
+    exchanges and operators do not take tensors without elements on every device.
+
     Attributes:
         sent: rows for each rank along ``ep``.
         table: ``[emp, ep, experts of this rank]``: the rows that each rank along ``emp`` received from each
             rank along ``ep``.
+        zeros_at: the place of the row of zeros among those sent; None: there is none.
         ep, emp: the groups, or None.
     """
 
     sent: np.ndarray
     table: np.ndarray
+    zeros_at: int | None
     ep: Any
     emp: Any
 
     @classmethod
     def of(cls, counts: paddle.Tensor, ep: Any, emp: Any) -> Route:
         """Exchange the counts: one message along each axis, and one look at the device."""
-        size, slices = 1 if ep is None else ep.nranks, 1 if emp is None else emp.nranks
+        size, me = (1, 0) if ep is None else (ep.nranks, ep.rank)
+        slices, num_experts = 1 if emp is None else emp.nranks, counts.shape[0]
         table = counts
         if ep is not None:
             table = paddle.empty_like(counts)
             distributed.alltoall_single(table, counts, group=ep)
+        lacks = paddle.logical_or(counts.sum() == 0, table.sum() == 0).astype(counts.dtype)
+        last = (me + 1) * num_experts // size - 1  # where the last expert's rows from this rank are counted
+        table = table + lacks * upload(np.eye(1, num_experts, last, dtype=np.int64)[0])
         if emp is not None:
-            own, table = table, paddle.empty([slices * counts.size], counts.dtype)
+            own, table = table, paddle.empty([slices * num_experts], counts.dtype)
             distributed.stream.all_gather(table, own, group=emp)
-        known = read(paddle.concat([counts, table]))
-        sent, received = known[: counts.size], known[counts.size :]
-        return cls(sent.reshape(size, -1).sum(1), received.reshape(slices, size, -1), ep, emp)
+        lacking, known, received = np.split(
+            read(paddle.concat([lacks.reshape([1]), counts, table])), [1, 1 + num_experts]
+        )
+        sent = known.reshape(size, -1).sum(1)
+        sent[me] += lacking[0]
+        zeros_at = int(known[: last + 1].sum()) if lacking[0] else None
+        return cls(sent, received.reshape(slices, size, -1), zeros_at, ep, emp)
 
     @property
     def local_counts(self) -> np.ndarray:
-        """Rows that each expert of this rank gets. The first gets one of zeros if there are none: not every
-        operator of every device takes a tensor without elements."""
-        counts = self.table.sum((0, 1))
-        counts[0] += not counts.any()
-        return counts
+        """Rows that each expert of this rank gets."""
+        return self.table.sum((0, 1))
 
     @property
     def _received(self) -> np.ndarray:
@@ -188,20 +198,19 @@ class Route:
 
     def depart(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
         """Start to send rows, sorted by expert, to the ranks of their experts."""
+        if self.zeros_at is not None:
+            zeros = paddle.zeros([1, *rows.shape[1:]], rows.dtype)
+            rows = _joined(rows[: self.zeros_at], zeros, rows[self.zeros_at :])
         return message.start(rows, self.sent, self._received, self.ep)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
         """Rows that have come along ``ep`` to all ranks along ``emp``: sorted by expert again."""
-        if not self._longest:
-            return paddle.zeros([1, *rows.shape[1:]], rows.dtype)
         if self.emp is not None:
             rows = gather_rows(rows, self._longest, self.emp)
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
         """The opposite of :meth:`spread`: what the ranks along ``emp`` have is added up."""
-        if not self._longest:
-            return rows[:0]
         rows = rows.index_select(self._place)
         if self.emp is None:
             return rows
@@ -210,8 +219,15 @@ class Route:
         return total[: int(self._received.sum())]
 
     def send_back(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """The opposite of :meth:`depart`."""
+        """Start the opposite of :meth:`depart`, for :meth:`at_home`."""
         return message.start(rows, self._received, self.sent, self.ep)
+
+    def at_home(self, message: Message) -> paddle.Tensor:
+        """The rows of :meth:`send_back`, once they are there."""
+        rows = message.wait()
+        if self.zeros_at is None:
+            return rows
+        return _joined(rows[: self.zeros_at], rows[self.zeros_at + 1 :])
 
 
 class Message:
@@ -232,6 +248,11 @@ class Message:
         """The rows, once they are there."""
         finish, self._finish = self._finish, None
         return finish()
+
+
+def _joined(*parts: paddle.Tensor) -> paddle.Tensor:
+    some = [part for part in parts if part.shape[0]]
+    return paddle.concat(some) if some else parts[0]
 
 
 def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
@@ -256,27 +277,26 @@ class _Depart(PyLayer):
 
     @staticmethod
     def forward(ctx: Any, rows: paddle.Tensor, route: Route, message: Message) -> paddle.Tensor:
-        ctx.message = message
-        return route.depart(rows, message)
+        ctx.route, ctx.message = route, message
+        departed = route.depart(rows, message)
+        return departed.clone() if departed is rows else departed
 
     @staticmethod
     def backward(ctx: Any, _: paddle.Tensor) -> paddle.Tensor:
-        return ctx.message.wait()
+        return ctx.route.at_home(ctx.message)
 
 
 class _Arrive(PyLayer):
     @staticmethod
     def forward(ctx: Any, received: paddle.Tensor, route: Route, message: Message) -> paddle.Tensor:
         ctx.route, ctx.message = route, message
-        if route.ep is not None:
-            message.wait()
+        message.wait()
         return route.spread(received)
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
         gradient = ctx.route.collect(upstream)
-        if ctx.route.ep is not None:
-            ctx.route.send_back(gradient, ctx.message)
+        ctx.route.send_back(gradient, ctx.message)
         return gradient
 
 
@@ -285,7 +305,7 @@ class _Return(PyLayer):
     def forward(ctx: Any, outputs: paddle.Tensor, route: Route) -> paddle.Tensor:
         ctx.route, message = route, Message()
         route.send_back(route.collect(outputs), message)
-        return message.wait()
+        return route.at_home(message)
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> paddle.Tensor:
@@ -299,8 +319,10 @@ def _share(num_rows: int, group: Any) -> int:
 
 
 def _part(rows: paddle.Tensor, group: Any) -> paddle.Tensor:
+    """The share of this rank; a row of zeros where there are fewer rows than ranks."""
     share = _share(rows.shape[0], group)
-    return rows[group.rank * share : (group.rank + 1) * share]
+    part = rows[group.rank * share : (group.rank + 1) * share]
+    return part if part.shape[0] else paddle.zeros([1, *rows.shape[1:]], rows.dtype)
 
 
 class _Own(PyLayer):

@@ -243,13 +243,13 @@ class Order:
         return rows.index_select(self._order // self._k)
 
     def add_up(self, outputs: paddle.Tensor, weights: paddle.Tensor | None) -> paddle.Tensor:
-        """The weighted sum of what belongs to each row."""
-        total = None
-        for j in range(self._k):
-            part = outputs.index_select(self._place[:, j])
-            if weights is not None:
-                part = part * weights[:, j : j + 1].expand_as(part)
-            total = part if total is None else total.add_(part)
+        """The sum of what belongs to each row, ``[n, h]``; ``weights [n, k]``, None: all are 1."""
+        if weights is not None:
+            parts = outputs.index_select(self._place.reshape([-1])).reshape([-1, self._k, outputs.shape[-1]])
+            return paddle.bmm(weights.unsqueeze(1), parts).squeeze(1)
+        total = outputs.index_select(self._place[:, 0])
+        for j in range(1, self._k):
+            total.add_(outputs.index_select(self._place[:, j]))
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
@@ -291,4 +291,4 @@ class _Combine(PyLayer):
         order, rows = ctx.order, ctx.order.gather(upstream)
         # A product with ones: Paddle's CPU kernels are slow to sum rows.
         of_weights = paddle.matmul(rows * outputs, paddle.ones([rows.shape[1], 1], rows.dtype))
-        return rows * order.of_choices(weights).expand_as(rows), order.of_positions(of_weights)
+        return rows * order.of_choices(weights), order.of_positions(of_weights)

@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
@@ -291,11 +290,12 @@ class QuantizedGroupedLinear(nn.Layer):
         """``x [n, k]``, in groups of ``counts`` rows, to ``[n, columns]``."""
         if not x.shape[0]:
             return paddle.zeros([0, self.weight.shape[-1]], x.dtype)
-        ends, parts = np.cumsum(counts).tolist(), []
-        for expert, count in enumerate(counts):
+        end, parts = 0, []
+        for expert, count in enumerate(map(int, counts)):
+            begin, end = end, end + count
             if count:
                 bias = self.bias[expert] if adds_bias and self.bias is not None else None
-                parts.append(self._matrix(expert).linear(x[ends[expert] - count : ends[expert]], bias))
+                parts.append(self._matrix(expert).linear(x[begin:end], bias))
         return paddle.concat(parts)
 
     def _matrix(self, expert: int) -> QuantizedMatrix:

@@ -61,15 +61,17 @@ def _choose(
         grouped = scores.reshape([*scores.shape[:-1], cfg.num_groups, -1])
         best = grouped.topk(2, -1)[0].sum(-1) if cfg.group_score == "top2" else grouped.max(-1)
         kept = chosen_mask(best.topk(cfg.top_groups, -1)[1], cfg.num_groups).unsqueeze(-1)
-        scores = paddle.where(kept.expand_as(grouped) > 0, grouped, paddle.full([], -float("inf")))
+        scores = paddle.where(
+            kept.expand_as(grouped) > 0, grouped, paddle.full([], -float("inf"), scores.dtype)
+        )
         scores = scores.reshape([*kept.shape[:-2], -1])
     return scores.topk(top_k, -1)[1]
 
 
 def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
     """``choice [..., k]`` of ``count`` things as ones in ``[..., count]`` zeros."""
-    zeros = paddle.zeros([*choice.shape[:-1], count])
-    return zeros.put_along_axis(choice, paddle.ones([], zeros.dtype), -1)
+    zeros = paddle.zeros([*choice.shape[:-1], count], "float32")
+    return zeros.put_along_axis(choice, paddle.ones([], "float32"), -1)
 
 
 # -- losses, as :class:`~ppfleetx.nn.aux_loss.AuxLoss` adds them up

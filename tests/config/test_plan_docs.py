@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.gen_pages import filled
 from tools.gen_parallelism_docs import blocks, order_of_passes, timetable, zero_bubble_timetable
+from tools.site.pages import filled
 
 ROOT = Path(__file__).resolve().parents[2]
 

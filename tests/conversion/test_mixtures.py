@@ -148,6 +148,14 @@ def test_which_layers_are_mixtures(keys, layers):
     assert ModelConfig(**model_keys(config | keys)).moe.mixture_layers(3) == layers
 
 
+def test_a_deepseek_v3_without_the_keys_has_transformers_defaults():
+    config = golden("deepseek_v3")[0] | {"num_hidden_layers": 5}
+    for key in ("routed_scaling_factor", "first_k_dense_replace"):
+        del config[key]
+    moe = ModelConfig(**model_keys(config)).moe
+    assert (moe.router.scale, moe.mixture_layers(5)) == (2.5, (3, 4))
+
+
 def test_transformers_balances_where_router_logits_are_put_out():
     config, *_ = golden("mixtral")
     assert model_keys(config)["moe"]["aux_loss"] == {"kind": "pooled", "weight": 0.02}

@@ -18,6 +18,8 @@ RAMP = (
     "Global.rampup_batch_size=[2,2,12]",
     "Engine.eval_freq=0",
     "Engine.logging_freq=1",
+    "Model.hidden_dropout_prob=0",  # its masks belong to a micro batch
+    "Model.attention_probs_dropout_prob=0",
 )
 
 

@@ -226,7 +226,7 @@ def _check_conversion(folder: Path) -> None:
     assert refused.returncode == 2 and "position_embedding_type" in refused.stderr
     assert "Traceback" not in refused.stderr and not (folder / "none").exists()
     refused = run("generate", "", "a")
-    assert refused.returncode == 2 and "needs the plugin parts_plugin" in refused.stderr
+    assert refused.returncode == 2 and "this configuration needs the plugin" in refused.stderr
     for verb, output, words, variables in (
         ("convert", "argument", ("--plugin", "parts_plugin"), {}),
         ("convert", "variable", (), {"PPFLEETX_PLUGINS": "parts_plugin"}),

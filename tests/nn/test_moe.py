@@ -214,3 +214,17 @@ def test_matrices_of_experts_are_rounded_each_by_itself():
     layer(paddle.randn([7, 6]), [3, 0, 4]).sum().backward()
     assert layer.weight.grad.shape == [3, 6, 4] and not layer.weight.grad[1].any()
     assert layer(paddle.zeros([0, 6]), [0, 0, 0]).shape == [0, 4]
+
+
+def test_a_rank_without_positions():
+    """Ranks that share one position in decoding."""
+    import paddle
+
+    from ppfleetx.nn.moe import Order
+
+    order = Order(paddle.zeros([0, 2], "int64"), 4, None)
+    rows = order.dispatch(paddle.zeros([0, 8]))
+    assert rows.shape == [0, 8] and order.counts.tolist() == [0, 0, 0, 0]
+    assert order.combine(rows, paddle.zeros([0, 2])).shape == [0, 8]
+    _, layer = grouped(8, 4)
+    assert layer(rows, [0, 0, 0]).shape == [0, 4]

@@ -36,7 +36,8 @@ NO_OPTIONS = {
         Model.add_qkv_bias Model.add_out_proj_bias Model.add_mlp_bias Model.add_head_bias Model.qk_layernorm
         Model.parallel_residual Model.sandwich_norm Model.attn_post_norm_scale Model.ffn_post_norm_scale
         Model.initializer_range Model.embedding_initializer_range Model.scale_output_init
-        Model.scale_qk_by_layer_num Model.num_classes Model.fuse_attn_qkv""",
+        Model.scale_qk_by_layer_num Model.num_classes Model.fuse_attn_qkv Model.latent_attention
+        Model.rotary_interleaved""",
     "random masks of a plan are not those of one card": """
         Model.hidden_dropout_prob Model.attention_probs_dropout_prob Model.embedding_dropout_prob
         Model.lora.dropout""",

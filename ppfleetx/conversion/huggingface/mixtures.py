@@ -314,11 +314,12 @@ _DEEPSEEK_V3 = Family(
     | ATTENTION_BIAS
     | {
         "rope_interleave": ("rotary_interleaved", True),
+        "routed_scaling_factor": ("moe.router.scale", 2.5),
         "norm_topk_prob": ("moe.router.normalize", True),
     },
     LLAMA_FIXED | _DEEPSEEK_V3_ROUTER,
     LLAMA_NAMES | _DEEPSEEK_MOE_NAMES | _LATENT_NAMES,
-    lambda config: _latent(config) | _deepseek_moe(config),
+    lambda config: _latent(config) | _deepseek_moe({"first_k_dense_replace": 3, **config}),
     _write_latent,
     _DEEPSEEK_READ,
     other_names=_q_up,

@@ -278,9 +278,12 @@ class ModelSpec:
     @property
     def routers(self) -> Mapping[str, int]:
         """Number of experts of each router, by canonical name."""
-        ending = ".router.weight"
-        weights = ((name, spec) for name, spec in self.parameters().items() if name.endswith(ending))
-        return {name.removesuffix(".weight"): spec.shape[1] for name, spec in weights}
+        mixtures = ((index, block.mlp) for index, block in enumerate(self.blocks))
+        return {
+            f"decoder.layers.{index}.mlp.router": mlp.cfg.num_experts
+            for index, mlp in mixtures
+            if isinstance(mlp, MoESpec)
+        }
 
     def end_operations(self, work: Work) -> list[Operation]:
         """Operations of final norm, logits and loss on one rank."""

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _BEGIN, _END = "<!-- {name}: made by {tool} -->", "<!-- end of {name} -->"
 
 
