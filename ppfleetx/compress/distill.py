@@ -20,7 +20,7 @@ from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.tensors import load_model
 from ppfleetx.checkpoint.weights import with_vocabulary
-from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.compress import DistillConfig, WeightsConfig, is_of_quantizer
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
@@ -68,6 +68,22 @@ class Distillation(WrappedTask):
         return self._teacher
 
 
+def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFactory) -> None:
+    """Refuse a teacher whose experts the student's plan does not divide; groups are made for the student."""
+    if teacher.moe is None:
+        return
+    key, ep = "Compress.Distill.teacher", factory.mesh.size_of("ep")
+    if student.moe is None and factory.group is not None:
+        raise ConfigError(
+            "is a mixture of experts, and the student is not: that needs Distributed.mp_degree = 1", key=key
+        )
+    if teacher.moe.num_experts % ep:
+        raise ConfigError(
+            f"has {teacher.moe.num_experts} experts, which do not divide by Distributed.ep_degree = {ep}",
+            key=key,
+        )
+
+
 def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> StagedModel:
     """Build the model of a checkpoint with ``factory``, and load this rank's part of its weights.
 
@@ -81,6 +97,7 @@ def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> Sta
             f"Compress.Distill.teacher: {checkpoint.path} has a vocabulary of {model.vocab_size}, the "
             f"student (Model.vocab_size) of {student.vocab_size}: their outputs cannot be compared"
         )
+    _check_experts(model, student, factory)
     rows = "vocab_size_divisible_unit"  # so that both models split their vocabulary alike
     model = model.model_copy(update={rows: getattr(student, rows), "lora": None, "loss_chunks": 1})
     stages = with_small_weights(model_stages(model, factory), _weights_of(checkpoint), factory)

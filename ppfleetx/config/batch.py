@@ -115,13 +115,13 @@ def _check_ramp(ramp: BatchRamp, per_pass: int) -> None:
     if ramp.start >= ramp.full or (ramp.full - ramp.start) % ramp.increment:
         raise RuleError(
             (_RAMP, _GLOBAL),
-            f"does not lead from {ramp.start} in steps of {ramp.increment} to the global batch, {ramp.full}",
+            f"cannot grow from {ramp.start} to the global batch of {ramp.full} by {ramp.increment} at a time",
         )
     wrong = next((size for size in ramp.sizes if size % per_pass), None)
     if wrong is not None:
         raise RuleError(
             (_RAMP, _MICRO),
-            f"has a batch of {wrong}, which is no multiple of micro_batch_size x data ranks = {per_pass}",
+            f"has a batch of {wrong}, which is not a multiple of micro_batch_size x data ranks = {per_pass}",
         )
 
 

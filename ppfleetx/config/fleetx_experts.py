@@ -19,6 +19,12 @@ _FLAT = (
     "moe_min_capacity", "moe_token_dropping", "enable_expert_tensor_parallelism", "balance_loss_weight",
 )  # fmt: skip
 
+_UNREAD = ("moe_eval_capacity_factor", "moe_min_capacity")
+
+
+def _given(flat: dict[str, Node], key: str) -> bool:
+    return key in flat and flat[key].value is not None
+
 
 def rewrite_experts(tree: Node) -> list[str]:
     """Rewrite the keys of experts of a whole configuration in place, and return warnings.
@@ -33,12 +39,20 @@ def rewrite_experts(tree: Node) -> list[str]:
     for key, dense in (("module", "GPTModule"), ("name", "GPT")):
         if key in model and model[key].value in ("MoEModule", "MoE"):
             model[key] = Node(dense, model[key].place)
+    mode = given.value.get("expert_mode") if given is not None and isinstance(given.value, dict) else None
+    if mode is not None and mode.value is False:
+        return [f"Model.moe_configs ({given.place}) is not used: expert_mode is False"]
+    unread: list[str] = []
     if given is not None and given.value is not None:
-        place = given.place
+        place, unread = given.place, [*flat]
         moe, degree = _of_section(_checked(given), _section(tree, "Distributed"))
     elif number is not None and _count("Model.num_experts", number) > 1:
         place, degree = number.place, 1
         moe = _of_flat(number, flat, model)
+        unread = [key for key in _UNREAD if _given(flat, key)]
+        slices = flat.get("enable_expert_tensor_parallelism")
+        if slices is not None and slices.value is False:
+            _section(tree, "Distributed")["expert_mp_degree"] = Node(1, slices.place)
     else:
         return [
             f"Model.{key} ({node.place}) is not used: the model has no experts" for key, node in flat.items()
@@ -48,9 +62,11 @@ def rewrite_experts(tree: Node) -> list[str]:
     model["moe"] = _node(moe, place)
     if degree > 1:
         _section(tree, "Distributed")["ep_degree"] = Node(degree, place)
+    notes = [f"Model.{key} ({flat[key].place}) is not used: Model.moe has no such setting" for key in unread]
     return [
+        *notes,
         f"FleetX's experts ({place}) are read as Model.moe ({_flow(moe)}), by formulas that do not depend on "
-        "the plan: experts are weighted by probabilities, and the balancing loss is E sum(f P)"
+        "the plan: experts are weighted by probabilities, and the balancing loss is E sum(f P)",
     ]
 
 
@@ -123,7 +139,8 @@ def _of_flat(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dic
         "aux_loss": {"kind": "switch" if top_k == 1 else "gshard"},
     }
     if drops is None or drops.value is not False:
-        moe["capacity"] = {"factor": 1.0 if factor is None else factor.value, "policy": "position"}
+        whole = 1.0 if factor is None or factor.value is None else factor.value
+        moe["capacity"] = {"factor": whole, "policy": "position"}
     return moe
 
 

@@ -138,7 +138,7 @@ def _check_ramp(cfg: RunConfig) -> None:
     if cfg.Model.virtual_pp_degree > 1:
         raise RuleError(
             (key, "Model.virtual_pp_degree"),
-            "changes the number of micro batches, by which virtual stages are ordered; set one of them only",
+            "changes the number of micro batches, which the virtual-stage schedule depends on; use only one",
         )
 
 

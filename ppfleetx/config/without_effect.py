@@ -102,14 +102,15 @@ def _has_one_chunk(cfg: RunConfig) -> bool:
 SWITCHED_OFF = (
     SwitchedOff(
         _keys("Optimizer", "beta1 beta2 epsilon weight_decay weight_decay_schedule"),
-        lambda cfg: cfg.Optimizer.name == "SGD",
+        lambda cfg: cfg.Optimizer.names == {"SGD"},
         "Optimizer.name = SGD is plain gradient descent",
     ),
     *(
         SwitchedOff(
             (f"Optimizer.{key}",),
             lambda cfg, key=key: (
-                cfg.Optimizer.name != "SGD" and key not in OPTIMIZERS.traits(cfg.Optimizer.name).reads
+                cfg.Optimizer.names != {"SGD"}
+                and all(key not in OPTIMIZERS.traits(name).reads for name in cfg.Optimizer.names)
             ),
             "Optimizer.name is an optimizer that does not read it",
         )

@@ -5,7 +5,7 @@ Letters: q, kv bytes of all queries, of all keys (or values) on one rank; e byte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,11 @@ from ppfleetx.nn.tape import Step, Tape
 
 def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
     """Columns ``[key/value head][query ... query, key, value][head_dim]``."""
-    widths = {"q": queries_per_group * head_dim, "k": head_dim, "v": head_dim}
+    return parts_of({"q": queries_per_group * head_dim, "k": head_dim, "v": head_dim})
+
+
+def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
+    """Columns that repeat parts of these widths."""
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
         parts.append(Part(name, 1, period, end, width))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ppfleetx.nn.attention_spec import CoreSizes, core_operations
+from ppfleetx.nn.attention_spec import CoreSizes, core_operations, parts_of
 from ppfleetx.nn.cost import Operation, Work, elementwise
 from ppfleetx.nn.init import Init
 from ppfleetx.nn.layer_spec import LayerSpec, LinearSpec, NormSpec, Specs, within
@@ -85,7 +85,7 @@ class LatentAttentionSpec:
     def q_up(self) -> LinearSpec:
         """Compressed queries to those of each head, ``[head][nope_head_dim, rope_head_dim]``."""
         width_in = self.hidden_size if self.q_rank is None else self.q_rank
-        return self._up(width_in, self.head_dim)
+        return self._up(width_in, {"q": self.head_dim})
 
     @property
     def kv_down(self) -> LinearSpec:
@@ -100,7 +100,7 @@ class LatentAttentionSpec:
     @property
     def kv_up(self) -> LinearSpec:
         """Compressed to keys and values of each head, ``[head][nope_head_dim, value_head_dim]``."""
-        return self._up(self.kv_rank, self.nope_head_dim + self.value_head_dim)
+        return self._up(self.kv_rank, {"k": self.nope_head_dim, "v": self.value_head_dim})
 
     @property
     def out_proj(self) -> LinearSpec:
@@ -112,8 +112,11 @@ class LatentAttentionSpec:
         """Compressed vectors are the same for all heads: every tensor-parallel rank makes them whole."""
         return LinearSpec(self.hidden_size, width, "whole", self.down_bias, self.init, of_trunk=True)
 
-    def _up(self, width_in: int, of_head: int) -> LinearSpec:
-        return LinearSpec(width_in, self.num_heads * of_head, "columns", bias=False, init=self.init)
+    def _up(self, width_in: int, widths: dict[str, int]) -> LinearSpec:
+        """To parts of these widths in each head."""
+        parts, period = parts_of(widths), sum(widths.values())
+        width = self.num_heads * period
+        return LinearSpec(width_in, width, "columns", bias=False, init=self.init, parts=parts)
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         names = ("q_down", "q_norm", "q_up", "kv_down", "kv_norm", "kv_up", "out_proj")

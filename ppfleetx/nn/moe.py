@@ -133,7 +133,9 @@ class Router(nn.Layer):
     @paddle.no_grad()
     def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
         """After a step: move the bias by the ``loads [E]`` of the global batch, and keep its ``shares [E]``
-        for the next loss."""
+        for the next loss. A frozen router, below adapters, stays as it is."""
+        if self.weight.stop_gradient:
+            return
         rate = self.cfg.bias_update_rate
         if self.bias is not None and rate and self.bias._is_initialized():
             self.bias.set_value(choices.moved_bias(self.bias.detach(), loads, rate))

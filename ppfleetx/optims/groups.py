@@ -72,7 +72,7 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
         specs: all parameters of the model.
 
     Raises:
-        ConfigError: a group takes no parameter.
+        ConfigError: a group takes no parameter, or none that its optimizer moves.
     """
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     for spec in specs:
@@ -85,7 +85,15 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
         key = f"Optimizer.groups[{number}]" if number < len(cfg.groups) else "others"
         if not found and number < len(cfg.groups):
             raise ConfigError(
-                "takes no parameter that trains and that no earlier group has", key=key, value=own.patterns
+                "matches no trainable parameter that is not already in an earlier group",
+                key=key,
+                value=", ".join(own.patterns or own.kinds or ()),
+            )
+        if own.optimizer == "Muon" and not any(map(is_hidden_matrix, found)):
+            raise ConfigError(
+                "matches no matrix of a block, and Muon moves nothing else",
+                key=f"{key}.optimizer",
+                value="Muon",
             )
         rows += _rows(key, own, own.optimizer or cfg.name, found)
     return rows

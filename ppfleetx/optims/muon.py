@@ -73,9 +73,13 @@ class Muon(Rule):
         period = parts[0].period
         runs = update.reshape([*update.shape[:-1], -1, period])
         pieces = [runs[..., part.offset : part.offset + part.width] for part in parts]
-        heads = self.muon.split == "heads" and parts[0].name == "q"
-        head_dim = min(part.width for part in parts)
-        changed = [self._of_part(piece, head_dim if heads else None) for piece in pieces]
+        heads = self.muon.split == "heads" and parts[0].name in ("q", "k")
+        fused = parts[0].name == "q" and len(parts) > 1  # several heads of queries, one of keys
+        widths = [min(p.width for p in parts) if fused else part.width for part in parts]
+        changed = [
+            self._of_part(piece, width if heads else None)
+            for piece, width in zip(pieces, widths, strict=True)
+        ]
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _of_part(self, piece: Tensor, head_dim: int | None) -> Tensor:

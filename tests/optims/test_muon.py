@@ -161,3 +161,19 @@ def test_a_group_that_takes_nothing_is_refused_by_name():
 def test_settings_that_make_no_sense_are_refused(given):
     with pytest.raises(ValueError):
         OptimizerConfig(**given)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [{"kinds": ["norm"], "optimizer": "SGD", "beta1": 0.5}, {"kinds": ["norm"], "weight_decay": 0.1}],
+)
+def test_a_group_has_no_setting_that_its_optimizer_does_not_read(group):
+    with pytest.raises(ValueError, match="is not read by SGD"):
+        OptimizerConfig(name="SGD", groups=[group])
+
+
+def test_muon_for_parameters_that_it_does_not_move_is_refused():
+    cfg = OptimizerConfig(groups=[{"kinds": ["word_embedding"], "optimizer": "Muon"}])
+    with pytest.raises(ConfigError) as found:
+        group_rows(cfg, parameter_specs(MODEL).values())
+    assert found.value.key == "Optimizer.groups[0].optimizer"

@@ -151,8 +151,8 @@ class MuonConfig(Section):
     """Table of the iterations' coefficients. `polar_express` wants 8 steps or more, `quintic` a multiple of
     5, `aol` of 4."""
     split: Literal["parts", "heads", "none"] = "parts"
-    """What of a fused weight is a matrix: queries, keys, values, gate and up, each as a whole; each head of
-    queries, keys and values; or the weight as it is."""
+    """How a fused weight is split into matrices. `parts`: queries, keys, values, gate and up, each as a
+    whole; `heads`: each head of queries, keys and values; `none`: not at all."""
     epsilon: PositiveFloat = 1e-7
     """Smallest norm that a matrix is divided by."""
 
@@ -170,7 +170,7 @@ class MuonConfig(Section):
 
 
 class ParamGroupConfig(Section):
-    """Parameters that train otherwise than the others. The first group that takes a parameter has it."""
+    """Parameters with their own training settings. A parameter belongs to the first group that takes it."""
 
     parameters: Text | tuple[Text, ...] | None = None
     """Patterns of canonical names, with `*` and `?`, e.g. `decoder.layers.*.attention.*`."""
@@ -238,4 +238,9 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _check_options(self) -> OptimizerConfig:
         check_options(self.name, self.options, OPTIMIZERS.traits(self.name).options)
+        for number, group in enumerate(self.groups):
+            name = group.optimizer or self.name
+            for key in ("beta1", "beta2", "weight_decay"):
+                if getattr(group, key) is not None and key not in OPTIMIZERS.traits(name).reads:
+                    raise RuleError((f"groups[{number}].{key}",), f"is not read by {name}")
         return self
