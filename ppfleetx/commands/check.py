@@ -98,6 +98,7 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         *_plan_lines(cfg),
         *_model_lines(cfg),
         *_batch_lines(cfg),
+        *_ramp_lines(cfg),
         _line("precision", _precision(cfg)),
         *_offload_lines(cfg),
         *_group_lines(cfg),
@@ -234,6 +235,14 @@ def _lora_lines(model: ModelConfig) -> list[str]:
     return [_line("adapters", text)]
 
 
+def _ramp_lines(cfg: RunConfig) -> list[str]:
+    ramp = cfg.batch.ramp
+    if ramp is None:
+        return []
+    text = f"from {ramp.start} by {ramp.increment} to {ramp.full} in {ramp.samples:,} sequences"
+    return [_line("batch ramp", text)]
+
+
 def _batch_lines(cfg: RunConfig) -> list[str]:
     batch, plan = cfg.batch, cfg.plan
     lines = [
@@ -311,9 +320,11 @@ def _recompute(model: ModelConfig) -> str:
 def _group_lines(cfg: RunConfig) -> list[str]:
     """The optimizer and settings of each group of parameters, if there is more than one."""
     rows = group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
+    decay = cfg.Optimizer.layer_decay
+    by_layer = [] if decay == 1.0 else [_line("layer decay", f"{decay:g} towards the input, of the rates")]
     if len(rows) == 1:
-        return []
-    return [
+        return by_layer
+    return by_layer + [
         _line(
             "optimizer" if number == 0 else "",
             f"{row.optimizer}{f', {row.settings}' if row.settings else ''}: "

@@ -80,11 +80,11 @@ class ExpertLoads:
         for name, loads in self._loads.items():
             idle = self._idle[name] = np.where(loads[0] > 0, 0, self._idle[name] + 1)
             if (idle == _PATIENCE).any():
-                starving = np.flatnonzero(idle >= _PATIENCE).tolist()
+                starving = np.flatnonzero(idle == _PATIENCE).tolist()
                 get_logger().warning(
-                    f"layer {_layer(name)}: {len(starving)} of {len(idle)} experts got no position for "
-                    f"{_PATIENCE} steps: {', '.join(map(str, starving))}. Model.moe.aux_loss.weight or "
-                    "bias_update_rate may be too small"
+                    f"layer {_layer(name)}: {_PATIENCE} steps without a position for the experts "
+                    f"{', '.join(map(str, starving))}; {(idle >= _PATIENCE).sum()} of {len(idle)} get none. "
+                    "Model.moe.aux_loss or bias_update_rate balances them"
                 )
 
 

@@ -309,3 +309,24 @@ def test_loss_and_gradients_equal_transformers(name):
                 np.testing.assert_allclose(found, expected[theirs], rtol=1e-3, atol=1e-6, err_msg=theirs)
                 compared += 1
     assert compared == len(expected) > 3
+
+
+def test_a_mixture_in_all_layers_needs_no_dense_width(tmp_path):
+    """Mixtral has the experts' width alone; a network of ours may have another, for MLPs that it has not."""
+
+    moe = {"num_experts": 4, "expert_ffn_size": 24, "aux_loss": {"kind": "none"}}
+    model = ModelConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        hidden_act="swiglu",
+        normalization="RMSNorm",
+        position_embedding_type="rope",
+        add_bias_linear=False,
+        tie_word_embeddings=False,
+        ffn_hidden_size=40,
+        moe=moe,
+    )
+    assert hf_config(model, "F32")["intermediate_size"] == 24

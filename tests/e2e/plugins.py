@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +12,14 @@ from tests.e2e import program
 
 def use(folder: str, plugin: str) -> None:
     """Import the plugin from ``folder``, as ``--plugin`` does."""
+    from ppfleetx.config import plugins
     from ppfleetx.utils.plugins import import_named_plugins
 
     if folder not in sys.path:
         sys.path.append(folder)
+    # As in a new process: without those of the runs before.
+    plugins._imported.clear()
+    os.environ.pop(plugins.VARIABLE, None)
     import_named_plugins([plugin])
 
 

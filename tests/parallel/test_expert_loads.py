@@ -70,6 +70,6 @@ def test_experts_that_starve_are_named_once(caplog: pytest.LogCaptureFixture) ->
             parameter.stop_gradient = True
     for step in range(22):
         runner.train_step(training.micro_batches(0, cfg, ctx), step=step + 1, lr=0.0, weight_decay=0.0)
-    said = [record.getMessage() for record in caplog.records if "got no position" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "without a position" in record.getMessage()]
     assert [text.partition(":")[0] for text in said] == ["layer 0", "layer 1"]
-    assert "3 of 4 experts" in said[0]
+    assert "3 of 4 get none" in said[0]

@@ -51,21 +51,31 @@ def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
 
 def _made(model: ModelConfig) -> dict[str, Any]:
     """The configuration of the first family that can express ``model``."""
-    values, reasons = network(model), []
-    for model_type, family in candidates(model).items():
-        config = family.config(model_type, model, values)
-        try:
-            differences = _differences(config, model)
-        except UserError:
-            continue
-        if not differences:
-            return config
-        reasons.append((len(differences), model_type, ", ".join(differences)))
+    reasons = []
+    for same in (model, _with_experts_width(model)):
+        values = network(same)
+        for model_type, family in candidates(same).items():
+            config = family.config(model_type, same, values)
+            try:
+                differences = _differences(config, same)
+            except UserError:
+                continue
+            if not differences:
+                return config
+            reasons.append((len(differences), model_type, ", ".join(differences)))
     _, nearest, why = min(reasons)
     raise CheckpointError(
         f"this network cannot be written in Hugging Face's format; from {nearest}, the nearest, it differs "
         f"in {why}"
     )
+
+
+def _with_experts_width(model: ModelConfig) -> ModelConfig:
+    """The same network if every layer is a mixture: nothing has the dense width then."""
+    moe = model.moe
+    if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
+        return model
+    return model.model_copy(update={"ffn_hidden_size": moe.expert_ffn_size or model.ffn_hidden_size})
 
 
 def _differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
