@@ -7,6 +7,7 @@ checkpoint are derived from that here, and nowhere else. No Paddle: the planner 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -175,13 +176,13 @@ def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()
 
     Those named in ``first`` go to rank 0.
     """
-    owners, load = dict.fromkeys((name for name in first if name in sizes), 0), [0] * num_ranks
-    load[0] = sum(sizes[name] for name in owners)
+    owners = dict.fromkeys((name for name in first if name in sizes), 0)
+    loads = [(sum(sizes[name] for name in owners), 0), *((0, rank) for rank in range(1, num_ranks))]
+    heapq.heapify(loads)
     for name, size in sorted(sizes.items(), key=lambda item: item[1], reverse=True):
         if name not in owners:
-            rank = load.index(min(load))
-            owners[name] = rank
-            load[rank] += size
+            load, owners[name] = loads[0]
+            heapq.heapreplace(loads, (load + size, owners[name]))
     return owners
 
 

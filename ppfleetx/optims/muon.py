@@ -59,9 +59,10 @@ class Muon(Rule):
         mu = self.muon.momentum
         for view in group:
             momentum = view.states["momentum"]
+            share = (1 - mu) * view.gradient
             momentum.scale_(mu)
-            momentum.add_((1 - mu) * view.gradient)
-            update = (1 - mu) * view.gradient + mu * momentum if self.muon.nesterov else momentum
+            momentum.add_(share)
+            update = share + mu * momentum if self.muon.nesterov else momentum
             change = self._of_each_matrix(update, () if view.spec is None else view.spec.parts)
             view.value.scale_(1 - lr * weight_decay)
             view.value.subtract_(lr * change)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 from ppfleetx.config.mesh import EXPERTS, Mesh
 from ppfleetx.models.gpt.spec import model_spec, parameter_specs
-from ppfleetx.nn.param_spec import REPLICATE, Shard
+from ppfleetx.nn.param_spec import REPLICATE, Shard, deal_out
 from ppfleetx.planner.job import Job, ModelKey
 
 _LAYER = "decoder.layers."
@@ -182,14 +181,9 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """The most that any rank owns when whole parameters are assigned, largest first, each to the rank that
-    has least so far (the rule of ``parallel/sharding.py``)."""
-    if ranks == 1:
-        return sum(sizes)
+    """The most that any rank owns when whole parameters are dealt out."""
+    named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks
-    heap = [(0, rank) for rank in range(ranks)]
-    for size in sorted(sizes, reverse=True):
-        least, rank = heapq.heappop(heap)
-        load[rank] = least + size
-        heapq.heappush(heap, (load[rank], rank))
+    for name, rank in deal_out(named, ranks).items():
+        load[rank] += named[name]
     return max(load)
