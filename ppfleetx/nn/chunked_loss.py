@@ -49,17 +49,22 @@ class LogitsInPieces:
     """
 
     def __init__(self, head: PieceHead, hidden: paddle.Tensor) -> None:
-        self._head, self._hidden = head, hidden
+        self.head, self.hidden = head, hidden
 
     def loss(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> paddle.Tensor:
         """``function``'s loss, summed over the pieces."""
         if paddle.is_grad_enabled():
-            return self._head((self._hidden,), None, PieceTarget(labels, mask, function))
+            return self.head((self.hidden,), None, PieceTarget(labels, mask, function))
         return paddle.stack(self.each(labels, mask, function)).sum()
 
     def each(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> list[Any]:
         """``function`` of every piece in order, without gradients."""
-        return self._head((self._hidden,), None, PieceTarget(labels, mask, function))
+        return self.head((self.hidden,), None, PieceTarget(labels, mask, function))
+
+    def logits(self) -> Iterator[paddle.Tensor]:
+        """The logits ``[s', b, V]`` of every piece in order, each computed when it is asked for, without
+        gradients and without the head's hooks."""
+        return self.head.logits_in_pieces(self.hidden)
 
 
 class PieceHead(nn.Layer):
@@ -93,6 +98,20 @@ class PieceHead(nn.Layer):
     def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
         """Weight, bias, and whether the weight is transposed (``[V, h]``)."""
         raise NotImplementedError
+
+    def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        """What the matrix multiplies, of the positions for which this rank has labels."""
+        raise NotImplementedError
+
+    def logits_in_pieces(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
+        """See :meth:`LogitsInPieces.logits`."""
+        with paddle.no_grad():
+            whole = self.entered(hidden)
+            weight, bias, is_transposed = self.matrix()
+        for begin, end in _edges(whole.shape[0], self.num_pieces):
+            with paddle.no_grad():
+                piece = _logits(whole[begin:end], weight, bias, is_transposed)
+            yield piece
 
     def run_pieces(self, whole: paddle.Tensor, target: PieceTarget) -> Any:
         """The loss of ``whole [s, b, h]``; without gradients, the results of all pieces."""
@@ -211,8 +230,11 @@ def _pieces(
     whole: paddle.Tensor, target: PieceTarget, num_pieces: int
 ) -> Iterator[tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]]:
     """Hidden, labels and mask of each piece: consecutive positions, their numbers equal or one apart."""
-    length = whole.shape[0]
-    count = min(num_pieces, length)
-    edges = [length * index // count for index in range(count + 1)]
-    for begin, end in pairwise(edges):
+    for begin, end in _edges(whole.shape[0], num_pieces):
         yield whole[begin:end], target.labels[:, begin:end], target.mask[:, begin:end]
+
+
+def _edges(length: int, num_pieces: int) -> Iterator[tuple[int, int]]:
+    """First position of each piece, and the one after its last."""
+    count = min(num_pieces, length)
+    return pairwise([length * index // count for index in range(count + 1)])

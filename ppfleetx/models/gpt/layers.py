@@ -222,10 +222,13 @@ class LanguageHead(PieceHead):
     ) -> Any:
         """Logits ``[s, b, V]``, or this rank's columns of them; see :class:`PieceHead` for the rest."""
         if target is not None:
-            return self.run_pieces(self.factory.enter_head(state[0]), target)
+            return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):
             return LogitsInPieces(self, state[0])
         return self.logits(state[0])
+
+    def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return self.factory.enter_head(hidden)
 
     def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """Whole logits of ``hidden [s, b, h]``."""
