@@ -14,6 +14,7 @@ from ppfleetx.utils.log import get_logger
 from tests.device.place import CARDS, DEVICE
 from tests.device.report import DeviceReport
 from tests.helpers.leftovers import nothing_left
+from tests.helpers.ranks import Pools
 
 _LONG = ("parity/", "device/", "faults/", "e2e/", "deploy/")
 
@@ -43,6 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """``pools(n)``: n ranks of a job, which serve all tests of a file."""
+    made = Pools()
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,5 @@
 """A rank's memory while it loads: its own share and the largest tensor, whatever the size of the model."""
 
-import pytest
-
-from tests.helpers.ranks import Pools
-
-
-@pytest.fixture(scope="module")
-def pools():
-    made = Pools()
-    yield made
-    made.close()
-
 
 def test_a_rank_of_four_loads_within_its_share(pools, tmp_path):
     (saved,) = pools(1).run("tests.checkpoint.load_memory:save", output_dir=str(tmp_path))

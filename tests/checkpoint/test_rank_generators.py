@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import paddle
@@ -17,13 +17,6 @@ from tests.helpers.ranks import Pools
 
 CASES = "tests.checkpoint.rank_generators:"
 MP, PP = ["Distributed.mp_degree=2"], ["Distributed.pp_degree=2"]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def test_each_rank_continues_its_own_under_the_same_plan(pools: Pools) -> None:

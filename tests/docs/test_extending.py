@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -51,13 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / str(block.title)).write_text(block.text + "\n")
     assert run(folder, next(c for c in COMMANDS if c and "configs copy" in c)).returncode == 0
     return folder
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def titled() -> list[Block]:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from tests.e2e.program import NANO, ROOT, losses, records
 from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
-from tests.helpers.ranks import Pools
 
 __all__ = ["NANO", "ROOT", "losses", "records"]  # for the tests of this room and others
 
@@ -29,13 +27,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefix = tmp_path_factory.mktemp("corpus") / "toy"
     write_corpus(prefix)
     return prefix
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 class Tool:

@@ -1,14 +1,6 @@
 import pytest
 
 from tests.e2e.resumption import write_corpus
-from tests.helpers.ranks import Pools
-
-
-@pytest.fixture(scope="session")
-def pools():
-    made = Pools()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,7 @@
 
 import pytest
 
-from tests.helpers.ranks import Pools
-
 GRADIENTS = "tests.nn.whole_linears:gradients"
-
-
-@pytest.fixture(scope="module")
-def pools():
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -56,13 +55,6 @@ def test_what_is_sent_stays_until_it_has_arrived(monkeypatch: pytest.MonkeyPatch
     assert held() == before + 4096
     pipeline._complete("tensor_send_next")
     assert waited == [before + 4096] and held() == before
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 @pytest.mark.parametrize(

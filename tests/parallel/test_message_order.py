@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,13 +15,6 @@ MICRO_BATCHES = 8
 STAGES = 4
 STEP = {"prev": -1, "next": 1}
 Start = tuple[str, str]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def left_over(logs: list[list[Start]], *, one_queue: bool) -> dict[tuple[int, int], list[Start]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,13 +12,6 @@ from tests.helpers.ranks import Pools
 from tests.parallel.message_log import Messages
 from tests.parity.comparison import fields_of
 from tests.parity.training import GLOBAL_BATCH
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def logs(pools: Pools, chunks: int, micro_batches: int, **more: bool) -> list[Messages]:

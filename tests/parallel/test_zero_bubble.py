@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import paddle
 import pytest
 
@@ -14,13 +12,6 @@ from tests.helpers.ranks import Pools
 from tests.parallel.test_async_exchanges import HALVES
 from tests.parity.comparison import fields_of
 from tests.parity.training import GLOBAL_BATCH
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def compare(pools: Pools, plan: Plan, model: str, **extra: object) -> list[dict]:
