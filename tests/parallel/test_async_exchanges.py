@@ -10,7 +10,6 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
-from tests.parity.comparison import fields_of
 from tests.parity.training import CONFIG, GLOBAL_BATCH
 
 REDUCES = {"Distributed.mp_async_allreduce": True}
@@ -73,11 +72,10 @@ def test_what_is_sent_stays_until_it_has_arrived(monkeypatch: pytest.MonkeyPatch
     ids=str,
 )
 def test_no_bit_changes(pools: Pools, plan: Plan, model: str, extra: dict, keys: list[dict]) -> None:
-    ranks = pools(plan.world_size).run(
+    ranks = pools.run(
+        plan,
         "tests.parallel.two_schedules:with_keys",
         timeout=180.0,
-        plan=fields_of(plan),
-        world_size=plan.world_size,
         model=model,
         extra={"Model.num_layers": 2, **extra},
         keys=[{}, *keys],
@@ -119,11 +117,10 @@ def test_options_of_a_product_take_effect_together(
 ) -> None:
     """In every product with a weight that trains, head included; and the log names what is taken."""
     for place, rank in enumerate(
-        pools(2).run(
+        pools.run(
+            plan,
             "tests.parallel.two_schedules:uses",
             timeout=180.0,
-            plan=fields_of(plan),
-            world_size=2,
             extra={"Model.num_layers": 2, **extra},
         )
     ):

@@ -1,46 +1,36 @@
 """Data that leave a layer out on some ranks, in some micro batches, change nothing about what is sent."""
 
+import functools
+
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import fields_of
 
 TRAIN = "tests.parallel.conditional:train"
 
 
+RANKS = [Plan(dp=2), *(Plan(sharding=2, sharding_stage=stage) for stage in (1, 2, 3))]
+
+
+@pytest.fixture(scope="module")
+def on_one_card(comparison):
+    """Losses and gradient norms of a model, by its name."""
+    return functools.cache(lambda name: comparison.pools.run(Plan(), TRAIN, micro_batch_size=1, name=name)[0])
+
+
 @pytest.mark.parametrize(
-    "plan",
+    ("name", "plan"),
     [
-        Plan(dp=2),
-        Plan(sharding=2),
-        Plan(sharding=2, sharding_stage=2),
-        Plan(sharding=2, sharding_stage=3),
-        Plan(pp=2, sharding=2, sharding_stage=3, pp_schedule="zb_h1"),
+        *(("ConditionalGPT", plan) for plan in RANKS),
+        ("ConditionalGPT", Plan(pp=2, sharding=2, sharding_stage=3, pp_schedule="zb_h1")),
+        ("WideGPT", Plan(sharding=2, sharding_stage=2)),
+        ("WideGPT", Plan(pp=2, sharding=2, sharding_stage=2)),
     ],
     ids=str,
 )
-def test_a_layer_that_only_some_batches_use(comparison, plan):
-    (one,) = comparison.pools(1).run(TRAIN, plan={}, world_size=1, micro_batch_size=1)
-    size = plan.world_size
-    ranks = comparison.pools(size).run(TRAIN, plan=fields_of(plan), world_size=size, micro_batch_size=1)
+def test_plans_give_what_one_card_gives(comparison, on_one_card, name, plan):
+    """A layer that only some batches use, and a weight whose gradient comes after that of the input."""
+    ranks = comparison.pools.run(plan, TRAIN, micro_batch_size=1, name=name)
     assert all(rank == ranks[0] for rank in ranks)
-    for found, expected in zip(ranks[0], one, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(sharding=2, sharding_stage=2),
-        Plan(pp=2, sharding=2, sharding_stage=2),
-    ],
-    ids=str,
-)
-def test_a_weight_whose_gradient_comes_after_that_of_the_input(comparison, plan):
-    options = {"micro_batch_size": 1, "name": "WideGPT"}
-    (one,) = comparison.pools(1).run(TRAIN, plan={}, world_size=1, **options)
-    ranks = comparison.pools(plan.world_size).run(
-        TRAIN, plan=fields_of(plan), world_size=plan.world_size, **options
-    )
-    for found, expected in zip(ranks[0], one, strict=True):
+    for found, expected in zip(ranks[0], on_one_card(name), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)

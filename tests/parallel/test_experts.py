@@ -5,7 +5,6 @@ import pytest
 
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import fields_of
 
 STEPS = "tests.parallel.experts:steps"
 
@@ -13,7 +12,7 @@ STEPS = "tests.parallel.experts:steps"
 @pytest.fixture(scope="module")
 def one_card(comparison, tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("one"))
-    (result,) = comparison.pools(1).run(STEPS, plan={}, world_size=1, ep=1, save_to=directory)
+    (result,) = comparison.pools.run(Plan(), STEPS, ep=1, save_to=directory)
     return result
 
 
@@ -35,10 +34,8 @@ def one_card(comparison, tmp_path_factory):
 )
 def test_experts_train_as_on_one_card(comparison, one_card, tmp_path, plan, ep):
     """Some ranks see no token for their experts, where others of their group do."""
-    size, read = plan.world_size, one_card["path"]
-    results = comparison.pools(size).run(
-        STEPS, plan=fields_of(plan), world_size=size, ep=ep, save_to=str(tmp_path), read=read
-    )
+    read = one_card["path"]
+    results = comparison.pools.run(plan, STEPS, ep=ep, save_to=str(tmp_path), read=read)
     original, saved = open_checkpoint(read), open_checkpoint(results[0]["path"])
     assert set(saved.names()) == set(original.names()) == {"toy.experts", "toy.gain"}
     assert set(saved.keys("optimizer")) == set(original.keys("optimizer"))

@@ -8,7 +8,7 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.parallel import param_broadcast
 from ppfleetx.parallel.param_broadcast import NewValues
-from tests.parity.comparison import fields_of
+from tests.helpers.ranks import fields_of
 
 GROUP = SimpleNamespace(id=1, rank=1, nranks=2, ranks=[0, 1])
 

@@ -3,7 +3,6 @@
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import fields_of
 
 HALF = {"Engine.mix_precision.enable": True, "Engine.mix_precision.dtype": "float16"}
 QUANTIZED = {
@@ -35,7 +34,7 @@ PRUNED = {"Compress.Prune.enable": True, "Compress.Prune.ratio": 0.5, "Compress.
 )
 def test_a_run_reduces_what_every_library_can(comparison, plan, extra):
     target = "tests.parallel.reductions:of_a_run"
-    for found, refused in comparison.pools(2).run(target, plan=fields_of(plan), world_size=2, extra=extra):
+    for found, refused in comparison.pools.run(plan, target, extra=extra):
         assert set(refused) <= {ON_CPUS_ALONE}
         assert found or plan.pp == 2, "nothing is noted"
 

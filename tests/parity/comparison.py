@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,6 @@ from tests.parity.training import GLOBAL_BATCH, STEPS
 TRAIN = "tests.parity.training:train"
 TRAIN_PART = "tests.parity.training:train_part"
 TOLERANCE = 1e-5
-
-
-def fields_of(plan: ParallelPlan) -> dict[str, Any]:
-    """The plan's fields that differ from one card's."""
-    return {f.name: getattr(plan, f.name) for f in fields(plan) if getattr(plan, f.name) != f.default}
 
 
 def micro_batch_size_of(plan: ParallelPlan) -> int:
@@ -109,11 +104,10 @@ class Comparison:
         **more: Any,
     ) -> list[dict[str, Any]]:
         """Results of the plan's run, by rank."""
-        return self.pools(plan.world_size).run(
+        return self.pools.run(
+            plan,
             self._train,
             timeout=120.0,
-            plan=fields_of(plan),
-            world_size=plan.world_size,
             model=model,
             optimizer=optimizer,
             micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
@@ -135,10 +129,9 @@ class Comparison:
     ) -> list[float]:
         """Losses and gradient norms of steps ``first`` to ``end``, which all ranks agree on; from a
         checkpoint and to another where they are named."""
-        results = self.pools(plan.world_size).run(
+        results = self.pools.run(
+            plan,
             train,
-            plan=fields_of(plan),
-            world_size=plan.world_size,
             model=model,
             micro_batch_size=micro_batch_size_of(plan),
             first_step=first,

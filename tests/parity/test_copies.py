@@ -3,7 +3,6 @@
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import fields_of
 
 SMALL = {"Model.num_layers": 2}
 LORA = {**SMALL, "Model.lora.rank": 4, "Model.lora.alpha": 16.0}
@@ -35,10 +34,9 @@ NAMES = [f"{plan}{', LoRA' if extra is LORA else ''}" for plan, extra, _ in PLAN
 
 @pytest.mark.parametrize(("plan", "extra", "copied"), PLANS, ids=NAMES)
 def test_one_ulp_on_one_rank(comparison, plan, extra, copied):
-    ranks = comparison.pools(plan.world_size).run(
+    ranks = comparison.pools.run(
+        plan,
         "tests.parity.noise:copies_after_a_noisy_step",
-        plan=fields_of(plan),
-        world_size=plan.world_size,
         extra=extra,
     )
     assert any(copied in rank["copied"] for rank in ranks), "nothing to be made equal"

@@ -3,7 +3,7 @@
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import TOLERANCE, fields_of
+from tests.parity.comparison import TOLERANCE
 
 DROPOUT = {"Model.hidden_dropout_prob": 0.2, "Model.attention_probs_dropout_prob": 0.2}
 FOUR_LAYERS = {**DROPOUT, "Model.num_layers": 4}
@@ -40,8 +40,9 @@ def test_recomputation_drops_the_same(comparison, granularity):
 
 
 def masks(comparison, plan: Plan) -> list[list[dict[str, str]]]:
-    return comparison.pools(plan.world_size).run(
-        "tests.parity.training:dropout_masks", plan=fields_of(plan), world_size=plan.world_size
+    return comparison.pools.run(
+        plan,
+        "tests.parity.training:dropout_masks",
     )
 
 

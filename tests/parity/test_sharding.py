@@ -3,7 +3,6 @@
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import fields_of
 
 
 @pytest.mark.parametrize(
@@ -16,8 +15,9 @@ from tests.parity.comparison import fields_of
 )
 def test_what_two_ranks_hold(comparison, stage, divided):
     plan = Plan(sharding=2, sharding_stage=stage)
-    first, second = comparison.pools(2).run(
-        "tests.parity.training:held_after_step", plan=fields_of(plan), world_size=2
+    first, second = comparison.pools.run(
+        plan,
+        "tests.parity.training:held_after_step",
     )
     for what in ("values", "gradients", "states"):
         if what in divided:
