@@ -94,6 +94,12 @@ class Comparison:
             last=max(result["last_weights"] for result in results) if optimizer == "sgd" else 0.0,
         )
 
+    def check(self, plan: ParallelPlan, model: str = "gpt", optimizer: str = "sgd", **more: Any) -> None:
+        """Assert that the plan begins with the weights of one card and trains as it does."""
+        found = self.run(plan, model, optimizer, **more)
+        assert found.first == 0, "initial weights differ"
+        assert found.worst <= TOLERANCE, str(found)
+
     def run_plan(
         self,
         plan: ParallelPlan,
@@ -159,10 +165,9 @@ class Comparison:
         key = str((model, optimizer, micro_batch_size, more))
         if key not in self._references:
             directory = tempfile.mkdtemp(dir=self._directory)
-            (result,) = self.pools(1).run(
+            (result,) = self.pools.run(
+                ParallelPlan(),
                 self._train,
-                plan={},
-                world_size=1,
                 model=model,
                 optimizer=optimizer,
                 micro_batch_size=micro_batch_size,
