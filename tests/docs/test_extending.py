@@ -90,6 +90,7 @@ def losses(pools: Pools, plan: Plan, folder: Path, plugin: str, name: str, **mor
     values = {
         **program.SETTINGS,
         **program.plan_overrides(plan),
+        "Model.num_layers": 2,
         "Data.Train.dataset.input_dir": str(folder / "data"),
         "Data.Eval.dataset.input_dir": str(folder / "data"),
         "Engine.save_load.output_dir": str(output),

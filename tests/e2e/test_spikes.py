@@ -14,7 +14,8 @@ from tests.e2e.program import GLOBAL_BATCH, values_of
 from tests.helpers.ranks import Pools
 
 BAD = 5 * GLOBAL_BATCH + 3  # a sample of step 6
-CHANGED = {"Engine.max_steps": 9, "Engine.save_load.save_steps": 4}
+SMALL = {"Model.num_layers": 2}
+CHANGED = {"Engine.max_steps": 9, "Engine.save_load.save_steps": 4, **SMALL}
 SPIKE = {"window": 8, "min_steps": 3, "loss_deviations": 10.0, "grad_norm_deviations": 0}
 
 
@@ -50,7 +51,8 @@ def test_a_spike_is_left_out_the_same_under_any_plan(pools, corpus, tmp_path, ac
     consumed = [record["consumed_samples"] for record in records(tmp_path / "one", "train")]
     expected = range(1, 10) if action == "skip" else [1, 2, 3, 4, 7, 8, 9, 10, 11]
     assert consumed == [GLOBAL_BATCH * steps for steps in expected]
-    for plan in PLANS:
+    # Those that go back with replicas and with a pipeline are killed, too, below.
+    for plan in PLANS if action == "skip" else PLANS[1::2]:
         assert run(pools, corpus, tmp_path / str(plan), action, plan) == [""] * 2
         found = losses(tmp_path / str(plan))
         assert [step for step, _, _ in found] == [step for step, _, _ in alone], plan
@@ -124,10 +126,12 @@ def test_too_many_spikes_in_a_row_end_the_run(pools, corpus, tmp_path):
 
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(pp=2)], ids=str)
 def test_a_slow_rank_is_named(pools, corpus, tmp_path, plan):
-    values = values_of(plan, corpus, tmp_path, overrides={"Engine.straggler_freq": 4, "Engine.max_steps": 6})
+    values = values_of(
+        plan, corpus, tmp_path, overrides={"Engine.straggler_freq": 4, "Engine.max_steps": 6, **SMALL}
+    )
     target = "tests.e2e.spike_program:train_with_a_slow_rank"
-    pools(2).run(target, values=values, world=2, rank=1, seconds=1.0)
+    pools(2).run(target, values=values, world=2, rank=1, seconds=0.5)
     [found] = records(tmp_path, "stragglers")
     assert [slow["rank"] for slow in found["slowest"]] == [1]
-    assert found["slowest"][0]["compute"] > 0.9 and found["cost"] > 0.05
+    assert found["slowest"][0]["compute"] > 0.45 and found["cost"] > 0.05
     assert (found["step"], found["steps"]) == (4, 4)

@@ -39,7 +39,7 @@ PATIENCE = 1.0
 )
 def test_a_halt_is_explained_by_those_that_are_left(ranks, tmp_path, kind, said):
     pool = ranks(2)
-    first = pool.call(CASES + "halt", kind=kind, directory=str(tmp_path), patience=PATIENCE, timeout=15)[0]
+    first = pool.call(CASES + "halt", kind=kind, directory=str(tmp_path), patience=PATIENCE, timeout=10)[0]
     assert first.died  # with exit code 4; what it said is in the file
     sentence = (tmp_path / "summary.txt").read_text()
     assert re.fullmatch(said + ".*\n", sentence), sentence
