@@ -13,6 +13,7 @@ import pytest
 from ppfleetx.utils.log import get_logger
 from tests.device.place import CARDS, DEVICE
 from tests.device.report import DeviceReport
+from tests.e2e.resumption import write_corpus
 from tests.helpers.leftovers import nothing_left
 from tests.helpers.ranks import Pools
 
@@ -52,6 +53,14 @@ def pools() -> Iterator[Pools]:
     made = Pools()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a corpus with a learnable next token."""
+    prefix = tmp_path_factory.mktemp("corpus") / "toy"
+    write_corpus(prefix)
+    return prefix
 
 
 @pytest.fixture(autouse=True)

@@ -51,18 +51,9 @@ def test_a_test_leaves_a_report(tmp_path):
     if reference.obstacle():
         pytest.skip(reference.obstacle())
     report = tmp_path / "found.json"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "device",
-        "--device",
-        REFERENCE,
-    ]
-    done = programs.run([*command, "--device-report", report, SHORT], timeout=280, executed=True, cwd=ROOT)
+    options = ["-p", "no:cacheprovider", "-m", "device", "--device", REFERENCE, "--device-report", report]
+    command = [sys.executable, "-m", "pytest", *options, SHORT]
+    done = programs.run(command, timeout=280, executed=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
     assert found["is_reference"] and found["outcomes"] == {"passed": 1}

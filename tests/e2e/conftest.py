@@ -13,20 +13,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.program import NANO, ROOT, losses, records
-from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
 
 __all__ = ["NANO", "ROOT", "losses", "records"]  # for the tests of this room and others
 
 LLAMA_NANO = ROOT / "ppfleetx/configs/debug/llama_nano.yaml"
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a corpus with a learnable next token."""
-    prefix = tmp_path_factory.mktemp("corpus") / "toy"
-    write_corpus(prefix)
-    return prefix
 
 
 class Tool:
