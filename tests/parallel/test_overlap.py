@@ -215,14 +215,6 @@ def test_what_is_updated_begins_where_vectors_may(comparison, plan):
         assert rank["given"] and rank["misaligned"] == []
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_pipelines_send_by_stage(comparison, model):
-    """dp beside pp, with micro batches and recomputation: equal to one card."""
-    extra = {"Model.num_layers": 2, "Model.use_recompute": True}
-    found = comparison.run(Plan(dp=2, pp=2), model, "sgd", extra=extra)
-    assert found.worst <= 1e-5, str(found)
-
-
 def test_partial_gradients_wait_for_the_sum_over_tensor_ranks():
     """Summed over replicas first, then over tensor ranks, copies could differ in the last bit."""
     whole, part = (paddle.nn.Linear(4, 4, bias_attr=False).weight for _ in range(2))

@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import paddle
 
+from tests.parity.low_precision import _held
 from tests.parity.training import build, take_step
 
 
@@ -107,11 +108,3 @@ def _axis_groups() -> list[Any]:
     if hcg.get_sep_parallel_world_size() > 1:
         groups += [hcg.get_sep_parallel_group(), hcg.get_dp_sep_parallel_group()]
     return groups
-
-
-def _held(runner: Any) -> Iterator[tuple[str, paddle.Tensor, Any]]:
-    parameters = dict(runner.named_parameters())
-    for name, parameter in parameters.items():
-        yield name, parameter, parameter.info
-    for (name, state), tensor in runner.optimizer_state().items():
-        yield f"{name}/{state}", tensor, parameters[name].info

@@ -108,6 +108,9 @@ WAYS = {
         for plan in (SP, Plan(pp=2, sharding=2, sharding_stage=3), SEP)
         for granularity in ("full", "full_attn", "core_attn")
     ],
+    "replicas of a pipeline": [
+        (Plan(dp=2, pp=2), model, {"extra": {**SMALL, **recompute()}}) for model in ("gpt", "llama")
+    ],
     # Passengers of the pipeline, and positions of whole sequences, arrive where attention needs them.
     "packed documents": [
         (plan, "llama", {"documents": True, "steps": 2, "extra": recompute()})
