@@ -16,7 +16,7 @@ from ppfleetx.commands.generate import (
     find_tokenizer,
     load_generator,
 )
-from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.model_verbs import ModelOptions
 from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.counts import counted

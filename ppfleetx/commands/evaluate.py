@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.commands.generate import check_checkpoint, find_tokenizer
 from ppfleetx.commands.launching import LaunchOptions
-from ppfleetx.commands.model_options import Job, ModelOptions
+from ppfleetx.commands.model_verbs import Job, ModelOptions
 from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError

@@ -12,7 +12,7 @@ from ppfleetx.checkpoint.directory import newest_complete
 from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.ownership import read_run
 from ppfleetx.commands.launching import TrainingOptions
-from ppfleetx.commands.model_options import MODEL_HELP, job_of
+from ppfleetx.commands.model_verbs import MODEL_HELP, job_of
 from ppfleetx.commands.options import OptionalConfigOptions, option
 from ppfleetx.commands.start_process import rank, start_process
 from ppfleetx.config.loader import ConfigSource, read_config

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ppfleetx.checkpoint.directory import named_checkpoint, resolve_checkpoint
 from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.commands.launching import LaunchOptions
-from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.model_verbs import ModelOptions
 from ppfleetx.commands.options import option, positional
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.commands.generate import check_checkpoint, check_output, load_generator
-from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.model_verbs import ModelOptions
 from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError

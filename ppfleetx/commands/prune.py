@@ -14,13 +14,13 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights import lazy, slices_of, with_vocabulary
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.commands.options import option
-from ppfleetx.commands.shrinking import (
+from ppfleetx.commands.checkpoint_verbs import (
     ShrinkingOptions,
     calibration_samples,
     open_model,
     refuse_adapters,
 )
+from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.compress.prune import (
     Criterion,

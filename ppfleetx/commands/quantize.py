@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Literal
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.commands.options import option, repeated, switch
-from ppfleetx.commands.shrinking import (
+from ppfleetx.commands.checkpoint_verbs import (
     ShrinkingOptions,
     calibration_samples,
     open_model,
     refuse_adapters,
 )
+from ppfleetx.commands.options import option, repeated, switch
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.plan import ParallelPlan

@@ -12,8 +12,8 @@ from ppfleetx.checkpoint.upcycle import upcycled
 from ppfleetx.checkpoint.weights import fitted, network_of, slices_of
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.commands.checkpoint_verbs import RewritingOptions, open_model, refuse_adapters
 from ppfleetx.commands.options import option
-from ppfleetx.commands.shrinking import RewritingOptions, open_model, refuse_adapters
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.resume_policy import network

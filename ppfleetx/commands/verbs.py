@@ -35,10 +35,10 @@ class Verb:
 
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "train": (
-        Verb("train", "train:Train", "pretrain or finetune the model of a configuration"),
+        Verb("train", "train_verbs:Train", "pretrain or finetune the model of a configuration"),
         Verb("finetune", "finetune:Finetune", "train from the weights of another run or model"),
-        Verb("supervise", "supervise:Supervise", "run a training command and start it again when it fails"),
-        Verb("hang-report", "supervise:HangReport", "say why a job hung, from its ranks' reports"),
+        Verb("supervise", "hang_report:Supervise", "run a training command and start it again when it fails"),
+        Verb("hang-report", "hang_report:HangReport", "say why a job hung, from its ranks' reports"),
         Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
         Verb("check", "check:Check", "look at a configuration: plan, parameters, batch arithmetic"),
         Verb("plan", "plan:Plan", "predict memory and step time, or rank the plans of so many cards"),
