@@ -1,4 +1,4 @@
-"""The verb ``chat``: a conversation with a model, in a terminal or over a pipe."""
+"""The program of the verb ``chat``: a conversation with a model, in a terminal or over a pipe."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ppfleetx.commands.generate import (
     find_tokenizer,
     load_generator,
 )
-from ppfleetx.commands.model_verbs import ModelOptions
-from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, UserError
@@ -27,6 +25,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template
 
 if TYPE_CHECKING:
+    from ppfleetx.commands.model_verbs import Chat
     from ppfleetx.config.sections.generation import GenerationConfig
     from ppfleetx.generation.generator import TextGenerator
 
@@ -144,46 +143,29 @@ def _stops(options: GenerationConfig) -> Sequence[str]:
     return (stop,) if isinstance(stop, str) else stop
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chat(ModelOptions):
-    """Talk with a model, in the terminal or over a pipe.
+def run(chat: Chat) -> None:
+    """Talk until the input ends.
 
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Its chat
-    template is used, and its settings say how answers are made; -o Generation.KEY=VALUE changes them.
-    Each line is a message; /help lists the commands.
+    Raises:
+        UserError: a mistake of the user.
     """
+    with chat.job() as job:
+        cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
+        Terminal(sys.stdin, sys.stdout, sys.stderr).talk(_begin(cfg, chat))
 
-    examples = """\
-examples:
-  ppfleetx chat output
-  ppfleetx chat output --system "You are brief." -o Generation.temperature=0.7 -o Generation.max_dec_len=200
-  echo "What is a list?" | ppfleetx chat output
-"""
-    system: str | None = option("the system message", metavar="TEXT")
-    template: str | None = option("one of the model's chat templates, or a file", metavar="NAME")
 
-    def run(self) -> None:
-        """Talk until the input ends."""
-        with self.job() as job:
-            conversation = self._begin(
-                load_config(job.config, job.overrides, world_size=world_size(os.environ))
-            )
-            Terminal(sys.stdin, sys.stdout, sys.stderr).talk(conversation)
-
-    def _begin(self, cfg: RunConfig) -> Conversation:
-        check_plan(cfg)
-        if cfg.plan.world_size > 1:
-            raise ConfigError(
-                f"a chat is one process with the whole model, which this plan ({cfg.plan}) is not"
-            )
-        check_checkpoint(cfg)
-        options = _options(cfg)
-        tokenizer = find_tokenizer(cfg, open_resolved(resolve_checkpoint(named_checkpoint(cfg))))
-        template = chosen_template(tokenizer, self.template, key="--template")
-        cfg, ctx = start_with(cfg)
-        generator = load_generator(cfg, ctx, tokenizer)
-        seed = cfg.Global.seed if cfg.Generation.seed is None else cfg.Generation.seed
-        return Conversation(generator, template, options, seed, self.system)
+def _begin(cfg: RunConfig, chat: Chat) -> Conversation:
+    check_plan(cfg)
+    if cfg.plan.world_size > 1:
+        raise ConfigError(f"a chat is one process with the whole model, which this plan ({cfg.plan}) is not")
+    check_checkpoint(cfg)
+    options = _options(cfg)
+    tokenizer = find_tokenizer(cfg, open_resolved(resolve_checkpoint(named_checkpoint(cfg))))
+    template = chosen_template(tokenizer, chat.template, key="--template")
+    cfg, ctx = start_with(cfg)
+    generator = load_generator(cfg, ctx, tokenizer)
+    seed = cfg.Global.seed if cfg.Generation.seed is None else cfg.Generation.seed
+    return Conversation(generator, template, options, seed, chat.system)
 
 
 def _options(cfg: RunConfig) -> GenerationConfig:

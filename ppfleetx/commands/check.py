@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
-from ppfleetx.commands.options import ConfigOptions
 from ppfleetx.commands.start_process import refuse_foreign_weights
 from ppfleetx.config.config_notes import absent_loggers, missing, not_supported_reasons
 from ppfleetx.config.counts import counted
@@ -36,23 +34,6 @@ _MAX_GROUPS_SHOWN = 2
 _MAX_RANKS_SHOWN = 8
 _MAX_STAGES_SHOWN = 64
 _RANKS_PER_NODE = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check(ConfigOptions):
-    """Look at a configuration without running it: the plan, parameters, batch arithmetic, token ids.
-
-    Needs no Paddle. Exit code 2 when a run with it would be refused, with the reason.
-    """
-
-    examples = """\
-example:
-  ppfleetx check -c FILE -o Distributed.mp_degree=2
-"""
-
-    def run(self) -> None:
-        """Print the report."""
-        check(self.config, self.override)
 
 
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
