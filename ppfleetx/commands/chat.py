@@ -44,13 +44,13 @@ as you like, and commands and backslashes mean nothing. Ctrl-C stops an answer."
 
 @dataclass
 class Conversation:
-    """The turns so far, and how an answer is made.
+    """A conversation: its turns, and how the next answer is made.
 
     Attributes:
         generator: continues the rendered conversation.
         template: renders it.
         options: how text is continued; its ``max_dec_len`` is the most an answer may have.
-        seed: seed of the first answer; the following ones have the next numbers.
+        seed: seed of the first answer; each further answer adds 1.
     """
 
     generator: TextGenerator
@@ -65,9 +65,9 @@ class Conversation:
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
-        """Add a message and its answer to what was said.
+        """Add a message and its answer to the conversation.
 
-        Stopped by KeyboardInterrupt, an answer keeps what was made of it.
+        KeyboardInterrupt stops an answer; the text generated so far stays.
 
         Raises:
             ChatError: the template refuses the message, or it is too long; it is not added.
@@ -105,7 +105,7 @@ class Conversation:
         return Answer(left_out, was_stopped, reason == "length")
 
     def _prompt(self) -> tuple[list[int], int]:
-        """Ids of the conversation, and how many of the oldest messages had to be left out of it, for good."""
+        """The conversation's ids, and how many of its oldest messages were dropped to make room."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
         while True:
@@ -128,9 +128,9 @@ class Answer:
     """Notes about an answer.
 
     Attributes:
-        left_out: messages that the model no longer sees.
+        left_out: number of messages that the model no longer sees.
         was_stopped: by Ctrl-C.
-        is_cut: it got as long as answers may be.
+        is_cut: it reached the length limit.
     """
 
     left_out: int
@@ -144,11 +144,7 @@ def _stops(options: GenerationConfig) -> Sequence[str]:
 
 
 def run(chat: Chat) -> None:
-    """Talk until the input ends.
-
-    Raises:
-        UserError: a mistake of the user.
-    """
+    """Talk until the input ends."""
     with chat.job() as job:
         cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
         Terminal(sys.stdin, sys.stdout, sys.stderr).talk(_begin(cfg, chat))
@@ -169,10 +165,10 @@ def _begin(cfg: RunConfig, chat: Chat) -> Conversation:
 
 
 def _options(cfg: RunConfig) -> GenerationConfig:
-    """The section ``Generation`` as answers need it.
+    """The ``Generation`` section for answers.
 
     Raises:
-        ConfigError: it asks for several continuations, searches, or has an option that would not be read.
+        ConfigError: it asks for several continuations or beam search, or sets an option that has no effect.
     """
     check_options(cfg)
     section = cfg.Generation
@@ -192,7 +188,7 @@ def _options(cfg: RunConfig) -> GenerationConfig:
 
 
 class Terminal:
-    """Where messages come from and answers go.
+    """Reads messages and shows answers.
 
     Args:
         source: messages are read from it. Without a terminal, no prompt is shown.
@@ -240,7 +236,7 @@ class Terminal:
             self._note("the answer is as long as it may be (-o Generation.max_dec_len=N)")
 
     def _obey(self, line: str, conversation: Conversation) -> bool:
-        """Do what a command says; whether to go on."""
+        """Carry out a command. Returns False if it ends the conversation."""
         name, _, rest = line.partition(" ")
         if name in ("/exit", "/quit"):
             return False
@@ -259,7 +255,7 @@ class Terminal:
         return True
 
     def _messages(self) -> Iterator[tuple[str, bool]]:
-        """Messages and commands, and which they are."""
+        """Pairs of a message or command, and whether it is a command."""
         while (line := self._line("> ")) is not None:
             if line.strip() == _QUOTES:
                 yield "\n".join(self._until_quotes()), False

@@ -32,7 +32,7 @@ class RewritingOptions(OptionalConfigOptions):
     output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
 
     def check(self) -> None:
-        """Refuse an output that holds something or cannot be made."""
+        """Check that the output directory is new or empty, and can be created."""
         if is_taken(Path(self.output)):
             raise ConfigError(
                 "is there already; name a new or empty directory", key="--output", value=self.output
@@ -51,7 +51,7 @@ class ShrinkingOptions(RewritingOptions):
     )
 
     def check(self) -> None:
-        """Refuse such an output, and a calibration of no samples."""
+        """Check the output directory and --samples."""
         super().check()
         if self.samples < 1:
             raise ConfigError("must be at least 1", key="--samples", value=self.samples)
@@ -59,7 +59,7 @@ class ShrinkingOptions(RewritingOptions):
 
 @contextmanager
 def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
-    """Configuration for one process, directory of the checkpoint, and tokenizer where there is one."""
+    """The configuration for one process, the checkpoint's directory, and the tokenizer if there is one."""
     from ppfleetx.checkpoint.weights_only import load_tokenizer
     from ppfleetx.commands.resolve_model import as_replicas, resolve_model
     from ppfleetx.config.loader import load_config
@@ -75,7 +75,7 @@ def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tok
 
 
 def refuse_adapters(cfg: RunConfig, place: str) -> None:
-    """Raise CheckpointError where adapters lie beside the weights."""
+    """Raise CheckpointError if the model has adapters."""
     if cfg.Model.lora is not None:
         raise CheckpointError(
             f"{place} has adapters (Model.lora); add them to the weights first: "
@@ -86,7 +86,7 @@ def refuse_adapters(cfg: RunConfig, place: str) -> None:
 def calibration_samples(
     cfg: RunConfig, options: ShrinkingOptions, tokenizer: Tokenizer | None, fewest: int
 ) -> Samples | None:
-    """Windows of the calibration data, at least `fewest` tokens; None where none was named."""
+    """Windows of the calibration data with at least ``fewest`` tokens; None without --calibration."""
     if options.calibration is None:
         return None
     from ppfleetx.compress.samples import read_samples
@@ -106,8 +106,8 @@ class Quantize(ShrinkingOptions):
     """Store the weights of a checkpoint in 8 or 4 bits.
 
     CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. The result
-    is a checkpoint that generates, evaluates, serves and exports like any other, under any plan, and is not
-    trained. The word embedding and the head have 8 bits whatever the others have.
+    is a checkpoint that generates, evaluates, serves and exports like any other, under any plan, but cannot
+    be trained. The word embedding and the head always have 8 bits.
     """
 
     examples = """\
@@ -142,7 +142,7 @@ examples:
     )
 
     def run(self) -> None:
-        """Quantise, and print what that did to each layer."""
+        """Quantise, and print the effect on each layer."""
         from ppfleetx.commands.quantize import quantize
 
         quantize(self)

@@ -65,7 +65,7 @@ class Convert(Command):
     )
 
     def run(self) -> None:
-        """Convert, and compare logits where asked to."""
+        """Convert, and compare logits if requested."""
         plan = None if self.plan is None else parse_plan(self.plan)
         from ppfleetx.config.plan import ParallelPlan
         from ppfleetx.conversion.convert import Conversion, check_logits, convert, load_model_section
@@ -120,7 +120,7 @@ class Merge(Command):
     plugin: tuple[str, ...] = plugin_option()
 
     def run(self) -> None:
-        """Merge, and say where the result is."""
+        """Merge, and print where the result is."""
         from ppfleetx.checkpoint.adapters import merge_lora
         from ppfleetx.utils.log import configure_logging
 

@@ -93,11 +93,7 @@ Result = Perplexity | Accuracy
 
 
 def run(options: Evaluate) -> None:
-    """Evaluate and print the result.
-
-    Raises:
-        UserError: a mistake of the user.
-    """
+    """Evaluate and print the result."""
     module = [] if options.text is None else [Setting("Model.module", "GPTEvalModule", "--text")]
     with options.job(*module) as job:
         window = [] if options.text is None else _window(job)

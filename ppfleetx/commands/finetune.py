@@ -96,8 +96,8 @@ def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> li
         if parse_step_directory(newest.name)[1] < max_steps:
             configure_logging(quiet=rank(os.environ) != 0)
             get_logger().info(
-                f"the run in {output_dir} goes on from {newest.name} to step {max_steps}; its learning rate "
-                "follows the configuration's schedule for so many steps"
+                f"the run in {output_dir} continues from {newest.name} to step {max_steps}; its learning "
+                f"rate follows the configuration's schedule for {max_steps} steps"
             )
         if not options.resume:
             values["Engine.save_load.resume"] = "auto"

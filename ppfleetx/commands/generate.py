@@ -41,11 +41,7 @@ DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
 def run(options: Generate) -> None:
-    """Generate as the options say; results go to standard output.
-
-    Raises:
-        UserError: a mistake of the user.
-    """
+    """Generate as the options say; results go to standard output."""
     with options.job() as job:
         cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
         run_loaded(cfg, options.output)
@@ -69,7 +65,7 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
     Data-parallel ranks continue different prompts, which the main rank prints and writes, in order.
 
     Raises:
-        UserError: checkpoint, tokenizer, prompts or options that cannot be generated with, in words.
+        UserError: checkpoint, tokenizer, prompts or options cannot be used.
     """
     with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
         _generate(cfg, ctx, prompts, output)

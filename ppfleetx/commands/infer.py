@@ -42,11 +42,7 @@ _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads",
 
 
 def run(options: Infer) -> None:
-    """Answer the prompts. Each process answers some; the main one prints and writes all, in order.
-
-    Raises:
-        UserError: a mistake of the user.
-    """
+    """Answer the prompts. Each process answers some; the main one prints and writes all, in order."""
     if options.export is None and options.config is None:
         raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
     config = options.config or _config_of(options.export)

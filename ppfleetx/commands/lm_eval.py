@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 def run(options: LmEval) -> None:
-    """Run the harness and print its table.
-
-    Raises:
-        UserError: a mistake of the user.
-    """
+    """Run the harness and print its table."""
     with options.job() as job:
         _check(options)
         cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
@@ -70,10 +66,10 @@ def _check(options: LmEval) -> None:
 
 
 def require_lm_eval() -> None:
-    """Refuse in words where lm-evaluation-harness is missing.
+    """Check that lm-evaluation-harness is installed.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it is not.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError("this program needs lm-evaluation-harness: pip install 'ppfleetx[lm_eval]'")

@@ -45,7 +45,7 @@ def prune(options: Prune) -> Path:
     """Write the smaller model and the report; return its step directory.
 
     Raises:
-        UserError: what cannot be pruned, or not so, in words.
+        UserError: the model cannot be pruned, or not with these options.
     """
     configure_logging()
     output = Path(options.output)

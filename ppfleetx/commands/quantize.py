@@ -34,7 +34,7 @@ def quantize(options: Quantize) -> Path:
     """Write the quantised checkpoint and the report; return its step directory.
 
     Raises:
-        UserError: what cannot be quantised, or not so, in words.
+        UserError: the model cannot be quantised, or not with these options.
     """
     weights = _weights(options)
     output = Path(options.output)

@@ -60,7 +60,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
         The engine, whose runner has the trained model.
 
     Raises:
-        UserError: data, checkpoint or configuration that cannot be trained with, in words.
+        UserError: data, checkpoint or configuration cannot be used.
     """
     refuse_small_weights(cfg)
     if cfg.Data.Train is None:
@@ -168,7 +168,7 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_small_weights(cfg: RunConfig) -> None:
-    """Say that weights of few bits are not trained; adapters beside them are.
+    """Refuse to train quantised weights without adapters.
 
     Raises:
         ConfigError: the configuration is that of a quantised checkpoint, without adapters.

@@ -25,7 +25,7 @@ def upcycle(options: Upcycle) -> Path:
     """Write the mixture; return its step directory.
 
     Raises:
-        UserError: what cannot be made a mixture, or not so, in words.
+        UserError: the model cannot become a mixture, or not with these options.
     """
     configure_logging()
     options.check()
