@@ -11,7 +11,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig
 from ppfleetx.nn.param_spec import ParamSpec
-from ppfleetx.optims.groups import decays, fits, layer_factor
+from ppfleetx.optims.groups import decays, layer_factor
 from ppfleetx.optims.optimizer import NamedParams, Optimizer, UpdatePlace
 from ppfleetx.optims.rule import Group, OneByOne, Rule, UpdateRule
 from ppfleetx.utils.log import get_logger
@@ -66,7 +66,7 @@ def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
 
 
 def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
-    return fits(own, spec) and group.takes(spec)
+    return own.takes(spec.name, spec.kind) and group.takes(spec)
 
 
 def _registered(cfg: OptimizerConfig) -> Sequence[Group]:

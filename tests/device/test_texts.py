@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 
-from ppfleetx.commands.quantize import Quantize, quantize
+from ppfleetx.commands.checkpoint_verbs import Quantize
+from ppfleetx.commands.quantize import quantize
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.compress.runs import DEEPSEEK, MODELS
 from tests.compress.runs import write_run as write_small_run

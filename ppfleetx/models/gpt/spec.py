@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar
 
+from ppfleetx.config.mesh import EXPERTS
 from ppfleetx.config.registries import ARCHITECTURES
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.compress import CompressConfig
@@ -474,8 +475,10 @@ def parameter_count(model: ModelConfig) -> int:
 
 def active_count(model: ModelConfig) -> int:
     """The number of parameters used for one position: without the experts it does not choose."""
-    mlps = (block.mlp for block in model_spec(model).blocks)
-    return parameter_count(model) - sum(mlp.idle_size for mlp in mlps if isinstance(mlp, MoESpec))
+    specs = parameter_specs(model).values()
+    experts = sum(math.prod(spec.shape) for spec in specs if spec.view == EXPERTS)
+    idle = 0 if model.moe is None else experts - experts * model.moe.top_k // model.moe.num_experts
+    return parameter_count(model) - idle
 
 
 def matrix_size(layer: LayerSpec) -> int:
