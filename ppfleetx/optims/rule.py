@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 import paddle
 from paddle import Tensor, _C_ops
 
+from ppfleetx.optims.groups import takes_all
+
 if TYPE_CHECKING:
     from ppfleetx.config.sections.optimizer import OptimizerConfig
     from ppfleetx.nn.param_spec import ParamSpec
@@ -100,11 +102,6 @@ def as_tensor(lr: float, value: Tensor) -> Tensor:
 def _rate(lr: float, dtype: str, device: str) -> Tensor:
     """The learning rate as a tensor, created once a step."""
     return paddle.full([1], lr, dtype)
-
-
-def takes_all(spec: ParamSpec) -> bool:
-    """The predicate of a group that takes every parameter."""
-    return True
 
 
 @dataclass(frozen=True)

@@ -113,9 +113,10 @@ def test_the_page_has_a_command_and_a_file_for_every_example(folder: Path) -> No
     assert all(command_of(name) and (folder / f"{name}.py").is_file() for name in EXAMPLES)
 
 
-def test_the_page_shows_the_example_as_it_is(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["penalized_gpt", "lion"])
+def test_the_page_shows_the_example_as_it_is(folder: Path, name: str) -> None:
     """Written from the page, after the examples were copied; tests/parity tests the examples."""
-    assert (folder / "penalized_gpt.py").read_text() == (ROOT / "examples/penalized_gpt.py").read_text()
+    assert (folder / f"{name}.py").read_text() == (ROOT / f"examples/{name}.py").read_text()
 
 
 def test_a_normalization(folder: Path, pools: Pools) -> None:
