@@ -104,7 +104,12 @@ def parse_plan(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, degree = part.strip().partition("=")
         if axis not in ("mp", "pp") or not degree.isdigit() or int(degree) < 1:
-            raise ConfigError(f"--plan {text}: give mp=N, pp=M or both; the other axes cut no tensor")
+            raise ConfigError(
+                "must be mp=N, pp=M or both. Files are divided by tensor and pipeline rank only, and every "
+                "plan reads every checkpoint",
+                key="--plan",
+                value=text,
+            )
         degrees[axis] = int(degree)
     return degrees
 
