@@ -85,24 +85,20 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         *_offload_lines(cfg),
         *_group_lines(cfg),
         _line("recompute", _recompute(cfg.Model)),
-        *_memory_lines(cfg, device),
+        *(_line("" if number else "memory", text) for number, text in enumerate(memory_lines(cfg, device))),
         _line("learning rate", _schedule(cfg)),
         _line("run", _run(cfg)),
     ]
     lines += [
         _line("note", note) for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, device))
     ]
-    lines += [_line("missing", reason) for reason in (*missing(cfg), *_missing_loggers(cfg))]
+    lines += [_line("missing", reason) for reason in missing(cfg)]
+    lines += [
+        _line("missing", f"Engine.loggers: {name} needs {wanted}")
+        for name, wanted in absent_loggers(cfg).items()
+    ]
     lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
     return "\n".join([*lines, "The configuration is valid."])
-
-
-def _missing_loggers(cfg: RunConfig) -> list[str]:
-    return [f"Engine.loggers: {name} needs {wanted}" for name, wanted in absent_loggers(cfg).items()]
-
-
-def _memory_lines(cfg: RunConfig, device: str) -> list[str]:
-    return [_line("" if number else "memory", text) for number, text in enumerate(memory_lines(cfg, device))]
 
 
 def human_count(number: int) -> str:

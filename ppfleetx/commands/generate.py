@@ -320,7 +320,10 @@ def _prompts_of_file(cfg: RunConfig, name: str) -> list[str]:
             place=place,
         )
     try:
-        text = _standard_input() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
+        if name == "-":
+            text = "" if sys.stdin is None else sys.stdin.read()  # None: it is closed
+        else:
+            text = Path(name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"cannot be read: {why}", key=key, value=name, place=place) from error
@@ -331,10 +334,6 @@ def _prompts_of_file(cfg: RunConfig, name: str) -> list[str]:
     if not name.endswith(".jsonl"):
         return [line.removesuffix("\r") for _, line in lines]
     return [_prompt_of(line, f"{name}:{number}") for number, line in lines]
-
-
-def _standard_input() -> str:
-    return "" if sys.stdin is None else sys.stdin.read()  # None: it is closed
 
 
 def _prompt_of(line: str, place: str) -> str:
