@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import ppfleetx.commands  # noqa: F401 - as in every program, checkpoints of other programs can be read
 from ppfleetx.utils.log import get_logger
 from tests.device.place import CARDS, DEVICE
 from tests.device.report import DeviceReport

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
-from ppfleetx.commands.options import ConfigOptions
 from ppfleetx.commands.start_process import refuse_foreign_weights
 from ppfleetx.config.config_notes import absent_loggers, missing, not_supported_reasons
 from ppfleetx.config.counts import counted
@@ -38,25 +37,8 @@ _MAX_STAGES_SHOWN = 64
 _RANKS_PER_NODE = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check(ConfigOptions):
-    """Look at a configuration without running it: the plan, parameters, batch arithmetic, token ids.
-
-    Needs no Paddle. Exit code 2 when a run with it would be refused, with the reason.
-    """
-
-    examples = """\
-example:
-  ppfleetx check -c FILE -o Distributed.mp_degree=2
-"""
-
-    def run(self) -> None:
-        """Print the report."""
-        check(self.config, self.override)
-
-
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
-    """Print the report, and what a look at the run's directory and data adds.
+    """Print the report; also check the run's directory and its data.
 
     Args:
         world_size: as in :func:`~ppfleetx.config.loader.load_config`.
@@ -72,7 +54,7 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
     if cfg.Data.Train is not None:
         check_start(cfg)
     token_ids = token_id_lines(cfg)
-    print("\n".join([report, *token_ids]))  # last, because it says that all is well
+    print("\n".join([report, *token_ids]))  # last, because it reports success
 
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
@@ -80,11 +62,11 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
 
     Args:
         cfg: the configuration.
-        device: where it runs; None: where ``Global.device`` says, a GPU where it leaves that open.
+        device: the kind of device; None: ``Global.device``, or a GPU if that is ``auto``.
 
     Raises:
-        ConfigError: weights are to come from a checkpoint of another program; a callback or a schedule
-            cannot be made as configured.
+        ConfigError: the weights named are another program's checkpoint, or a callback or a schedule
+            cannot be built as configured.
     """
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
@@ -280,7 +262,7 @@ def _precision(cfg: RunConfig) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """Host memory of offloaded states, as if mp and pp divided all parameters evenly."""
+    """Host memory of offloaded states, assuming that mp and pp divide all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
@@ -339,7 +321,8 @@ def _schedule(cfg: RunConfig) -> str:
     lr = cfg.Optimizer.lr
     if lr.decay_steps is None:
         return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
-    text = f"{counted(lr.num_warmup_steps, 'warm-up step', 'g')} to {lr.max_lr:g}, {lr.decay_style}"
+    warmup = counted(math.ceil(lr.num_warmup_steps), "warm-up step")
+    text = f"{warmup} to {lr.max_lr:g}, {lr.decay_style}"
     decays = SCHEDULES.traits(lr.decay_style).decays
     return f"{text} to {lr.min_lr:g} at step {lr.decay_steps}" if decays else text
 

@@ -6,10 +6,9 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig
+from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig, is_hidden
 from ppfleetx.nn.param_spec import ParamSpec
 
 
@@ -25,7 +24,7 @@ def decays(name: str, global_shape: Sequence[int]) -> bool:
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
     """Whether Muon moves it: matrices of the blocks, not tables, heads, routers and adapters."""
-    return spec.kind == "matrix" and spec.name.startswith("decoder.layers.")
+    return is_hidden(spec.name, spec.kind)
 
 
 def layer_factor(name: str, decay: float, num_layers: int) -> float:
@@ -36,13 +35,6 @@ def layer_factor(name: str, decay: float, num_layers: int) -> float:
     if block:
         return decay ** (num_layers - int(block[1]))
     return decay ** (num_layers + 1) if name.startswith("embedding.") else 1.0
-
-
-def fits(group: ParamGroupConfig, spec: ParamSpec) -> bool:
-    """Whether a parameter belongs to a group of the section, where no earlier one has it."""
-    if group.kinds and spec.kind not in group.kinds:
-        return False
-    return not group.patterns or any(fnmatchcase(spec.name, pattern) for pattern in group.patterns)
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,10 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     for spec in specs:
         if spec.trains:
-            number = next((n for n, group in enumerate(cfg.groups) if fits(group, spec)), len(cfg.groups))
+            number = next(
+                (n for n, group in enumerate(cfg.groups) if group.takes(spec.name, spec.kind)),
+                len(cfg.groups),
+            )
             members[number].append(spec)
     rows = []
     for number, found in enumerate(members):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.commands.quantize import Quantize, quantize
+from ppfleetx.commands.checkpoint_verbs import Quantize
+from ppfleetx.commands.quantize import quantize
 from ppfleetx.config.loader import load_config
 from tests.compress.plans import adapt, use
 from tests.compress.runs import MODELS, write_run
