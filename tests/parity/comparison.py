@@ -137,8 +137,8 @@ class Comparison:
         model: str = "gpt",
         **more: Any,
     ) -> list[float]:
-        """Losses and gradient norms of steps ``first`` to ``end``, which all ranks agree on; from a
-        checkpoint and to another where they are named. What needs no file is run once."""
+        """Losses and gradient norms of steps ``first`` to ``end``, on which all ranks agree. The run starts
+        from the checkpoint ``load_from`` and saves to ``save_to``; without either, results are cached."""
         arguments = {"model": model, "first_step": first, "end_step": end, **more}
         key = str((plan, train, arguments))
         if load_from is None and save_to is None and key in self._parts:
