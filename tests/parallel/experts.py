@@ -130,3 +130,38 @@ def steps(
             if which == "moment1"
         ]
     return {"path": str(path), "norms": norms, "loaded": loaded, "written": names}
+
+
+def all_to_one_expert(plan: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """22 steps of a model whose routers give all experts the same score, so that the first one is chosen, and
+    what the run says. Nothing is learned."""
+    import logging
+
+    import paddle
+
+    from ppfleetx.utils.log import get_logger
+    from tests.parity import training
+
+    said: list[str] = []
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    moe = "{num_experts: 4, expert_ffn_size: 32, top_k: 1, aux_loss: {kind: none}}"
+    extra = {"Model.num_layers": 2, "Model.hidden_dropout_prob": 0.0, "Model.moe": moe}
+    cfg, ctx, runner = training.build(plan, world_size, "llama", "sgd", 2, extra)
+    for name, parameter in runner.named_parameters():
+        if name.endswith("router.weight"):
+            parameter.set_value(paddle.zeros_like(parameter))
+    batches, handler = training.micro_batches(0, cfg, ctx), Said(logging.WARNING)
+    get_logger().addHandler(handler)
+    try:
+        steps = [runner.train_step(batches, step=n, lr=0.0, weight_decay=0.0) for n in range(1, 23)]
+    finally:
+        get_logger().removeHandler(handler)
+    return {
+        "losses": [step.loss for step in steps],
+        "loads": [step.metrics["expert_load"].mean for step in steps],
+        "said": said,
+    }

@@ -52,3 +52,17 @@ def test_experts_train_as_on_one_card(comparison, one_card, tmp_path, plan, ep):
             assert np.array_equal(here, original.read(name, kind, state, offset=tuple(offset), shape=shape))
     written = [name for result in results for name in result["written"]]
     assert written.count("toy.gain") == 1 and written.count("toy.experts") == ep
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(dp=2, ep=2)], ids=str)
+def test_a_run_whose_tokens_all_go_to_one_expert_goes_on_and_says_so(comparison, plan):
+    call = "tests.parallel.experts:all_to_one_expert"
+    (one,) = comparison.pools(1).run(call, plan={}, world_size=1)
+    size = plan.world_size
+    found = comparison.pools(size).run(call, plan=fields_of(plan), world_size=size) if size > 1 else [one]
+    for rank in found:
+        np.testing.assert_allclose(rank["losses"], one["losses"], rtol=1e-6)
+        assert rank["loads"] == [4.0] * 22
+    said, *others = [[text for text in rank["said"] if "without a position" in text] for rank in found]
+    assert [text.partition(":")[0] for text in said] == ["layer 0", "layer 1"]  # once each, on the first rank
+    assert "3 of 4 get none" in said[0] and not any(others)
