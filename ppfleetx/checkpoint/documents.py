@@ -6,7 +6,6 @@ output directories. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import yaml
 
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.resume_policy import Effect, effect_of
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
@@ -118,17 +116,8 @@ def _without_derived(section: dict[str, Any], prefix: str, cfg: RunConfig) -> di
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """The tokenizer files that ``directory`` has.
-
-    Raises:
-        CheckpointError: one of them is a directory or a dangling link.
-    """
-    files = [directory / name for name in TOKENIZER_FILES if os.path.lexists(directory / name)]
-    for file in files:
-        if not file.is_file():
-            what = "a directory" if file.is_dir() else "a dangling link"
-            raise CheckpointError(f"{file} is {what}, not a tokenizer file")
-    return files
+    """The tokenizer files that ``directory`` has."""
+    return [path for name in TOKENIZER_FILES if (path := directory / name).is_file()]
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

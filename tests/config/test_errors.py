@@ -219,14 +219,6 @@ def test_wrong_file(small, write, text, pieces):
         assert piece in str(caught.value)
 
 
-def test_circle_of_three_is_named(write):
-    write("a.yaml", "_base_: b.yaml\n")
-    write("b.yaml", "_base_: c.yaml\n")
-    path = write("c.yaml", "_base_: a.yaml\n")
-    with pytest.raises(ConfigError, match=r"c.yaml -> a.yaml -> b.yaml -> c.yaml"):
-        load_config(path)
-
-
 def test_several_errors_come_together(small):
     with pytest.raises(ConfigError) as caught:
         load_config(small, ["Engine.max_steps=x", "Engine.evalfreq=1", "Model.num_layers=-1"])
