@@ -1,4 +1,4 @@
-"""Options that the user has set but that have no effect, because another key switches them off."""
+"""Options that the user has set but that have no effect because another key switches them off."""
 
 from __future__ import annotations
 
@@ -363,9 +363,9 @@ SWITCHED_OFF = (
 
 
 def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
-    """Whether the user asked for ``key`` (a section: for anything in it) himself.
+    """Whether the user set ``key`` (for a section: anything in it).
 
-    A file that only repeats the default asks for nothing: ``config.yaml`` of a run holds every key.
+    A file that repeats the default does not count: the ``config.yaml`` of a run holds every key.
     """
     places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
     value = _value(cfg, key)
