@@ -52,14 +52,14 @@ OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Path in the checkpoint -> content, for a model with this configuration."""
+    """The documents of a model with this configuration: path in the checkpoint -> content."""
     texts = {} if tokenizer is None else {**tokenizer.files(), **_learnt_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
 
 
 def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The chat template that the model is trained with, if it is not the tokenizer's own."""
+    """The chat template that the model is trained with, unless it is the tokenizer's own."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != CHAT_DATASET:
         return {}

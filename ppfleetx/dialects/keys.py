@@ -1,4 +1,4 @@
-"""The keys of a dialect and what becomes of each, read from its ``keys.yaml``.
+"""The keys of a dialect and their translations, read from its ``keys.yaml``.
 
 The tables of a file are those of the dialect's page. A row says what happens to a key, or to several keys
 with blanks between them:
@@ -72,7 +72,7 @@ class KeyTable:
 
     Args:
         keys: in the order of the documentation.
-        normal: how a written name is brought to that of the table.
+        normal: turns a name as written into the name in the table.
     """
 
     def __init__(self, keys: Iterable[Key], normal: Callable[[str], str] = same) -> None:

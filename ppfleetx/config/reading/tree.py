@@ -51,7 +51,7 @@ def plain_scalar(text: str) -> Any:
 
 
 def is_index(text: str) -> bool:
-    """Whether ``text`` is the index of a list item (``str.isdigit`` accepts characters that ``int`` does not)."""
+    """Whether ``text`` is the index of a list item (``str.isdigit`` accepts more than ``int`` does)."""
     return text.isascii() and text.isdigit() and len(text) < 10
 
 

@@ -114,8 +114,7 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
 
 
 def loads(hf_config: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """The shares of experts in the step before, which a balancing loss may count by and no file has: as
-    before the first step."""
+    """Initial loads of the experts, which a balancing loss may need and no file has."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
         for name, spec in parameter_specs(_model(hf_config)).items()

@@ -1,7 +1,7 @@
 """Evaluation sets read from text files: perplexity in sliding windows, and last words (cloze).
 
-Both are sequences of :class:`Window`. How many windows go through the model at a time, and on how many data
-ranks, is for :func:`window_batches`; neither changes which tokens are scored after which context.
+Both are sequences of :class:`Window`. :func:`window_batches` divides them into batches and among data ranks,
+which does not change which tokens are scored after which context.
 """
 
 from __future__ import annotations

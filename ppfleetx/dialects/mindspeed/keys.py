@@ -1,4 +1,4 @@
-"""The key table of MindSpeed-Core-MS: Megatron's under its own names, and what it has alone."""
+"""The key table of MindSpeed-Core-MS: Megatron's arguments under other names, and its own keys."""
 
 from __future__ import annotations
 
