@@ -14,7 +14,9 @@ import ppfleetx.commands  # noqa: F401 - as in every program, checkpoints of oth
 from ppfleetx.utils.log import get_logger
 from tests.device.place import CARDS, DEVICE
 from tests.device.report import DeviceReport
+from tests.e2e.resumption import write_corpus
 from tests.helpers.leftovers import nothing_left
+from tests.helpers.ranks import Pools
 
 _LONG = ("parity/", "device/", "faults/", "e2e/", "deploy/")
 
@@ -44,6 +46,22 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """``pools(n)``: n ranks of a job, which serve all tests of a file."""
+    made = Pools()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a corpus with a learnable next token."""
+    prefix = tmp_path_factory.mktemp("corpus") / "toy"
+    write_corpus(prefix)
+    return prefix
 
 
 @pytest.fixture(autouse=True)

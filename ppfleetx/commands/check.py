@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
-from ppfleetx.commands.options import ConfigOptions
 from ppfleetx.commands.start_process import refuse_foreign_weights
 from ppfleetx.config.config_notes import absent_loggers, missing, not_supported_reasons
 from ppfleetx.config.counts import counted
@@ -39,25 +37,8 @@ _MAX_STAGES_SHOWN = 64
 _RANKS_PER_NODE = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check(ConfigOptions):
-    """Look at a configuration without running it: the plan, parameters, batch arithmetic, token ids.
-
-    Needs no Paddle. Exit code 2 when a run with it would be refused, with the reason.
-    """
-
-    examples = """\
-example:
-  ppfleetx check -c FILE -o Distributed.mp_degree=2
-"""
-
-    def run(self) -> None:
-        """Print the report."""
-        check(self.config, self.override)
-
-
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
-    """Print the report, and what a look at the run's directory and data adds.
+    """Print the report; also check the run's directory and its data.
 
     Args:
         world_size: as in :func:`~ppfleetx.config.loader.load_config`.
@@ -73,7 +54,7 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
     if cfg.Data.Train is not None:
         check_start(cfg)
     token_ids = token_id_lines(cfg)
-    print("\n".join([report, *token_ids]))  # last, because it says that all is well
+    print("\n".join([report, *token_ids]))  # last, because it reports success
 
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
@@ -81,11 +62,11 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
 
     Args:
         cfg: the configuration.
-        device: where it runs; None: where ``Global.device`` says, a GPU where it leaves that open.
+        device: the kind of device; None: ``Global.device``, or a GPU if that is ``auto``.
 
     Raises:
-        ConfigError: weights are to come from a checkpoint of another program; a callback or a schedule
-            cannot be made as configured.
+        ConfigError: the weights named are another program's checkpoint, or a callback or a schedule
+            cannot be built as configured.
     """
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
@@ -281,7 +262,7 @@ def _precision(cfg: RunConfig) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """Host memory of offloaded states, as if mp and pp divided all parameters evenly."""
+    """Host memory of offloaded states, assuming that mp and pp divide all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []

@@ -19,10 +19,11 @@ def counted(count: int, noun: str, spec: str = "") -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """``1.5 GiB``: the largest of GiB, MiB and KiB that gives at least 1."""
-    units = ((1 << 30, "GiB"), (1 << 20, "MiB"))
-    unit, name = next(((unit, name) for unit, name in units if num_bytes >= unit), (1 << 10, "KiB"))
-    return f"{num_bytes / unit:.1f} {name}"
+    """``1.5 GiB``: the largest of GiB, MiB and KiB that gives at least 1; fewer as ``64 B``."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes:.0f} B"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

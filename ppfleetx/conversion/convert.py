@@ -248,7 +248,7 @@ def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> 
     if model.lora is not None:
         raise CheckpointError(
             f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "
-            f"ppfleetx merge --input {job.input} --output DIR"
+            f"ppfleetx merge {job.input} --output DIR"
         )
     if model.task.classifies:
         raise CheckpointError(

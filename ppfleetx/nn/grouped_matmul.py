@@ -60,7 +60,7 @@ def bias_gradient(upstream: paddle.Tensor, counts: Counts) -> paddle.Tensor:
 
 
 def _spans(counts: Counts) -> Iterator[tuple[int, int, int]]:
-    """Groups that have rows, and where these begin and end."""
+    """Yield each group that has rows, with the range of its rows."""
     end = 0
     for group, count in enumerate(counts):
         begin, end = end, end + int(count)
@@ -69,7 +69,7 @@ def _spans(counts: Counts) -> Iterator[tuple[int, int, int]]:
 
 
 def _of(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
-    """Its part of one group: the same memory."""
+    """The part of a tensor that belongs to one group, as a view."""
     return tensor.detach()._slice(group, group + 1).reshape_(tensor.shape[1:])
 
 

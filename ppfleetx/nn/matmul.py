@@ -36,7 +36,7 @@ Finish = Callable[[], paddle.Tensor]
 
 
 class Exchange(Protocol):
-    """What tensor-parallel ranks exchange around the product of each with its columns of a weight.
+    """Communication among tensor-parallel ranks around a column-parallel product.
 
     Attributes:
         gathers_again: the whole input is not kept for the backward pass.
@@ -45,13 +45,13 @@ class Exchange(Protocol):
     gathers_again: bool
 
     def whole(self, x: paddle.Tensor) -> paddle.Tensor:
-        """The product's input from what this rank holds of it."""
+        """Gather the product's whole input from this rank's part."""
 
     def start_whole(self, x: paddle.Tensor) -> Finish:
-        """Start :meth:`whole`."""
+        """Start the gather of :meth:`whole`."""
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
-        """Start the sum over the ranks of the input's gradient; this rank gets its part of it."""
+        """Start to reduce the input's gradient over the ranks; this rank receives its part of it."""
 
 
 class Matmul:
@@ -100,8 +100,8 @@ class Matmul:
         *,
         is_transposed: bool = False,
     ) -> paddle.Tensor:
-        """The product with this rank's columns. The sum of the input's gradient over the ranks travels while
-        the weight's gradient is computed."""
+        """Multiply by this rank's columns. The reduction of the input's gradient overlaps the weight's
+        gradient."""
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def grouped(
@@ -111,7 +111,7 @@ class Matmul:
         bias: paddle.Tensor | None,
         counts: grouped_matmul.Counts,
     ) -> paddle.Tensor:
-        """``x [n, in]``, sorted into groups of ``counts`` rows, times ``weight [groups, in, out]``.
+        """Multiply ``x [n, in]``, sorted into groups of ``counts`` rows, by ``weight [groups, in, out]``.
 
         The weight's gradient never goes straight into ``main_grad``.
         """
@@ -148,7 +148,7 @@ class Matmul:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around passes that nothing updates a parameter in; the copies are gone afterwards."""
+        """Context manager: 16-bit copies are kept while it is open. No parameter may be updated inside."""
         self._copies = {}
         try:
             yield
@@ -156,7 +156,8 @@ class Matmul:
             self._copies = None
 
     def value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """What is multiplied for ``parameter``, apart from the graph: its copy, or itself.
+        """Return the tensor multiplied in place of ``parameter``, detached: its 16-bit copy, or the
+        parameter itself.
 
         Only parameters have copies. What is computed from one (a weight that is rounded) is gone after its
         product, and the next tensor may be given its ``id``.
@@ -172,7 +173,7 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """:meth:`value` with a way back for its gradient."""
+        """The tensor of :meth:`value`, through which the gradient still reaches the parameter."""
         if self._dtype is None or self._copies is None:
             return parameter
         value = self.value(parameter)
@@ -181,12 +182,12 @@ class Matmul:
     # -- gradients in float32
 
     def adds_to_main_gradient(self, weight: paddle.Tensor) -> bool:
-        """Whether the weight's gradients go straight into its ``main_grad``. One that is computed from a
-        parameter (rounded, cast) gets its gradient the usual way."""
+        """Whether gradients of this weight are added straight to its ``main_grad``. A weight computed from
+        a parameter (rounded, cast) is excluded."""
         return weight.is_leaf and self._fused.takes("linear_grad_add", weight)
 
     def add_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
-        """Add a float32 ``gradient`` that is computed elsewhere to ``main_grad``."""
+        """Add a float32 ``gradient`` computed elsewhere to ``main_grad``."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
         weight.main_grad = gradient if main is None else main.add_(gradient)
@@ -202,21 +203,22 @@ class Matmul:
 
     @property
     def num_waiting(self) -> int:
-        """Micro batches whose weights have not got their gradients."""
+        """The number of micro batches whose weight gradients are deferred and not computed yet."""
         return len(self._waiting)
 
     def begin(self) -> None:
-        """Forget what a step that did not come to its end has left."""
+        """Discard deferred gradients of a step that was interrupted."""
         self._open.clear()
         self._waiting.clear()
 
     def end_backward(self) -> None:
-        """The gradients of a micro batch's inputs are complete: those of its weights may be asked for."""
+        """Mark the end of a micro batch's backward pass: its input gradients are complete, and its weight
+        gradients may be computed."""
         self._waiting.append(list(self._open))
         self._open.clear()
 
     def run_next(self) -> None:
-        """Gradients of weights of the micro batch that has waited longest.
+        """Compute the weight gradients of the micro batch that has waited longest.
 
         A weight may be computed from a parameter (rounded, cast): the rest of the way runs then too. Hooks on
         parameters are called as in any backward pass.
@@ -227,7 +229,7 @@ class Matmul:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Within a backward pass: call as soon as the weights that it has passed have their gradients."""
+        """Inside a backward pass: call a function once all weights passed so far have their gradients."""
         if self.defers:
             self._open.append(call)
         else:
@@ -251,7 +253,7 @@ Add = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], None]
 
 
 class _Work:
-    """A product with one weight. No tensor to Paddle, so that no gradient is asked for."""
+    """One product with one weight. It is not a tensor, so autograd ignores it."""
 
     def __init__(
         self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None, add: Add | None
@@ -266,12 +268,12 @@ class _Work:
         return _product(x, self.weight, bias, self.is_transposed)
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
-        """The gradient of the input from that of the product."""
+        """Return the input's gradient."""
         weight = _in(self.weight.detach(), upstream.dtype)
         return paddle.matmul(upstream, weight, transpose_y=not self.is_transposed)
 
     def of_weight(self, x: paddle.Tensor, upstream: paddle.Tensor) -> paddle.Tensor | None:
-        """The gradient of the weight; None where it has been added to the weight's ``main_grad``."""
+        """Return the weight's gradient; None if it was added to ``main_grad``."""
         left, right = (upstream, x) if self.is_transposed else (x, upstream)
         if self.add is not None:
             self.add(self.weight, left, right)
@@ -280,12 +282,12 @@ class _Work:
         return paddle.matmul(left, right, transpose_x=True)
 
     def of_bias(self, upstream: paddle.Tensor) -> paddle.Tensor:
-        """The gradient of the bias."""
+        """Return the bias gradient."""
         return upstream.reshape([-1, upstream.shape[-1]]).sum(0)
 
 
 class _GroupedWork(_Work):
-    """A product of sorted rows with one matrix for each group."""
+    """The product of sorted rows with one matrix per group."""
 
     def __init__(self, weight: paddle.Tensor, counts: grouped_matmul.Counts) -> None:
         super().__init__(weight, False, None, None)
@@ -305,21 +307,21 @@ class _GroupedWork(_Work):
 
 
 class _WeightGradient:
-    """The half of the backward pass that nothing waits for: the gradient of the weight from the product's
-    input ``x`` and the gradient ``upstream`` of its output."""
+    """The weight's gradient, computed from the product's input ``x`` and its output gradient ``upstream``.
+    Nothing in the backward pass waits for it, so it can run later."""
 
     def __init__(self, work: _Work, x: paddle.Tensor, upstream: paddle.Tensor) -> None:
         self.work, self.x, self.upstream = work, x, upstream
 
     def compute(self) -> paddle.Tensor | None:
-        """The gradient; None where it has been added to the weight's ``main_grad``."""
+        """Return the weight's gradient; None if it was added to ``main_grad``."""
         gradient = self.work.of_weight(self.x, self.upstream)
         return None if gradient is None else _in(gradient, self.work.weight.dtype)
 
 
 class _Matmul(PyLayer):
-    """A product that passes on the gradients of its input and bias, and computes that of its weight or, with
-    ``defer``, leaves it to somebody else."""
+    """The product as an autograd function: returns the gradients of input and bias, and computes the
+    weight's gradient or defers it."""
 
     @staticmethod
     def forward(
@@ -356,7 +358,8 @@ class _Matmul(PyLayer):
 
 
 def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor | None]:
-    """Gradients of input and weight; the second is computed while the first travels."""
+    """Return the gradients of input and weight. The weight's is computed while the input's is being
+    reduced."""
     work, x = ctx.work, ctx.x
     ctx.work = ctx.x = None
     gathering = work.exchange.start_whole(x) if work.gathers_again else None
@@ -375,13 +378,13 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
 
 
 def _of_bias(work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None) -> paddle.Tensor | None:
-    """The gradient of the bias; None where it is frozen."""
+    """Return the bias gradient; None if the bias is frozen."""
     return None if dtype is None else _in(_in(work.of_bias(upstream), upstream.dtype), dtype)
 
 
 class _Given(PyLayer):
-    """Zero, as a function of the weight; its backward pass brings the weight's gradient, and goes on from
-    there to what the weight was computed from."""
+    """A zero that depends on the weight. Its backward pass delivers the weight's gradient, to whatever the
+    weight was computed from as well."""
 
     @staticmethod
     def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:
@@ -414,7 +417,7 @@ class _Holder:
 
 
 class _Copy(PyLayer):
-    """A copy that exists; its gradient is converted to the parameter's type, as that of a conversion is."""
+    """Use an existing 16-bit copy of a parameter; the gradient is converted back to the parameter's type."""
 
     @staticmethod
     def forward(ctx: Any, parameter: paddle.Tensor, holder: _Holder) -> paddle.Tensor:

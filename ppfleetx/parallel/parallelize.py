@@ -1,4 +1,4 @@
-"""A plan applied to a task's model, in the order written here."""
+"""Apply a parallel plan to a task's model. The order of the steps is the order of this file."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
 
 
 def _fused_ops(cfg: RunConfig, ctx: ParallelContext, train: bool) -> FusedOps:
-    """The fused operators of ``Model.fused_ops``; what is trained says which."""
+    """Resolve ``Model.fused_ops`` for what this run trains."""
     mixed = cfg.Engine.mix_precision
     types = ("float32", mixed.dtype) if mixed.enable else ("float32",)
     unused = {name: why for name, (_, why) in without_place(cfg).items()}
@@ -79,7 +79,7 @@ def _fused_ops(cfg: RunConfig, ctx: ParallelContext, train: bool) -> FusedOps:
 
 
 def _matmul(cfg: RunConfig, ctx: ParallelContext, ops: FusedOps) -> Matmul:
-    """How layers multiply by their weights."""
+    """The :class:`Matmul` of this run."""
     mixed = cfg.Engine.mix_precision
     casts = mixed.enable and "weight_cast" in ops.taken
     defers = ctx.size_of("pp") > 1 and ctx.plan.pp_schedule == "zb_h1"
@@ -207,7 +207,7 @@ def _values(
     cfg: RunConfig,
     ctx: ParallelContext,
 ) -> NewValues | ParameterSharding:
-    """How values come from their owners."""
+    """The object that brings parameter values from their owners."""
     overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:
         from ppfleetx.parallel.zero3 import ParameterSharding

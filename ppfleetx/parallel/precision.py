@@ -1,4 +1,4 @@
-"""What is computed in 16 bits, and what that needs: casts, float32 copies, loss scaling.
+"""Mixed precision: 16-bit compute, float32 master weights, loss scaling.
 
 O1: parameters and gradients are float32; ``auto_cast`` runs the operations of its list in 16 bits.
 O2: parameters are 16-bit, as is all between them unless the model says otherwise; the optimizer updates
@@ -59,11 +59,11 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether skipping a step that overflowed can help."""
+        """Whether skipping a step after an overflow can help, because the scale can still shrink."""
         return self.dynamic and self.scale > self._min_scale
 
     def update(self, overflow: bool) -> None:
-        """Count a step whose gradients were or were not all finite, and set the next step's scale."""
+        """Count a step, whose gradients were finite or not, and set the scale of the next one."""
         if not self.dynamic:
             return
         if overflow:
@@ -78,11 +78,11 @@ class LossScaler:
             self.scale *= GROWTH
 
     def state(self) -> dict[str, float | int]:
-        """What a checkpoint keeps; :meth:`load_state` continues exactly from it."""
+        """The state a checkpoint stores, from which :meth:`load_state` continues exactly."""
         return {"scale": self.scale, "quiet_steps": self._quiet_steps, "tolerated": self._tolerated}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue a run; a constant scale stays the configured one.
+        """Restore a saved state; a constant scale keeps its configured value.
 
         Raises:
             CheckpointError: it is no such state.
@@ -101,7 +101,7 @@ class LossScaler:
 
 
 class Precision:
-    """``Engine.mix_precision`` in action.
+    """Applies ``Engine.mix_precision`` to a model and its steps.
 
     Args:
         cfg: the section; by default everything is float32.
@@ -135,7 +135,7 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before the backward pass."""
+        """The factor of the loss before the backward pass."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
@@ -145,7 +145,7 @@ class Precision:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Around forward passes: operations run in the types that the level and the lists say.
+        """Context manager of forward passes: operations run in the types the level and the lists say.
 
         At O2 the tensors' own types decide, a mix of them being computed in float32, but for the lists.
         """
@@ -162,7 +162,7 @@ class Precision:
             yield
 
     def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:
-        """At O2: make the parameters 16-bit, in place; they have no memory, before and after.
+        """Convert the parameters to 16 bits in place (O2), before they have memory.
 
         To be done before anything else hangs on them: with ``main_grad_fp32`` the hook that moves gradients
         to float32 must be the first.
@@ -192,7 +192,7 @@ class Precision:
 
     @paddle.no_grad()
     def unscale(self, parameters: Sequence[paddle.Tensor], ops: FusedOps = NO_FUSED_OPS) -> None:
-        """Complete gradients to float32 gradients of the loss itself, in place."""
+        """Divide complete gradients by the loss scale, in place, giving float32 gradients."""
         if self.lowers_parameters:
             for parameter in parameters:
                 add_to_main_gradient(parameter)  # with main_grad_fp32 off they were summed in 16 bits
@@ -203,5 +203,5 @@ class Precision:
 
 
 def has_kernels(dtype: str) -> bool:
-    """Whether the device computes in ``dtype``."""
+    """Whether the device has kernels for ``dtype``."""
     return on_card() and computes_in(dtype)

@@ -14,8 +14,9 @@ import pytest
 
 from ppfleetx.checkpoint.adapters import merge_lora
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.commands.checkpoint_verbs import Quantize
 from ppfleetx.commands.generate import load_generator
-from ppfleetx.commands.quantize import REPORT_FILE, Quantize, quantize
+from ppfleetx.commands.quantize import REPORT_FILE, quantize
 from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.commands.training import refuse_small_weights
 from ppfleetx.compress.distill import load_teacher

@@ -208,13 +208,7 @@ class Loss:
 
     def close(self) -> None:
         """Kill every process that is left."""
-        for rank in range(self.case.plan.world_size):
-            with contextlib.suppress(OSError):
-                os.kill(self.pid(rank), signal.SIGKILL)
-        for launcher in self.job.launchers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait(30)
+        self.job.close([int(file.read_text()) for file in self.directory.glob("pid.[0-9]")])
 
 
 def run_case(case: Case, corpus: Path, directory: Path) -> Found:

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from ppfleetx.commands.plan import Plan
+from ppfleetx.commands.train_verbs import Plan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
-from ppfleetx.planner.cards import card_names, load_card
+from ppfleetx.planner import card_names
+from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Precision, job_of, uses_flash
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of

@@ -32,7 +32,8 @@ _MINUTES = 10
 
 
 def build() -> Path:
-    """Compile the operators for this machine, unless that has been done; gives the library.
+    """Compile the decoding operators for this machine, unless that was done before; return the library's
+    path.
 
     Raises:
         UserError: there is no compiler, or it fails, or what it makes cannot be loaded or written.
@@ -41,12 +42,12 @@ def build() -> Path:
 
 
 def build_quantized() -> Path:
-    """The same for the operators of :mod:`ppfleetx.nn.cpu_ops.quantized`."""
+    """Compile the operators of :mod:`ppfleetx.nn.cpu_ops.quantized`."""
     return _build(QUANTIZED_SOURCE, library_path(QUANTIZED_SOURCE), quantized.are_available)
 
 
 def build_trunk() -> Path:
-    """The same for the operator of :mod:`ppfleetx.nn.cpu_ops.fused_blocks`."""
+    """Compile the operator of :mod:`ppfleetx.nn.cpu_ops.fused_blocks`."""
     return _build(FUSED_BLOCKS_SOURCE, library_path(FUSED_BLOCKS_SOURCE), fused_blocks.are_available)
 
 
