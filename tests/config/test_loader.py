@@ -10,7 +10,8 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import dump_config, run_record
-from ppfleetx.config.sections.root import LRConfig, ModelConfig, RunConfig
+from ppfleetx.config.sections.optimizer import LRConfig
+from ppfleetx.config.sections.root import ModelConfig, RunConfig
 
 CONFIGS = Path(__file__).parents[2] / "ppfleetx" / "configs"
 
