@@ -43,7 +43,7 @@ class Compare(Command):
         ppfleetx compare -c FILE --commit-a main --commit-b HEAD --bitwise
         ppfleetx compare --metrics-a output_a --metrics-b output_b --plot losses.png
 
-    Exit code 0: equal (bitwise, or within --rtol); 1: not; 2: a mistake in what was asked for.
+    Exit code 0: equal (bitwise, or within --rtol); 1: different; 2: a mistake on the command line.
     """
 
     config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
@@ -61,7 +61,7 @@ class Compare(Command):
     work_dir: str | None = option("keep outputs and logs here", metavar="DIR")
 
     def run(self) -> int:
-        """Run what has to be run, and compare."""
+        """Run the sides that are not finished runs, and compare."""
         if not self.config and not (self.metrics_a and self.metrics_b):
             raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
         if self.plot:
@@ -139,7 +139,7 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
 
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
-    """A directory with the files of ``commit``; None, for this package as it is, without one.
+    """A directory with the files of ``commit``; None without a commit: the package as it is.
 
     Raises:
         UserError: there is no repository or no such commit.
@@ -163,7 +163,7 @@ def tree_of(commit: str | None) -> Iterator[Path | None]:
 
 
 def read_losses(output_dir: Path) -> list[Record]:
-    """Training records of a run's metrics.jsonl.
+    """The training records in a run's metrics.jsonl.
 
     Raises:
         DataError: there is no such file.
@@ -199,7 +199,7 @@ def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
 
 
 def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:
-    """Both loss curves above, their relative difference below.
+    """Draw both loss curves, and their relative difference below.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -251,15 +251,15 @@ def _pyplot() -> Any:
 
 
 def refuse_unknown_picture(path: Path, option: str) -> None:
-    """Raise ConfigError unless the name says a format of pictures: matplotlib would add .png to it."""
+    """Raise ConfigError unless the suffix is a picture format; matplotlib would append .png."""
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)
 
 
 def read_series(path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """{"train" | "eval": (steps, losses)} of a metrics file; of named evaluation sets "eval NAME" each.
+    """``{"train" or "eval": (steps, losses)}`` of a metrics file; named evaluation sets are "eval NAME".
 
-    A last line that is not whole is left out: the run is writing it, or was killed while it did.
+    An incomplete last line is ignored: the run may still be writing it.
 
     Raises:
         DataError: there is no such file, it is not a metrics file, or it holds no training step.
