@@ -50,6 +50,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("index", "corpora:Index", "build the index maps of a configuration ahead of a run"),
         Verb("compare", "compare:Compare", "compare the losses of two runs"),
         Verb("plot", "compare:Plot", "draw the loss curves of a run"),
+        Verb("report", "report:Report", "describe a run on one page: curves, samples, speed, memory, cost"),
     ),
     "use a model": (
         Verb("generate", "generate:Generate", "continue prompts with a checkpoint"),
