@@ -42,6 +42,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
         Verb("check", "check:Check", "look at a configuration: plan, parameters, batch arithmetic"),
         Verb("plan", "plan:Plan", "predict memory and step time, or rank the plans of so many cards"),
+        Verb("recipe", "recipe:Recipe", "write a whole configuration from the depth of the model"),
         Verb(
             "translate",
             "translate:Translate",
