@@ -1,4 +1,4 @@
-"""The commands. They load FleetX's checkpoints too, and say how to convert those of other programs."""
+"""The commands. They also load FleetX checkpoints, and say how to convert those of other toolkits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _Converters:
-    """The converters, which are imported when a directory is not a checkpoint of ours, and only then."""
+    """The converters, imported only when a directory is not one of our own checkpoints."""
 
     def described(self, path: Path) -> str | None:
         from ppfleetx.conversion.detect import described

@@ -44,7 +44,7 @@ as you like, and commands and backslashes mean nothing. Ctrl-C stops an answer."
 
 @dataclass
 class Conversation:
-    """A conversation: its turns, and how the next answer is made.
+    """A conversation: its turns, and the settings for the next answer.
 
     Attributes:
         generator: continues the rendered conversation.
@@ -125,7 +125,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Answer:
-    """Notes about an answer.
+    """Facts about an answer that are shown after it.
 
     Attributes:
         left_out: number of messages that the model no longer sees.
@@ -165,7 +165,7 @@ def _begin(cfg: RunConfig, chat: Chat) -> Conversation:
 
 
 def _options(cfg: RunConfig) -> GenerationConfig:
-    """The ``Generation`` section for answers.
+    """The ``Generation`` section to use for answers.
 
     Raises:
         ConfigError: it asks for several continuations or beam search, or sets an option that has no effect.
@@ -236,7 +236,7 @@ class Terminal:
             self._note("the answer is as long as it may be (-o Generation.max_dec_len=N)")
 
     def _obey(self, line: str, conversation: Conversation) -> bool:
-        """Carry out a command. Returns False if it ends the conversation."""
+        """Run a command such as ``/exit``. Returns False if it ends the conversation."""
         name, _, rest = line.partition(" ")
         if name in ("/exit", "/quit"):
             return False
@@ -255,7 +255,7 @@ class Terminal:
         return True
 
     def _messages(self) -> Iterator[tuple[str, bool]]:
-        """Pairs of a message or command, and whether it is a command."""
+        """Yield each input with a flag: True for a command, False for a message."""
         while (line := self._line("> ")) is not None:
             if line.strip() == _QUOTES:
                 yield "\n".join(self._until_quotes()), False

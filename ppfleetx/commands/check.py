@@ -58,7 +58,8 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
 
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
-    """Plan, parameters, batches, FLOPs, precision, recompute, memory, schedules of ``cfg``, line by line.
+    """Return the lines of the report on ``cfg``: plan, parameters, batches, FLOPs, precision, recompute,
+    memory and schedules.
 
     Args:
         cfg: the configuration.

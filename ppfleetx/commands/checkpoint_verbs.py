@@ -1,4 +1,4 @@
-"""The verbs that make another model of a checkpoint: ``quantize``, ``prune`` and ``upcycle``.
+"""The verbs that turn a checkpoint into another model: ``quantize``, ``prune`` and ``upcycle``.
 
 ``--help`` needs this file alone: each verb imports its program when it runs.
 """
@@ -26,7 +26,7 @@ _LONGEST = 512  # tokens of a window
 
 @dataclass(frozen=True, kw_only=True)
 class RewritingOptions(OptionalConfigOptions):
-    """The options of verbs that make another model of a checkpoint."""
+    """The options of verbs that turn a checkpoint into another model."""
 
     checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
     output: str = option("a new or empty directory", default=MISSING, metavar="DIR")

@@ -34,7 +34,7 @@ _RTOL = 1e-5
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative difference of one quantity, and the step it occurs at."""
+    """The largest relative difference of one quantity, and the step at which it occurs."""
 
     key: str
     largest: float
@@ -67,7 +67,7 @@ class Compare(Command):
     work_dir: str | None = option("keep outputs and logs here", metavar="DIR")
 
     def run(self) -> int:
-        """Run the sides that are not finished runs, and compare."""
+        """Run both sides, unless they are finished runs, and compare them."""
         if not self.config and not (self.metrics_a and self.metrics_b):
             raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
         if self.plot:
@@ -145,7 +145,7 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
 
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
-    """A directory with the files of ``commit``; None without a commit: the package as it is.
+    """A directory with the files of ``commit``; for None, the directory of this package.
 
     Raises:
         UserError: there is no repository or no such commit.
@@ -222,7 +222,7 @@ class Plot(Command):
     output: Path = option("PNG to write", default=MISSING)
 
     def run(self) -> None:
-        """Draw the picture."""
+        """Draw the loss curves."""
         refuse_unknown_picture(self.output, "--output")
         save_figure(draw_losses(read_records(self.metrics)), self.output, "--output")
         print(f"loss curve: {self.output}")

@@ -30,7 +30,7 @@ examples:
     )
 
     def run(self) -> None:
-        """Print the table, or copy."""
+        """Print the table, or copy a configuration."""
         if not self.words:
             print(table())
             return
@@ -43,7 +43,7 @@ examples:
 
 
 def table() -> str:
-    """Name, parameters, cards and purpose of each."""
+    """The table of shipped configurations: name, parameters, cards and purpose of each."""
     from ppfleetx.commands.check import human_count
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import purpose, shipped_configs

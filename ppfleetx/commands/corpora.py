@@ -1,4 +1,5 @@
-"""Verbs for tokenised corpora: inspect, merge, convert, index maps, and this Python's sources as one."""
+"""The verbs for tokenised corpora: inspect, merge and convert them, build their index maps, and make one
+from this Python's source files."""
 
 from __future__ import annotations
 
@@ -156,7 +157,7 @@ class Index(ConfigOptions):
     """
 
     def run(self) -> None:
-        """Build what is missing, mode by mode."""
+        """Build the missing index maps of each mode."""
         from ppfleetx.config.loader import load_config
         from ppfleetx.data.build import build_dataloader
         from ppfleetx.data.corpus_checks import verify_corpora

@@ -19,7 +19,7 @@ _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a metrics file, or of the run in a directory.
+    """Read the records of a metrics file, or those of the run in a directory.
 
     A last line that is not whole is left out: the run is writing it, or was killed while it did.
 
@@ -44,12 +44,12 @@ def read_records(path: Path) -> list[Record]:
 
 
 def train_records(path: Path) -> list[Record]:
-    """Those of :func:`read_records` that are of training steps."""
+    """The records of :func:`read_records` that belong to training steps."""
     return [record for record in read_records(path) if record["kind"] == "train"]
 
 
 def _record(line: str) -> Record | None:
-    """The record in a line; None if there is none."""
+    """Parse one line as a record; None if it holds none."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -61,17 +61,17 @@ def _record(line: str) -> Record | None:
 
 
 def number(record: Record, key: str) -> float:
-    """A number of a record; NaN where it was not finite, which the file has as null."""
+    """A number of a record. Null, which the file has for non-finite numbers, becomes NaN."""
     return math.nan if record[key] is None else float(record[key])
 
 
 def set_name(record: Record) -> str:
-    """``train`` or ``eval``; for a named evaluation set ``eval NAME``."""
+    """The name of a record's curve: ``train`` or ``eval``; for a named evaluation set ``eval NAME``."""
     return f"{record['kind']} {record['set']}" if "set" in record else record["kind"]
 
 
 def series_of(records: Sequence[Record], key: str) -> Series:
-    """Values of ``key`` by :func:`set_name`."""
+    """The values of ``key``, grouped by :func:`set_name`."""
     series: Series = {}
     for record in records:
         if record["kind"] in ("train", "eval") and key in record:
@@ -82,7 +82,7 @@ def series_of(records: Sequence[Record], key: str) -> Series:
 
 
 def draw_losses(records: Sequence[Record]) -> Any:
-    """A figure: training loss thin, evaluation loss as marked points.
+    """Draw a figure with the training loss as a thin line and the evaluation loss as marked points.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -100,7 +100,7 @@ def draw_losses(records: Sequence[Record]) -> Any:
 
 
 def save_figure(figure: Any, output: Path, option: str) -> None:
-    """Write a figure to the file that ``option`` names, and close it.
+    """Save a figure as the file named by ``option``, and close it.
 
     Raises:
         DataError: it cannot be written.
@@ -114,7 +114,7 @@ def save_figure(figure: Any, output: Path, option: str) -> None:
 
 
 def import_pyplot() -> Any:
-    """matplotlib's ``pyplot``, which draws to files.
+    """Import matplotlib's ``pyplot``, set up to draw to files.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -130,6 +130,6 @@ def import_pyplot() -> Any:
 
 
 def refuse_unknown_picture(path: Path, option: str) -> None:
-    """Raise ConfigError unless the name says a format of pictures: matplotlib would add .png to it."""
+    """Raise ConfigError unless the file name ends in a known picture format; matplotlib would append .png."""
     if path.suffix.lower() not in _PICTURES:
         raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)

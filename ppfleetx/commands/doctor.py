@@ -57,10 +57,10 @@ examples:
     )
 
     def refuse_mistakes(self) -> None:
-        """They are rows of the table."""
+        """Refuse nothing: mistakes become rows of the table."""
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Look at the nodes, start the ranks in a process of its own, and print what they have found."""
+        """Check the nodes, start the ranks as separate processes, and print their findings."""
         self.refuse_unusable()
         from ppfleetx.doctor.libraries import broken_row
 
@@ -80,7 +80,7 @@ examples:
         return _show(rows, size, as_object=self.json)
 
     def run(self) -> int:
-        """Examine as one process, alone or of a job, and give the exit code."""
+        """Run the checks in this process, alone or as a rank of a job, and return the exit code."""
         from ppfleetx.doctor.libraries import broken_row
 
         try:
@@ -108,7 +108,7 @@ examples:
 
 
 def _alone(target: Target) -> list[Row]:
-    """The findings of one process; without Paddle, those that do not need it."""
+    """The findings of a single process. Without Paddle, only the checks that do not need it run."""
     from ppfleetx.doctor.launch import import_row
     from ppfleetx.doctor.registry import CHECKS
     from ppfleetx.doctor.run import examine_all
@@ -121,7 +121,7 @@ def _alone(target: Target) -> list[Row]:
 
 
 def _target(options: Doctor) -> Target:
-    """This process's place, and the configuration where it can be read."""
+    """The target of the checks: this process's rank and, if it can be read, the configuration."""
     from ppfleetx.commands.start_process import rank, world_size
     from ppfleetx.config.errors import UserError
     from ppfleetx.config.loader import load_config

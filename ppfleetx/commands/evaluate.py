@@ -1,4 +1,4 @@
-"""The program of the verb ``eval``: the loss on ``Data.Eval``, or what ``Offline_Eval`` asks for.
+"""The program of the verb ``eval``: the loss on ``Data.Eval``, or the metric of ``Offline_Eval``.
 
 Files and tokenizer of the latter are checked before Paddle is loaded, which takes seconds.
 """
@@ -72,7 +72,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many last words the model predicts.
+    """The accuracy of the model on the last words of texts.
 
     Attributes:
         file: the texts.
@@ -101,7 +101,7 @@ def run(options: Evaluate) -> None:
 
 
 def _window(job: Job) -> list[Setting]:
-    """Windows no longer than the model's positions, unless the user chose them."""
+    """Limit windows to the model's number of positions, unless the user set their length."""
     cfg, origins, _ = read_config(job.config, job.overrides)
     positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
     if positions >= window or "Offline_Eval.max_seq_len" in overridden_keys(job.overrides):
@@ -138,7 +138,7 @@ def _run_offline(cfg: RunConfig) -> None:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Refuse a plan that splits sequences, where a last word is needed whole.
+    """Refuse a plan that splits sequences when last words are scored, which need whole sequences.
 
     Raises:
         ConfigError: naming the key.
@@ -153,7 +153,7 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def length_multiple(cfg: RunConfig) -> int:
-    """Parts into which the plan of ``cfg`` splits sequences."""
+    """The number of parts into which the plan of ``cfg`` splits sequences."""
     return cfg.plan.sep * (cfg.plan.mp if cfg.plan.sequence_parallel else 1)
 
 
@@ -170,7 +170,7 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 
 
 def make_result_dir(cfg: RunConfig) -> Path:
-    """Make ``Engine.save_load.output_dir``, where the result will be written.
+    """Create ``Engine.save_load.output_dir``, where the result will be written.
 
     Raises:
         ConfigError: it cannot be made, or nothing can be written there.
@@ -226,7 +226,7 @@ def _evaluate(
 def sum_over_windows(
     runner: Runner, cfg: RunConfig, ctx: ParallelContext, windows: SlidingWindows | LastWords
 ) -> float:
-    """The sum of what ``GPTEvalModule`` counts, over all windows and data ranks, in float64."""
+    """Sum the counts of ``GPTEvalModule`` over all windows and data-parallel ranks, in float64."""
     section = cfg.Offline_Eval
     batches = window_batches(
         windows, section.batch_size, ctx.data_rank, ctx.data_size, multiple_of=length_multiple(cfg)
@@ -256,7 +256,7 @@ def sum_over_windows(
 
 
 def result_of(cfg: RunConfig, windows: SlidingWindows | LastWords, total: float) -> Result:
-    """The result that the ``total`` of :func:`sum_over_windows` stands for."""
+    """Turn the ``total`` of :func:`sum_over_windows` into a result."""
     section = cfg.Offline_Eval
     if isinstance(windows, LastWords):
         share = total / len(windows)
@@ -290,7 +290,7 @@ def _cell(value: Any) -> str:
 
 
 def write(path: Path, result: Result, about: dict[str, Any]) -> None:
-    """Write ``result`` as one JSON object; numbers that are not finite become null, as JSON has no others.
+    """Write ``result`` as one JSON object, with null for non-finite numbers, which JSON cannot hold.
 
     Raises:
         ConfigError: it cannot be written.

@@ -37,8 +37,8 @@ _COURSE = {
 
 
 def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Length, batch and learning rate of finetuning, for the configuration of a pretrained model. What the
-    user gives is left alone.
+    """Default length, batch and learning rate for finetuning a pretrained model. Values that the user gave
+    are kept.
 
     Args:
         config: the configuration of the checkpoint.
@@ -75,7 +75,7 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
 
 
 def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Settings that make a run train to step ``max_steps``; a run in the output directory continues to there.
+    """Settings that make a run train to step ``max_steps``, or continue an existing run to that step.
 
     Args:
         max_steps: optimizer steps of the whole run.

@@ -48,7 +48,7 @@ def run(options: Generate) -> None:
 
 
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
-    """Generate with a configuration that is already loaded."""
+    """Generate with a loaded configuration."""
     check_plan(cfg)
     check_options(cfg)
     prompts = read_prompts(cfg)
@@ -86,7 +86,7 @@ def _generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outp
 def continue_together(
     generator: TextGenerator, cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str]
 ) -> list[list[Generation]]:
-    """Each data-parallel rank continues its part of the prompts; all get all results, in order.
+    """Split the prompts among the data-parallel ranks; every rank gets all results, in order.
 
     What a prompt gets does not depend on the number of ranks.
 
@@ -107,7 +107,7 @@ def continue_together(
 
 
 def _generation(fields: dict[str, Any]) -> Generation:
-    """A :class:`Generation` from its fields, as another rank sent them."""
+    """Build a :class:`Generation` from the fields that another rank sent."""
     from ppfleetx.generation.generator import Generation
     from ppfleetx.generation.sampling import TokenScore
 
@@ -151,7 +151,7 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def check_options(cfg: RunConfig) -> None:
-    """Refuse an option of the command line that the decoding strategy does not read.
+    """Refuse a command-line option that the decoding strategy does not use.
 
     Raises:
         ConfigError: naming the strategy that reads it.
@@ -175,8 +175,8 @@ def _refusal(cfg: RunConfig, key: str, value: object, why: str) -> ConfigError:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Refuse an ``Engine.save_load.ckpt_dir`` that is no checkpoint of a model that continues text. No tensor
-    is read.
+    """Refuse an ``Engine.save_load.ckpt_dir`` that does not hold a text-generating model. No tensor is
+    read.
 
     Raises:
         UserError: naming the reason.
@@ -193,7 +193,7 @@ def check_checkpoint(cfg: RunConfig) -> None:
 
 
 def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
-    """Refuse a path that results cannot be written to, before anything is generated.
+    """Refuse an output path that cannot be written to, before generating anything.
 
     Args:
         path: a new file, an empty one, or earlier results, which are replaced.
@@ -227,7 +227,7 @@ def _may_be_replaced(path: Path, mark: bytes) -> bool:
 
 
 def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | None = None) -> Generator:
-    """A generator on the checkpoint ``Engine.save_load.ckpt_dir``, which must be given.
+    """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, into a generator.
 
     Args:
         tokenizer: the checkpoint's, where it has been loaded already.
@@ -362,7 +362,7 @@ def _prompt_of(line: str, place: str) -> str:
 
 
 def print_generations(prompt: str, generations: Sequence[Generation]) -> None:
-    """The lines ``Prompt:`` and ``Generation:`` of one prompt."""
+    """Print the lines ``Prompt:`` and ``Generation:`` of one prompt."""
     print(f"Prompt: {prompt}")
     for generation in generations:
         print(f"Generation: {prompt}{generation.text}\n", flush=True)

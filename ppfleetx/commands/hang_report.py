@@ -17,7 +17,7 @@ _SHOWN_FAULTS = 5
 
 
 def print_report(directory: Path, *, as_json: bool) -> None:
-    """Print what the reports of the last hang in ``directory`` say together, and a line for each rank.
+    """Print the joint explanation of the last hang reported in ``directory``, and one line per rank.
 
     Raises:
         UserError: there is no report.
@@ -32,8 +32,8 @@ def print_report(directory: Path, *, as_json: bool) -> None:
 
 
 def _newest(directory: Path) -> dict[int, Report]:
-    """The reports of the last hang in ``directory`` or in those that a run has below it; files that cannot be
-    read are named.
+    """Find the reports of the last hang in ``directory`` or in the report directories of a run below it;
+    name files that cannot be read.
 
     Raises:
         UserError: there is none.
@@ -57,7 +57,7 @@ def _newest(directory: Path) -> dict[int, Report]:
 
 
 def _facts(report: Report) -> dict[str, object]:
-    """A report without its calls and stacks, which are in the file."""
+    """The facts of a report, without its calls and stacks, which remain in the file."""
     facts = asdict(report)
     for name in ("calls", "stacks", "counts"):
         del facts[name]

@@ -65,7 +65,7 @@ def run(options: Infer) -> None:
 
 
 def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
-    """:func:`open_export`, whose messages then say where the export was named."""
+    """Call :func:`open_export`, and add to its errors where the export was named."""
     try:
         return open_export(export, verify=False)
     except ConfigError as error:
@@ -73,7 +73,7 @@ def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
 
 
 def _config_of(export: str) -> Sections:
-    """A configuration with the network of the export."""
+    """Build a configuration whose network is that of the export."""
     _, manifest = _open(export, "EXPORT")
     return Sections({**ONE_SEQUENCE, "Model": portable_model(manifest.model)}, model_in(export))
 
@@ -95,7 +95,7 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """The ``Generation`` section, with the export's settings for keys that are not given.
+    """The ``Generation`` section, completed with the export's settings for keys that were not given.
 
     Raises:
         ConfigError: they contradict each other.
@@ -110,14 +110,14 @@ def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig
 
 
 def _without_checkpoint(cfg: RunConfig) -> RunConfig:
-    """``cfg`` without the files that a model is loaded from: they need not be where its export is."""
+    """Remove from ``cfg`` the files a model is loaded from: they may not exist where the export is used."""
     save_load = cfg.Engine.save_load.model_copy(update={"ckpt_dir": None})
     engine = cfg.Engine.model_copy(update={"save_load": save_load})
     return cfg.model_copy(update={"Engine": engine, "Model": cfg.Model.model_copy(update={"lora": None})})
 
 
 def _say_what_differs(directory: Path, manifest: ExportManifest, cfg: RunConfig) -> None:
-    """Warn when the configuration describes another model than the one that will answer."""
+    """Warn if the configuration describes a different model from the exported one."""
     here = cfg.Model.model_dump(mode="json")
     other = [name for name in _SHAPE_KEYS if manifest.model.get(name, here[name]) != here[name]]
     if other:

@@ -70,7 +70,7 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def verify(path: str) -> int:
-    """Check all of a checkpoint; prints each damage.
+    """Check a whole checkpoint, and print each damage.
 
     Raises:
         CheckpointError: there is no such directory.

@@ -1,4 +1,4 @@
-"""``--nproc N``: the verb runs in N processes, started by Paddle's launcher in this process.
+"""``--nproc N``: run a verb in N processes, started by Paddle's launcher in this process.
 
 The launcher shows the log of its first rank and, when a rank fails, the end of that one's. What the other
 ranks write to their standard error is shown here as it comes, with the rank's number before each line.
@@ -37,7 +37,7 @@ _GROUP = "several processes (paddle.distributed.launch)"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(Command):
-    """``--nproc`` and what goes with it."""
+    """``--nproc`` and related options."""
 
     nproc: int | None = option("processes on this machine", type=whole_number, group=_GROUP)
     devices: str | None = option("cards of this machine, one process each", metavar="0,1,...", group=_GROUP)
@@ -51,7 +51,7 @@ class LaunchOptions(Command):
 
     @property
     def is_launched(self) -> bool:
-        """Whether the options ask for processes of their own."""
+        """Whether the options ask to run the verb in separate processes."""
         return (self.nproc, self.devices, self.nnodes) != (None, None, None)
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
@@ -83,8 +83,8 @@ class LaunchOptions(Command):
         return 0
 
     def refuse_mistakes(self) -> None:
-        """Raise a UserError that every rank would raise, once and before any rank starts: a mistake in the
-        configuration, a model that is not there, or machines that could not find each other."""
+        """Raise once, before any rank starts, the UserError that every rank would raise: for a mistake in
+        the configuration, a missing model, or machines that cannot reach each other."""
         if (self.nnodes or 1) > 1 and not (self.master or os.environ.get("PADDLE_MASTER")):
             raise ConfigError(
                 "several machines need --master HOST:PORT: the first one, and a free port there",
@@ -114,14 +114,14 @@ class LaunchOptions(Command):
 
     @property
     def num_processes(self) -> int | None:
-        """Processes of the whole job; None: one for each card, however many there are."""
+        """The number of processes of the whole job; None: one for each card."""
         here = self.nproc or (len(self.devices.split(",")) if self.devices else None)
         return None if here is None else here * (self.nnodes or int(os.environ.get("PADDLE_NNODES") or 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(LaunchOptions):
-    """Options of the verbs that train."""
+    """The options shared by the verbs that train."""
 
     max_steps: int | None = option(
         "train until step N; an existing run in the output directory, even a finished one, is continued to "
@@ -131,7 +131,7 @@ class TrainingOptions(LaunchOptions):
 
 
 def _refuse_absent_cards(options: LaunchOptions) -> None:
-    """Raise where there are fewer cards than ranks. Paddle's launcher would end with a traceback."""
+    """Raise if there are fewer cards than ranks; Paddle's launcher would end with a traceback."""
     from paddle.distributed.launch.context.device import Device
 
     visible = Device.parse_device().labels  # empty without cards, [""] where none is visible
@@ -159,7 +159,7 @@ def _refuse_absent_cards(options: LaunchOptions) -> None:
 
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
-    """The typed arguments that are for the ranks."""
+    """The command-line arguments to pass on to the ranks."""
     parser = argparse.ArgumentParser(add_help=False)
     for one in fields(LaunchOptions):
         parser.add_argument(*flags_of(one))
@@ -167,7 +167,7 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
 
 
 class RankErrors:
-    """Shows what ranks other than the first write to standard error, from now on.
+    """Shows new lines that ranks other than the first write to standard error.
 
     The same error of several ranks is shown once: the launcher shows that of the first rank, else this does.
     """
@@ -231,7 +231,7 @@ def mark_errors() -> None:
 
 
 class MarkedStream(io.TextIOBase):
-    """Writes ``[rank N] `` before each line, so that lines of several ranks can be told apart."""
+    """Writes ``[rank N] `` before each line to tell the lines of several ranks apart."""
 
     def __init__(self, stream: io.TextIOBase, rank: int) -> None:
         self._stream, self._mark, self._at_start = stream, f"[rank {rank}] ", True

@@ -1,4 +1,5 @@
-"""Tasks of lm-evaluation-harness on a checkpoint (https://github.com/EleutherAI/lm-evaluation-harness, 0.4).
+"""Run tasks of lm-evaluation-harness on a checkpoint (https://github.com/EleutherAI/lm-evaluation-harness,
+0.4).
 
 ``lm_eval`` is an optional dependency and is imported only when it is asked for.
 """
@@ -67,14 +68,14 @@ def _check(options: LmEval) -> None:
 
 
 def load_model(cfg: RunConfig, ctx: Any, batch_size: int) -> HarnessModel:
-    """The checkpoint ``Engine.save_load.ckpt_dir`` as a model of the harness."""
+    """Load the checkpoint ``Engine.save_load.ckpt_dir`` as a model of the harness."""
     from ppfleetx.commands.lm_eval_model import HarnessModel
 
     return HarnessModel(load_generator(cfg, ctx), cfg.Model.vocab_size, batch_size=batch_size)
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | None) -> Any:
-    """The harness's ``TaskManager``, which knows all of ``tasks``.
+    """Return the harness's ``TaskManager``, after checking that it knows all of ``tasks``.
 
     Raises:
         ConfigError: it does not.
@@ -105,7 +106,7 @@ def measure(
     num_fewshot: int | None = None,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """The results of ``lm_eval.simple_evaluate``."""
+    """Return the results of ``lm_eval.simple_evaluate``."""
     import lm_eval
 
     return lm_eval.simple_evaluate(
@@ -120,7 +121,7 @@ def measure(
 
 
 def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """``Generation`` keys for the options a task gives ``generate_until``, and its stop strings.
+    """Translate the options of a task's ``generate_until`` to ``Generation`` keys and stop strings.
 
     Args:
         asked: the task's options, names of Hugging Face ``generate``.
@@ -170,7 +171,7 @@ _SAME_MEANING = {
 
 
 def _renamed(left: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Move options that exist here, under the same or another name, out of ``left``."""
+    """Move supported options out of ``left``, under our names."""
     for theirs, ours in _SAME_MEANING.items():
         if theirs in left:
             yield ours, left.pop(theirs)

@@ -26,7 +26,7 @@ _DEFAULT_NEW_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
-    """Log likelihoods and continuations of texts, as the harness asks for them.
+    """The harness's interface to a model: log likelihoods and continuations of texts.
 
     Texts are encoded as the tokenizer's directory says: special tokens in them become their ids, and BOS
     stands before them where transformers puts it there, which is the harness's own ``add_bos_token=True``.
@@ -59,14 +59,14 @@ class HarnessModel(TemplateLM):
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text without the tokens that the tokenizer appends, because the text continues."""
+        """Encode a text without the tokens the tokenizer appends, because the text continues."""
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
 
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Token ids of continuations after contexts; the harness's own method may put BOS before BOS."""
+        """Encode contexts and continuations and score them; the harness's own method may add a second BOS."""
         parts = []
         for context, continuation in (request.args for request in requests):
             if context:
@@ -83,8 +83,8 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """(log probability, whether each token is the likeliest) of each request's continuation, the ids of
-        which come last in it."""
+        """Score each request's continuation, the last ids in it: its log probability, and whether each of
+        its tokens is the likeliest."""
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         windows, numbers = [], []
         for number, (_, context, continuation) in enumerate(requests):
@@ -124,7 +124,8 @@ class HarnessModel(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log probability of each whole text: every token once, after as much context as there is."""
+        """The log probability of each whole text: every token is scored once, after as much context as
+        fits."""
         parts, owners = [], []
         for number, (text,) in enumerate(request.args for request in requests):
             ids = self.tok_encode(text, add_special_tokens=False)
@@ -139,7 +140,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """A continuation of each text up to the first of its stop strings, without it."""
+        """Continue each text up to, but without, the first of its stop strings."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)

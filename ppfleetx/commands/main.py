@@ -32,12 +32,12 @@ examples:
 
 
 def main() -> None:
-    """The console script."""
+    """The entry point of the console script."""
     run_tool(partial(_call, sys.argv[1:]))
 
 
 def run_program(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = None) -> None:
-    """:func:`call` as all that this process does, as in the scripts of ``tools/``; does not return."""
+    """Run :func:`call` as the whole program, as the scripts of ``tools/`` do; does not return."""
     run_tool(partial(call, verb, arguments, program=program))
 
 
@@ -79,7 +79,7 @@ def _call(arguments: Sequence[str]) -> int | None:
 
 
 def usage() -> str:
-    """What ``ppfleetx --help`` prints."""
+    """The text that ``ppfleetx --help`` prints."""
     width = max(map(len, VERBS)) + 2
     lines = [_HEAD]
     for title, verbs in GROUPS.items():

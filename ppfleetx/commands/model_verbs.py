@@ -46,7 +46,7 @@ class ModelOptions(OptionalConfigOptions):
     )
 
     def job(self, *settings: Setting) -> AbstractContextManager[Job]:
-        """The configuration that the options and ``settings`` give."""
+        """The configuration that results from the options and ``settings``."""
         return job_of(self.checkpoint, self.config, [*self.override, *self.settings(), *settings])
 
 
@@ -59,7 +59,8 @@ def job_of(
     key: str = "Engine.save_load.ckpt_dir",
     option: str = "CHECKPOINT",
 ) -> Iterator[Job]:
-    """The configuration of a model's directory, or of ``config``; temporary files are removed at the end.
+    """Load the configuration of a model's directory, or ``config``. Temporary files are removed at the
+    end.
 
     Args:
         checkpoint: the model's directory.
@@ -204,7 +205,7 @@ examples:
 
     @property
     def num_processes(self) -> None:
-        """Any number may serve an export."""
+        """The number of processes, which is free: any number can serve an export."""
         return
 
     def run(self) -> None:

@@ -38,7 +38,7 @@ class Command:
         raise NotImplementedError
 
     def settings(self) -> list[Setting]:
-        """The values that options give to keys of the configuration."""
+        """The values that options set for keys of the configuration."""
         from ppfleetx.config.reading.overrides import Setting
 
         found = []
@@ -51,7 +51,7 @@ class Command:
 
     @classmethod
     def parser(cls, program: str | None = None) -> argparse.ArgumentParser:
-        """The command line; ``program`` stands after ``usage:``."""
+        """Build the argument parser; ``program`` stands after ``usage:``."""
         parser = argparse.ArgumentParser(
             prog=program,
             description=inspect.cleandoc(cls.__doc__ or ""),
@@ -69,7 +69,7 @@ class Command:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None, program: str | None = None) -> Self:
-        """The options that ``arguments`` (None: of this process) give.
+        """Parse ``arguments`` (None: those of this process) into the options.
 
         Raises:
             SystemExit: the arguments are wrong, or ``--help`` is among them.
@@ -91,7 +91,7 @@ def option(
     group: str | None = None,
     **how: Any,
 ) -> Any:
-    """A field that is given by its name, ``--max-steps`` for ``max_steps``.
+    """Declare an option named after its field: ``--max-steps`` for ``max_steps``.
 
     Its type says what is read: a ``bool`` is a switch, a ``Literal`` a choice, a tuple takes several words.
 
@@ -108,35 +108,35 @@ def option(
 
 
 def switch(help: str, *flags: str) -> Any:
-    """An :func:`option` that is on or off, and off by default."""
+    """Declare an :func:`option` that is off by default and takes no value."""
     return option(help, *flags, default=False)
 
 
 def repeated(help: str, *flags: str, metavar: str) -> Any:
-    """An :func:`option` that may be given many times, with one value each."""
+    """Declare an :func:`option` that may be given many times, with one value each."""
     return option(help, *flags, default=(), action="append", metavar=metavar)
 
 
 def positional(metavar: str | None, help: str, **how: Any) -> Any:
-    """A field that stands on the command line without a name; arguments as for :func:`option`."""
+    """Declare a positional argument; parameters as for :func:`option`."""
     return option(help, _POSITIONAL, metavar=metavar, **how)
 
 
 def flags_of(one: Field[Any]) -> tuple[str, ...]:
-    """How a field is named on the command line; nothing for a positional one."""
+    """The names of a field on the command line; none for a positional one."""
     flags = one.metadata["flags"] or (f"--{one.name.replace('_', '-')}",)
     return () if flags == (_POSITIONAL,) else flags
 
 
 def whole_number(text: str) -> int:
-    """1 or more, for ``type=``."""
+    """Parse an integer of at least 1, as the ``type=`` of an argument."""
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
 
 
 def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
-    """Arguments of ``add_argument`` for a field."""
+    """The arguments of ``add_argument`` for a field."""
     flags, required, given = flags_of(one), one.default is MISSING, dict(one.metadata["how"])
     if callable(given["help"]):
         given["help"] = given["help"]()
@@ -164,7 +164,7 @@ def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
 
 
 def plugin_option() -> Any:
-    """The field ``plugin``: any number of ``--plugin MODULE``, which :func:`import_plugins` imports."""
+    """Declare the field ``plugin``: any number of ``--plugin MODULE``, imported by :func:`import_plugins`."""
     return repeated(
         "import a Python module of yours that registers callbacks, optimizers, layers, ...; may be given "
         "many times (PPFLEETX_PLUGINS=module,module does the same)",
@@ -188,13 +188,13 @@ class ConfigOptions(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalConfigOptions(ConfigOptions):
-    """The same for a verb that can do without ``-c``."""
+    """The options of :class:`ConfigOptions` for a verb that can do without ``-c``."""
 
     config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
 
 
 def import_plugins(options: Command) -> None:
-    """Import the plugins of ``--plugin``, and the environment's where a configuration may use them."""
+    """Import the plugins named by ``--plugin`` and, if a configuration may use them, by the environment."""
     plugins = getattr(options, "plugin", None)
     if "" in (plugins or ()):
         raise ConfigError("must name a Python module", key="--plugin", value="")

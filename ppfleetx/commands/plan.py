@@ -61,7 +61,7 @@ def report_of(options: Plan) -> str:
 
 
 def _questions_of(options: Plan) -> Questions:
-    """The questions in the options.
+    """The questions about the whole run that the options ask.
 
     Raises:
         ConfigError: a number is out of range.
@@ -116,7 +116,7 @@ def _axes(words: str | None) -> tuple[str, ...]:
 def _one(
     written: UnresolvedConfig, words: str, options: Plan, cluster: Cluster
 ) -> tuple[RunConfig, Prediction]:
-    """The configuration under the plan ``words``; whatever they do not name stays."""
+    """The configuration under the plan ``words``; settings they do not name are kept."""
     option = "--plan" if options.plan is not None else "--explain"
     named = parse_plan(words, written.plan, option)
     plan, batch = named.plan, _batch(written, options)
@@ -165,7 +165,7 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: 
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
-    """Tokens of the whole run: ``--tokens``, or the configuration's steps."""
+    """The number of tokens of the whole run: ``--tokens``, or from the configuration's steps."""
     if options.tokens is not None:
         return _positive(options.tokens, "--tokens")
     return float(written.cfg.Engine.max_steps * prediction.job.tokens)

@@ -1,4 +1,4 @@
-"""A model's directory of any format as a configuration and a checkpoint that commands take.
+"""Turn a model directory of any format into a configuration and a checkpoint for commands to use.
 
 Our own checkpoints hold their configuration (`checkpoint/documents.py`). A directory of Hugging Face is
 converted into a temporary one, and so is a model of its hub (`hf:NAME`) once it is downloaded. FleetX's is
@@ -51,8 +51,8 @@ _JOB = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_MASTER")
 def shared_directory(
     source: Path, environ: Mapping[str, str], fill: Callable[[Path], None], stack: ExitStack
 ) -> Path:
-    """The directory that this job makes of ``source``; equal on all ranks of all machines. Processes without
-    a launcher that use the same source are one job.
+    """The temporary directory that this job shares for ``source``, equal on all ranks of all machines.
+    Processes without a launcher that use the same source count as one job.
 
     Args:
         source: a directory. Once it has changed, it counts as another one.
@@ -105,7 +105,7 @@ def _remove_if_unused(place: Path, lock: IO[str]) -> None:
 
 
 def _root() -> Path:
-    """A directory that belongs to this user alone."""
+    """The parent of the temporary directories, which belongs to this user alone."""
     root = Path(tempfile.gettempdir()) / f"ppfleetx-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     status = root.lstat()
@@ -167,7 +167,7 @@ class ModelPlace:
         option: str = "CHECKPOINT",
         key: str = "Engine.save_load.ckpt_dir",
     ) -> list[Override]:
-        """The user's overrides, after those that make a program load the model.
+        """The overrides that make a program load the model, followed by the user's.
 
         Args:
             given: the user's; a tokenizer named there wins.
@@ -183,7 +183,8 @@ class ModelPlace:
 
 
 def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
-    """The model in ``place``: a run, a step directory, a directory of Hugging Face or FleetX, or ``hf:NAME``.
+    """Find the model in ``place``: a run, a step directory, a directory of Hugging Face or FleetX, or
+    ``hf:NAME``.
 
     Args:
         place: the directory, or the name of a model on the Hugging Face hub, which is downloaded.
@@ -221,7 +222,7 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
 
 
 def refuse_absent(place: str | Path) -> None:
-    """Raise CheckpointError where ``place`` is a path that leads nowhere."""
+    """Raise CheckpointError if ``place`` is a path that does not exist."""
     if not str(place).strip():
         raise CheckpointError("the name of the model's directory is empty")
     if hub_name(place) is None and not Path(place).exists():
@@ -232,7 +233,8 @@ def refuse_absent(place: str | Path) -> None:
 
 
 def _refuse_more_than_a_model(config: Path) -> None:
-    """A checkpoint from elsewhere must not choose what is overwritten here, or where a server listens."""
+    """Refuse settings beyond the model: a foreign checkpoint must not choose which files are overwritten
+    or where a server listens."""
     tree = read_yaml(config)
     nodes = {key: node for key, node in tree.value.items() if key not in _OWN_SECTIONS}
     for section, allowed in (("Global", lambda key: key in _OWN_GLOBAL), ("Generation", _is_lasting)):
@@ -253,7 +255,7 @@ def _is_lasting(key: str) -> bool:
 
 
 def _converted(place: str | Path, path: Path, stack: ExitStack) -> ModelPlace:
-    """Convert once on each machine, for all processes of the job."""
+    """Convert the model once on each machine, for all processes of the job."""
 
     def fill(target: Path) -> None:
         _log().info(
@@ -269,7 +271,7 @@ def _converted(place: str | Path, path: Path, stack: ExitStack) -> ModelPlace:
 
 
 def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dict[str, Any]:
-    """The configuration in the manifest of an earlier version, without plan and machine."""
+    """Read the configuration from the manifest of an earlier version, without plan and machine."""
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
         raise CheckpointError(
@@ -303,7 +305,8 @@ def _sections_of_fleetx(path: Path) -> dict[str, Any]:
 
 
 def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
-    """``cfg`` for data-parallel processes that each hold the whole model in float32, and notes for the user.
+    """Change ``cfg`` to data-parallel processes that each hold the whole model in float32; also return
+    notes for the user.
 
     Export, inference, quantising and pruning run so, whatever the plan was.
     """

@@ -1,4 +1,4 @@
-"""A page about a run, as Markdown and as HTML, from its records, configuration and checkpoints."""
+"""Write a page about a run, as Markdown and HTML, from its records, configuration and checkpoints."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run, as its directory has it.
+    """The contents of a run's directory that the page uses.
 
     Attributes:
         directory: of the run.
@@ -64,7 +64,7 @@ class RunFiles:
 
     @property
     def seconds(self) -> float:
-        """Time of the recorded steps and evaluations."""
+        """The total time of the recorded steps and evaluations."""
         last, total = 0, sum(record["seconds"] for record in self.of_kind("eval"))
         for record in self.of_kind("train"):
             total += record["batch_cost"] * (record["step"] - last)
@@ -74,7 +74,7 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: pictures, a table, text as it is, and a sentence.
+    """A section of the page: pictures, a table, preformatted text and a sentence.
 
     Attributes:
         title: of the part.
@@ -92,7 +92,7 @@ class Section:
 
 
 def read_run_files(directory: Path) -> RunFiles:
-    """A run that has trained, or is training.
+    """Read the directory of a run, finished or still training.
 
     Raises:
         DataError: there is no run, or it has not recorded a step.
@@ -111,7 +111,7 @@ def read_run_files(directory: Path) -> RunFiles:
 
 
 def write_report(run: RunFiles, output: Path, price: float | None) -> list[Path]:
-    """Write the page and its pictures into ``output``, over those of an earlier report.
+    """Write the page and its pictures into ``output``, replacing an earlier report.
 
     Args:
         price: of a device-hour; None: cost is in device-hours only.
@@ -163,7 +163,7 @@ def _last_evaluation(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _curves(run: RunFiles, output: Path) -> Section:
-    """The pictures, drawn into ``output``."""
+    """Draw the curves into ``output`` and return their section."""
     pictures = [output / "loss.svg", output / "training.svg"]
     save_figure(draw_losses(run.records), pictures[0], "--output")
     wanted = {"lr": "learning rate", "grad_norm": "gradient norm", "ips_total": "tokens a second"}
@@ -216,7 +216,7 @@ def _tokenizer(run: RunFiles) -> Tokenizer:
 
 
 def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
-    """Tokens that ``Data.Eval`` predicts in an evaluation, for each byte of their text.
+    """The number of tokens predicted in an evaluation of ``Data.Eval``, per byte of text.
 
     Special tokens are predicted, too, but are no text.
 
@@ -234,7 +234,7 @@ def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
 
 
 def _samples(path: Path) -> list[Section]:
-    """What ``ppfleetx generate --output`` wrote to ``path``, if it did.
+    """The section of samples that ``ppfleetx generate --output`` wrote to ``path``, if there are any.
 
     Raises:
         DataError: it is another file.
@@ -254,7 +254,7 @@ def _samples(path: Path) -> list[Section]:
 
 
 def _speed(run: RunFiles) -> Section:
-    """Medians over all records, which the first steps and pauses do not move."""
+    """The section on speed: medians over all records, which slow first steps and pauses do not affect."""
     records = run.of_kind("train")
 
     def median(key: str) -> float:
@@ -303,7 +303,7 @@ def _checkpoints(directory: Path) -> list[Section]:
 
 
 def _configuration(cfg: RunConfig) -> Section:
-    """What ``ppfleetx check`` says, which has the predicted memory."""
+    """The section with the output of ``ppfleetx check``, which includes the predicted memory."""
     *lines, _ = check_report(cfg).splitlines()  # the last one says that all is valid
     return Section("Model, plan and predicted memory", texts=["\n".join(lines)])
 
@@ -312,7 +312,7 @@ def _configuration(cfg: RunConfig) -> Section:
 
 
 def markdown(title: str, sections: Sequence[Section]) -> str:
-    """The page as Markdown. Pictures are files beside it."""
+    """Format the page as Markdown, with pictures as separate files."""
     parts = [f"# {title}"]
     for section in sections:
         parts.append(f"## {section.title}")
@@ -330,7 +330,7 @@ def markdown(title: str, sections: Sequence[Section]) -> str:
 
 
 def as_html(title: str, sections: Sequence[Section]) -> str:
-    """The page as HTML with the pictures in it; it needs no other file."""
+    """Format the page as one HTML file, with the pictures inside."""
     parts = [f"<h1>{html.escape(title)}</h1>"]
     for section in sections:
         parts.append(f"<h2>{html.escape(section.title)}</h2>")
@@ -352,6 +352,6 @@ def as_html(title: str, sections: Sequence[Section]) -> str:
 
 
 def _inline(path: Path) -> str:
-    """The picture without the XML declaration before it."""
+    """The SVG picture without its XML declaration."""
     text = path.read_text(encoding="utf-8")
     return text[text.index("<svg") :]

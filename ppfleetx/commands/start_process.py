@@ -1,4 +1,4 @@
-"""From a command line to a process that is ready: configuration first, Paddle last."""
+"""Prepare a process from its command line: configuration first, Paddle last."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def start_process(
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """:func:`start_process` for a configuration that is already loaded.
+    """Like :func:`start_process`, for a configuration that is already loaded.
 
     Raises:
         ConfigError: something it needs is missing, or a task that only evaluates is to be trained.
@@ -80,8 +80,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
 
 
 def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
-    """Raise, before Paddle is loaded, when a corpus or a checkpoint is missing or another run is in
-    ``output_dir``."""
+    """Raise, before Paddle is loaded, if a corpus or checkpoint is missing or ``output_dir`` holds another
+    run."""
     for mode in reads:
         if mode == "Test" and not cfg.Model.task.classifies:
             continue  # nothing else reads it
@@ -98,7 +98,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
 
 
 def refuse_foreign_weights(cfg: RunConfig) -> None:
-    """Refuse weights that another program wrote.
+    """Refuse weights in another toolkit's format.
 
     Raises:
         ConfigError: naming the key, and how to convert them.
@@ -110,8 +110,8 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
 
 
 def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
-    """Whether a source is still read. A run that goes on has all but frozen weights in its own checkpoints;
-    evaluation and generation need no weights that the run once started from."""
+    """Whether a source of weights is still read. A resumed run has all but frozen weights in its own
+    checkpoints; evaluation and generation do not need the weights the run started from."""
     if key == "Model.lora.base":
         return True
     if not trains:
@@ -127,7 +127,7 @@ def _refuse_unsupported(cfg: RunConfig, device: str) -> None:
 
 
 def world_size(environ: Mapping[str, str]) -> int:
-    """Processes of the job, from the variables of Paddle's launcher; 1 without a launcher."""
+    """The number of processes of the job, from the variables of Paddle's launcher; 1 without a launcher."""
     return _number(environ, "PADDLE_TRAINERS_NUM", 1)
 
 

@@ -1,4 +1,4 @@
-"""The verbs that train, and those that look at a job before or after it runs.
+"""The verbs that train, and those that examine a job before or after it runs.
 
 ``--help`` needs this file alone: each verb imports its program when it runs.
 """
@@ -47,7 +47,7 @@ examples:
 
     @property
     def is_launched(self) -> bool:
-        """``--check`` looks at the configuration in this process."""
+        """Whether to start ranks; not with ``--check``, which needs only this process."""
         return not self.check and super().is_launched
 
     def run(self) -> None:

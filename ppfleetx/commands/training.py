@@ -1,4 +1,4 @@
-"""Wiring: from a configuration and a context to a run."""
+"""Set up a run from a configuration and a context."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
 
 def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Sequence[Callback]) -> Engine:
-    """Train in a directory that is held; it becomes this run's when nothing else can be wrong."""
+    """Train in a locked directory; it is marked as this run's once nothing else can be wrong with the
+    start."""
     log = get_logger()
     cfg, start = find_sources(cfg, ctx)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
@@ -127,7 +128,7 @@ def _go_back(
     engine: Engine,
     consumed_samples: int,
 ) -> Iterator[Sequence[MicroBatch]] | None:
-    """Load the last checkpoint of this run into the engine's runner, and continue after the samples given."""
+    """Roll back: load the run's last checkpoint into the runner; continue after ``consumed_samples``."""
     own = {"resume": "auto", "ckpt_dir": None, "init_from": None, "load_optim": True, "load_rng": True}
     options = cfg.Engine.save_load.model_copy(update={**own, "reset_data": False})
     start = find_start(options, output_dir_of(cfg), ctx)
@@ -159,7 +160,7 @@ def _pruning(
 
 
 def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
-    """Names of the sources whose losses are logged separately."""
+    """The names of the data sources whose losses are logged separately."""
     if not cfg.Engine.log_source_loss:
         return []
     if not loader.sources:
@@ -185,6 +186,8 @@ def refuse_small_weights(cfg: RunConfig) -> None:
 
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on all of ``Data.Eval`` and print the results.
+    Predictions of a classifier, including those for ``Data.Test``, are written to
+    ``output_dir/predictions``.
 
     A classifier's answers are written to ``output_dir/predictions``, those on ``Data.Test`` too.
 
@@ -219,7 +222,7 @@ def _without_data(what: str, key: str) -> ConfigError:
 
 
 def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Evaluator]:
-    """A function that makes the evaluator of each evaluation, from the task."""
+    """Return a function that creates the task's evaluator for each evaluation."""
     task, measure = build_module(cfg), cfg.Model.task.measure
     if measure is None:
         return partial(task.evaluator, ctx, has_labels=has_labels)
@@ -229,7 +232,7 @@ def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = Tru
 
 
 def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
-    """Write the answers on ``Data.Test``, which has no labels."""
+    """Write predictions for ``Data.Test``, which has no labels."""
     evaluator = evaluator_of(cfg, ctx, has_labels=False)()
     for micro_batches in first_on_each_node(ctx, lambda: _loader(cfg, ctx, "Test")):
         evaluator.add(runner, micro_batches)
@@ -242,7 +245,7 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
 
 
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
-    """The checkpoint to evaluate, generate or export with: ``ckpt_dir``, which must be given.
+    """Find the checkpoint to evaluate, generate with or export: ``ckpt_dir``, which must be set.
 
     Weights without a run's progress (quantised, pruned, merged) have the step that their directory names.
 
@@ -258,8 +261,8 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
 
 
 def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()) -> Runner:
-    """Model of the configured module under the plan of ``ctx``, with fresh weights; ``sources``: corpora of
-    which the loss of each is wanted."""
+    """Build the configured model under the plan of ``ctx``, with fresh weights. ``sources`` names the
+    corpora whose losses are wanted separately."""
     runner = parallelize(build_module(cfg, sources), cfg, ctx, train=train)
     runner.checks = cfg.Engine.checks
     return runner
@@ -296,7 +299,7 @@ def _eval_sets(cfg: RunConfig, ctx: ParallelContext) -> EvalSets:
 def _data(
     cfg: RunConfig, ctx: ParallelContext, start: Start
 ) -> tuple[Tokenizer | None, DataLoader, EvalSets]:
-    """Tokenizer, training batches from where the run goes on, and what is evaluated."""
+    """Build the tokenizer, the training batches from where the run continues, and the evaluation data."""
     evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
     for line in token_id_lines(cfg):
         get_logger().info(line)
@@ -310,6 +313,6 @@ def _data(
 
 
 def _verify(cfg: RunConfig, modes: Sequence[str]) -> None:
-    """Compare the corpora with their checksums, once a node."""
+    """Compare the corpora with their checksums, once per node."""
     if local_rank() == 0:
         verify_corpora(cfg, modes)

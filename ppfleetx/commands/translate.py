@@ -41,7 +41,7 @@ def _write(path: Path, text: str) -> str:
 
 
 def translation_of(words: Sequence[str], dialect: str | None = None) -> Translation:
-    """The translation of a file with further arguments, or of a command line.
+    """Translate a file with further arguments, or a command line.
 
     Args:
         words: the file's name comes first if it is one; else they are a command line.

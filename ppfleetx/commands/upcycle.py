@@ -22,7 +22,7 @@ from ppfleetx.utils.log import configure_logging
 
 
 def upcycle(options: Upcycle) -> Path:
-    """Write the mixture; return its step directory.
+    """Write the mixture of experts; return its step directory.
 
     Raises:
         UserError: the model cannot become a mixture, or not with these options.
@@ -55,7 +55,7 @@ def upcycle(options: Upcycle) -> Path:
 
 
 def _check_source(described: Mapping[str, Any], dense: ModelConfig, place: str) -> None:
-    """Refuse a checkpoint that is a mixture already, or another network but for the experts.
+    """Refuse a checkpoint that is already a mixture, or whose network differs in more than the experts.
 
     Args:
         described: the ``Model`` section that it was saved with; FleetX's have none.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb.
+    """One row of the table: a verb and its class.
 
     Attributes:
         name: as typed.

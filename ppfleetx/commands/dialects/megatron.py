@@ -79,7 +79,7 @@ def train_translated(
 
 
 def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
-    """Whether only to check, the number of processes, and Megatron's arguments."""
+    """Split the arguments: whether to check only, the number of processes, and Megatron's arguments."""
     checks, world, rest = False, None, []
     words = iter(argv)
     for word in words:
@@ -231,7 +231,7 @@ def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
 
 @os_errors(DataError)
 def _text(output_dir: Path, extracted: Path) -> Path:
-    """The text in its usual place; parts written by WikiExtractor are joined there first."""
+    """The corpus text in its usual place, joined first from the parts that WikiExtractor wrote."""
     text = output_dir / _TEXT
     if text.exists():
         return text

@@ -134,7 +134,7 @@ def _whole_batches(cfg: RunConfig) -> int:
 
 
 def _with_room(cfg: RunConfig, translation: Translation) -> RunConfig:
-    """``max_dec_len`` in MindFormers' sense, which includes the longest prompt."""
+    """Return ``max_dec_len`` as MindFormers counts it, which includes the longest prompt."""
     key, positions = "model.model_config.max_decode_length", cfg.Model.max_position_embeddings
     longest = max(len(ids) for ids in _prompt_ids(cfg))
     given = translation.given.get(key)
@@ -160,7 +160,7 @@ _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
-    """Convert ``torch_path``, with the config.json and the tokenizer beside it if they are there.
+    """Convert ``torch_path``, together with the config.json and tokenizer beside it, if any.
 
     Args:
         torch_path: ``pytorch_model.bin`` or ``model.safetensors``, under any name.
@@ -203,7 +203,7 @@ def _weights_name(torch_path: Path) -> str:
 
 
 def _config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
-    """The sizes of the model, from the shapes of its tensors, under Hugging Face's names."""
+    """The sizes of the model under Hugging Face's names, read from the shapes of its tensors."""
     words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
     width = words[1]
     if num_heads is None and width % _HEAD_WIDTH:

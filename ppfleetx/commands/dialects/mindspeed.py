@@ -42,7 +42,7 @@ def run(argv: Sequence[str], default: Path) -> None:
 
 
 def msrun(argv: Sequence[str]) -> int:
-    """The program ``msrun``: become Paddle's launcher, with logs under the names that its users look for.
+    """The program ``msrun``: become Paddle's launcher, and name the logs as users of ``msrun`` expect.
 
     Returns:
         The launcher's exit code; 0 at once with ``--join=False``.
