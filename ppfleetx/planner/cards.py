@@ -1,4 +1,5 @@
-"""Cards: constants in, seconds out. The constants and their sources are in ``cards.yaml``."""
+"""Cards: their constants, and the times that follow from them. The constants and their sources are in
+``cards.yaml``."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class Card(Section):
         return hash(self.name)  # its dictionaries are not hashable
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of dense matrix products in ``dtype``.
+        """The peak FLOP/s of dense matrix products in ``dtype``.
 
         Raises:
             ConfigError: the description of the card has no such type.
@@ -88,7 +89,7 @@ class Card(Section):
         return self.peak_tflops[dtype] * 1e12
 
     def matmul_seconds(self, flops: float, dtype: str, narrowest: float = 0.0, kernels: int = 1) -> float:
-        """Time of ``kernels`` matrix products of ``flops`` floating-point operations together.
+        """The time of ``kernels`` matrix products with ``flops`` floating-point operations in total.
 
         Args:
             narrowest: the smallest of a product's dimensions; 0 if it counts as wide enough.
@@ -98,19 +99,19 @@ class Card(Section):
         return flops / speed + kernels * self.matmul_latency_us * _MICRO
 
     def memory_seconds(self, num_bytes: float, kernels: float = 1) -> float:
-        """Time of ``kernels`` element-wise operations that read and write ``num_bytes`` together."""
+        """The time of ``kernels`` element-wise operations that read and write ``num_bytes`` in total."""
         speed = self.memory_gb_s * 1e9 * self.memory_efficiency
         return num_bytes / speed + kernels * self.kernel_latency_us * _MICRO
 
     def link_bandwidth(self, num_cards: int) -> float:
-        """Bus bandwidth in bytes/s of a collective of ``num_cards`` neighbours in one node."""
+        """The bus bandwidth in bytes/s of a collective among ``num_cards`` neighbours in one node."""
         sizes = sorted(self.link_gb_s)
         at_least = next((size for size in sizes if size >= num_cards), sizes[-1])
         return self.link_gb_s[at_least] * 1e9
 
 
 def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) -> Card:
-    """The shipped card called ``name``, or the only card of the YAML file ``name``.
+    """Load the shipped card called ``name``, or the only card in the YAML file ``name``.
 
     Args:
         name: of the card or file.

@@ -1,4 +1,4 @@
-"""The job that is planned: a model, its batches and one plan, from a configuration or a variation of one."""
+"""The job to plan: a model, its batches and one plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ batch where that is worst, has this many times the mean."""
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of a step.
+    """The number types of a step.
 
     Attributes:
         compute: type of activations and matrix products (``float32``, ``float16``, ``bfloat16``).
@@ -42,22 +42,22 @@ class Precision:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of an activation."""
+        """Bytes of one number of an activation."""
         return 4 if self.compute == "float32" else 2
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of a parameter as the passes see it."""
+        """Bytes of one parameter in the passes."""
         return 2 if self.lowers_parameters else 4
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of its float32 master, if it has one."""
+        """Bytes of one parameter's float32 master copy; 0 without masters."""
         return 4 if self.lowers_parameters else 0
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient as it is kept and reduced."""
+        """Bytes of one gradient as it is kept and reduced."""
         return 2 if self.lowers_parameters and not self.main_grads else 4
 
 
@@ -126,7 +126,7 @@ class Job:
 
     @cached_property
     def _hash(self) -> int:
-        """Made once: a search looks the same cases up many times."""
+        """The hash, computed once, because a search looks up the same cases often."""
         plan = self.plan
         degrees = (plan.dp, plan.mp, plan.pp, plan.sharding, plan.sep, plan.ep, plan.sequence_parallel)
         return hash((id(self.model), degrees, self.micro_batch, self.accumulate, self.seq_len))
@@ -154,9 +154,9 @@ class Job:
 
     @property
     def message_parts(self) -> int:
-        """Into how many parts tensor ranks cut an activation for the next stage, which gathers them. 1 where
-        ranks have parts of their own (sequence parallelism) or each sends the whole: with ZB-H1, and when
-        messages overlap with computation."""
+        """The number of parts into which tensor-parallel ranks cut an activation for the next stage, which
+        gathers them. 1 if ranks have parts of their own (sequence parallelism) or each sends the whole:
+        with ZB-H1, and when messages overlap with computation."""
         plan = self.plan
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
         return 1 if plan.sequence_parallel or sends_all else plan.mp
@@ -177,7 +177,7 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """The sizes by which a plan is legal or not."""
+        """The sizes that decide which plans are legal."""
         return Workload(
             num_layers=self.model.num_layers,
             num_heads=self.model.num_attention_heads,
@@ -212,7 +212,7 @@ class Job:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Block and recomputation of every layer."""
+        """The block and the recomputation of every layer."""
         return tuple(zip(self.spec.blocks, self.recomputed, strict=True))
 
     @cached_property
@@ -237,7 +237,7 @@ class Job:
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
-        """The distinct :attr:`layers`."""
+        """The distinct elements of :attr:`layers`."""
         return tuple(sorted(dict.fromkeys(self.layers), key=itemgetter(1)))
 
     def layer_kinds(self, stage: int) -> dict[Layer, int]:
@@ -248,7 +248,8 @@ class Job:
 
 
 class ModelKey:
-    """Hashes a model by identity: hashing all fields would take longer than computing the cached value."""
+    """A cache key: hashes a model by identity, because hashing all fields would take longer than computing
+    the cached value."""
 
     __slots__ = ("compress", "model")
 
@@ -269,7 +270,7 @@ def _spec_of(same: ModelKey) -> ModelSpec:
 
 
 class PassKey:
-    """Compares jobs by what the time of a layer's passes depends on, so that it is computed once."""
+    """A cache key: compares jobs by everything that the time of a layer's passes depends on."""
 
     __slots__ = ("_key", "job")
 
@@ -326,7 +327,7 @@ def _moments(cfg: RunConfig) -> float:
 
 
 def sequence_length(cfg: RunConfig) -> int:
-    """Tokens of a training sequence; without a training set, the most the model takes."""
+    """The tokens of a training sequence; without a training set, the most positions the model takes."""
     return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
 
 
@@ -337,8 +338,8 @@ def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
 
 
 def uses_flash(model: ModelConfig, precision: Precision, card: Card) -> bool:
-    """Whether attention runs fused: ``attention_kernel`` allows it and the card can. On a plugin's device it
-    may, but the prediction assumes the slower kernel."""
+    """Whether attention runs fused: ``attention_kernel`` allows it and the card supports it. A plugin's
+    device may support it, but the prediction assumes the slower kernel."""
     if model.attention_kernel == "reference" or precision.compute == "float32":
         return False
     return card.flash_efficiency > 0 and card.kernels != "plugin"

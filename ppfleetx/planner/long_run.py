@@ -1,4 +1,5 @@
-"""A whole run: days, card-hours, cost, time lost to failures, other cluster sizes, a growing batch."""
+"""Predictions for a whole run: days, card-hours, cost, time lost to failures, other cluster sizes, a
+growing batch."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class RunLength:
 
 
 def run_length(prediction: Prediction, tokens: float) -> RunLength:
-    """The length of a run of ``tokens`` whose steps take as long as predicted."""
+    """The length of a run of ``tokens``, given the predicted step time."""
     steps = tokens / prediction.job.tokens
     seconds = steps * prediction.time.seconds
     cards = prediction.job.plan.world_size
@@ -85,13 +86,13 @@ def _daly(save: float, mtbf: float) -> float:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Bytes of a checkpoint: parameters (their masters where there are any) and optimizer states."""
+    """Bytes of a checkpoint: parameters (or their masters, if any) and optimizer states."""
     each = max(job.precision.master_bytes, job.precision.parameter_bytes) + 4 * job.moments
     return parameter_count(job.model) * each
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: BatchRamp) -> tuple[float, float]:
-    """(seconds of the ramp's sequences, the same with the whole batch from the start).
+    """The seconds for the sequences of a batch ramp, and the seconds for them with the full batch.
 
     Raises:
         ValueError: a batch of the ramp cannot be split among the data ranks.
@@ -123,7 +124,7 @@ class Questions:
     ramp: tuple[int, int, int] | None
 
     def as_json(self, prediction: Prediction) -> dict[str, Any]:
-        """The cost of failures, if that was asked."""
+        """The cost of failures as JSON data; empty if it was not asked for."""
         if self.node_mtbf_hours is None:
             return {}
         found = self.failures(prediction)
@@ -188,7 +189,7 @@ def _ramp_line(prediction: Prediction, ramp: BatchRamp) -> str:
 
 
 def _scale_lines(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
-    """A table of the same model-parallel plan and batch on other numbers of cards."""
+    """A table of predictions for other numbers of cards, with the same model parallelism and batch."""
     job, lines = (
         prediction.job,
         ["", f"{'cards':>8} {'step s':>9} {'days':>9} {'card-hours':>12} {'MFU':>6}"],

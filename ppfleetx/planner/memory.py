@@ -63,17 +63,17 @@ class StageMemory:
 
     @property
     def tensors(self) -> float:
-        """What Paddle's allocator hands out at the peak: everything but context and fragments."""
+        """The bytes that Paddle's allocator hands out at the peak: everything but context and fragments."""
         return self.total - self.context - self.fragments
 
     @property
     def total(self) -> float:
-        """Peak of a step on the card."""
+        """The peak of a step on the card."""
         return sum(getattr(self, part) for part in CARD_PARTS)
 
     @property
     def peak(self) -> float:
-        """Memory that the card must have, for the start and for each step."""
+        """The memory a card needs for building the model and for each step."""
         return max(self.start, self.total)
 
 
@@ -126,16 +126,16 @@ def stage_memory(job: Job, cluster: Cluster, stage: int) -> StageMemory:
 
 
 def _states_of_generators(plan: ParallelPlan) -> float:
-    """A save gathers the random generators of all ranks. Tensors are copied to the host one by one and need
-    no extra memory."""
+    """Bytes of the random generators of all ranks, which a save gathers. Tensors are copied to the host
+    one by one and need no extra memory."""
     each = _GENERATORS_BYTES + (_STREAMS_BYTES if plan.mp > 1 else 0)
     return (plan.world_size + 1.0) * each if plan.world_size > 1 else 0.0
 
 
 def _start(job: Job, held: Held, kept: float) -> float:
-    """The largest of: a stage of layers as Paddle creates it, in float32; all that is kept; what is kept so
-    far plus the float32 values of a 16-bit parameter whose master is kept elsewhere
-    (``parallel/first_values.py``)."""
+    """The peak while the model is built: the largest of a stage of layers as Paddle creates it, in
+    float32; all that is kept; and what is kept so far plus the float32 values of a 16-bit parameter whose
+    master is kept elsewhere (``parallel/first_values.py``)."""
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
     return max(4.0 * held.largest_layer, kept, *drawn)
@@ -148,7 +148,8 @@ def _fragments(job: Job) -> float:
 
 
 def least_memory(job: Job, cluster: Cluster) -> float:
-    """Bytes that the fullest rank needs whatever its micro batch and recompute, checked first in a search."""
+    """A lower bound of the fullest rank's memory for any micro batch and recompute; a search checks it
+    first."""
     precision, states = job.precision, 0.0
     if not job.plan.sharding_offload:
         states = precision.master_bytes + 4 * job.moments
@@ -166,8 +167,8 @@ def least_memory(job: Job, cluster: Cluster) -> float:
 
 
 def _kept_gradients(job: Job, held: Held) -> int:
-    """Number of gradients on a rank when the last backward pass ends. From sharding stage 2 on these are the
-    ones it owns, and those of other owners that still wait for a full bucket."""
+    """The number of gradients on a rank when the last backward pass ends. From sharding stage 2 on these
+    are the ones it owns, and those of other owners that still wait for a full bucket."""
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
     waiting = (job.plan.sharding - 1) * _BUCKET_BYTES // job.precision.gradient_bytes
@@ -175,9 +176,9 @@ def _kept_gradients(job: Job, held: Held) -> int:
 
 
 def passes_in_flight(job: Job, stage: int) -> float:
-    """Micro batches per chunk whose activations a stage holds at the peak, averaged over chunks (Korthikanti
-    et al. 2022, §4.2.3): p - stage with 1F1B; p (1 + (p - 1) / (p v)) on the first stage with v virtual
-    stages."""
+    """The micro batches per chunk whose activations a stage holds at the peak, averaged over chunks
+    (Korthikanti et al. 2022, §4.2.3): p - stage with 1F1B; p (1 + (p - 1) / (p v)) on the first stage with
+    v virtual stages."""
     p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
         return min(job.accumulate, p - stage)
@@ -211,7 +212,7 @@ def _chunk(job: Job, stage: int) -> list[_Run]:
 
 @lru_cache(maxsize=2048)
 def block_tape(block: BlockSpec, recompute: Recompute, work: Work) -> Tape:
-    """What a block writes and keeps, computed once."""
+    """The activations that a block writes and keeps, computed once."""
     return block.tape(work, recompute)
 
 
@@ -269,7 +270,7 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
 
 
 def _waiting_for_weights(job: Job, stage: int) -> float:
-    """ZB-H1: inputs and output gradients of products whose weight gradients are still to be computed, for as
+    """Bytes that ZB-H1 keeps for later weight gradients: inputs and output gradients of products, for as
     many micro batches as there are earlier stages."""
     if job.plan.pp_schedule != "zb_h1":
         return 0.0
@@ -283,7 +284,8 @@ def _waiting_for_weights(job: Job, stage: int) -> float:
 
 
 def _travelling(job: Job, stage: int) -> float:
-    """``overlap_p2p_comm``: an input that has arrived early and an output in transit."""
+    """Bytes of messages with ``overlap_p2p_comm``: an input that has arrived early and an output in
+    transit."""
     if not job.overlaps_messages:
         return 0.0
     return ((stage > 0) + (stage < job.plan.pp - 1)) * job.message_bytes
@@ -292,7 +294,8 @@ def _travelling(job: Job, stage: int) -> float:
 def _pass_peak(
     runs: list[_Run], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """(peak bytes in the passes of one micro batch, how many of them are gradients that this pass made)."""
+    """The peak bytes in the passes of one micro batch, and how many of them are gradients made in these
+    passes."""
     before, peak, grown_at_peak = 0.0, 0.0, 0.0
     starts = []
     for run in runs:
@@ -314,7 +317,8 @@ def _pass_peak(
 
 
 def _fetched(job: Job, held: Held) -> float:
-    """Sharding stage 3: a layer's fetched parameters, and those of the next layer that are in transit."""
+    """Bytes of fetched parameters under sharding stage 3: those of a layer, and those of the next one in
+    transit."""
     n = job.plan.sharding
     if n == 1 or job.plan.sharding_stage != 3:
         return 0.0
@@ -323,7 +327,7 @@ def _fetched(job: Job, held: Held) -> float:
 
 
 def _buffers(job: Job, held: Held) -> float:
-    """Packed gradients in transit: one bucket, two from sharding stage 2 on."""
+    """Bytes of packed gradients in transit: one bucket, or two from sharding stage 2 on."""
     plan = job.plan
     if plan.dp == plan.sep == plan.sharding == 1:
         return 0.0

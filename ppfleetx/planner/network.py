@@ -1,4 +1,4 @@
-"""Seconds of collectives and messages on the links of a cluster.
+"""The time of collectives and messages on the links of a cluster.
 
 A collective of n ranks moves (n - 1) / n of its bytes over every link once, twice for an all-reduce, as a
 ring does (Thakur et al. 2005). Its time is bytes over bandwidth plus a latency. Ranks of one node use the
@@ -21,7 +21,7 @@ _RAMP_BYTES = 4e6
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of cards.
+    """A cluster: identical nodes of cards.
 
     Attributes:
         card: the cards in the nodes.
@@ -48,8 +48,8 @@ class Cluster:
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
     def straggling(self, num_cards: int) -> float:
-        """Factor by which a step takes longer because all nodes wait for the slowest: the expected maximum of
-        n normal deviates is about sqrt(2 ln n) times their spread (``card.jitter``)."""
+        """The factor by which a step takes longer because all nodes wait for the slowest. The expected
+        maximum of n normal deviates is about sqrt(2 ln n) times their spread (``card.jitter``)."""
         nodes = max(1.0, num_cards / self.per_node)
         return 1 + self.card.jitter * math.sqrt(2 * math.log(nodes))
 
@@ -70,12 +70,12 @@ class Group:
 
     @property
     def leaves_node(self) -> bool:
-        """Whether it spans several nodes."""
+        """Whether the group spans several nodes."""
         return self.inside < self.size
 
 
 def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """The groups of ``axis``: ranks that differ on it lie ``stride`` apart."""
+    """The layout of the groups of ``axis``, whose neighbouring ranks lie ``stride`` apart."""
     if axis in ("ep", "emp", "edp"):
         return _expert_group(plan, axis, cluster)
     size, stride = getattr(plan, axis), 1
@@ -85,7 +85,8 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """The ranks of a stage in their order; those of one data-parallel replica lie side by side."""
+    """The layout of a group of expert parallelism. The ranks of a stage are in order; those of one
+    data-parallel replica lie side by side."""
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
     return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side))
@@ -97,20 +98,21 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """Tensor-parallel groups of a node that use its network at different times: those of several replicas
-    whose pipelines leave the node. 1 if there is at most one, or if all groups of the node run in step."""
+    """The number of tensor-parallel groups of a node that use its network at different times: those of
+    several replicas whose pipelines leave the node. 1 if there is at most one, or if all groups of the
+    node run in step."""
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
     return 1 if in_step else max(1, cluster.per_node // plan.mp)
 
 
 def all_reduce_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Time to sum ``num_bytes`` of every rank over ``group``."""
+    """The time to sum ``num_bytes`` of every rank over ``group``."""
     return 2 * _one_way(num_bytes, group, cluster)
 
 
 def gather_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Time of an all-gather or reduce-scatter whose full result or input has ``num_bytes``; also of reducing
-    to owners, or broadcasting from owners, parameters packed by owner (sharding)."""
+    """The time of an all-gather or reduce-scatter whose full result or input has ``num_bytes``; also of
+    reducing gradients to their owners, or broadcasting packed parameters from them (sharding)."""
     return _one_way(num_bytes, group, cluster)
 
 

@@ -1,4 +1,4 @@
-"""How many parameters each rank holds, trains and updates, derived from the model's declaration."""
+"""Count the parameters that each rank holds, trains and updates, from the model's declaration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BYTES = {"int8": 1, "uint8": 1, "float32": 4}
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters of one rank of one pipeline stage.
+    """The parameters that one rank of one pipeline stage holds.
 
     Attributes:
         values: elements of its part of the model that have the model's type.
@@ -51,13 +51,13 @@ class Held:
 
     @property
     def dense(self) -> int:
-        """Trained ones that are not of experts."""
+        """The trained parameters that do not belong to experts."""
         return self.trained - self.experts
 
 
 class _Local(NamedTuple):
-    """A parameter on one tensor-parallel rank: its elements, and its bytes if it has a type of its own; the
-    other fields are as in :class:`Held`."""
+    """A parameter on one tensor-parallel rank: its number of elements, and its bytes if it has its own
+    type; the other fields are as in :class:`Held`."""
 
     size: int
     stored: int
@@ -85,7 +85,8 @@ class _Groups(NamedTuple):
 
 
 def held_parameters(job: Job, stage: int) -> Held:
-    """What a rank of pipeline stage ``stage`` holds; of several sharding ranks, the one that holds most."""
+    """The parameters on a rank of pipeline stage ``stage``; of several sharding ranks, the one that holds
+    most."""
     plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
@@ -106,7 +107,8 @@ def _slices(job: Job) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fetches: bool) -> Held:
-    """Owners are among ``sharding`` ranks, those of experts among ``replicas``."""
+    """Sum up what a rank holds. Parameters are owned among ``sharding`` ranks, those of experts among
+    ``replicas``."""
 
     def largest_share(of: Iterable[tuple[_Local, int]]) -> int:
         sizes: dict[bool, list[int]] = {False: [], True: []}
@@ -142,7 +144,7 @@ def embedding_bytes(job: Job, stage: int) -> float:
 
 
 def largest_layer(job: Job) -> tuple[int, int]:
-    """(elements, tensors) of the largest block on one tensor-parallel rank."""
+    """The elements and the number of tensors of the largest block on one tensor-parallel rank."""
     return _largest_layer(job.model_key, *_slices(job))
 
 
@@ -181,7 +183,7 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """The most that any rank owns when whole parameters are dealt out."""
+    """The largest share of any rank when whole parameters are distributed to owners."""
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks
     for name, rank in deal_out(named, ranks).items():

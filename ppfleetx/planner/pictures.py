@@ -42,7 +42,7 @@ Figure = tuple[str, str, Callable[..., None]]
 
 @os_errors(ConfigError)
 def write_report(directory: Path, prediction: Prediction, found: SearchResult | None) -> list[Path]:
-    """Write PNG and SVG of each plot, and ``index.html``, which embeds them and needs no network.
+    """Write each plot as PNG and SVG, and an ``index.html`` that embeds the plots and works offline.
 
     Raises:
         ConfigError: matplotlib is not installed, or the directory holds a report or cannot be written.
@@ -87,7 +87,7 @@ def _pictures(prediction: Prediction, found: SearchResult | None) -> list[Figure
 
 
 def _draw_timeline(axes: Any, prediction: Prediction, _: SearchResult | None) -> None:
-    """Draw the timeline of a step with few enough micro batches to see each of them."""
+    """Draw the timeline of a step, with few enough micro batches to see each one."""
     job, plan = prediction.job, prediction.job.plan
     count = min(job.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
     count -= count % plan.pp if plan.virtual_pp_degree > 1 else 0

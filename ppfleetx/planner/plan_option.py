@@ -29,7 +29,7 @@ class PlanOption:
 
 
 def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOption:
-    """The plan ``own`` with the changes of ``words``, which the option ``option`` gave.
+    """Parse ``words``, the value of option ``option``, as changes to the plan ``own``.
 
     Raises:
         ConfigError: an unknown word, or a value that is not allowed.
@@ -61,7 +61,7 @@ def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOpt
 
 
 def plan_text(job: Job) -> str:
-    """The plan in the form that ``--plan`` takes."""
+    """Format a plan for ``--plan``."""
     plan, kinds = job.plan, set(job.recomputed)
     words = f"dp={plan.dp},mp={plan.mp},pp={plan.pp},sharding={plan.sharding},stage={plan.sharding_stage}"
     words += f",sep={plan.sep},vpp={plan.virtual_pp_degree},micro={job.micro_batch}"
@@ -113,11 +113,11 @@ class UnresolvedConfig:
 
     @property
     def plan(self) -> ParallelPlan:
-        """Its own plan, with an open ``dp_degree`` taken as 1."""
+        """The configuration's own plan, with an open ``dp_degree`` taken as 1."""
         return plan_of(self.cfg)
 
     def batch(self) -> int:
-        """Sequences of a step under its own plan.
+        """The sequences per step under the configuration's own plan.
 
         Raises:
             ConfigError: the sizes do not determine it, or contradict each other.
@@ -130,14 +130,14 @@ class UnresolvedConfig:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.global_batch_size
 
     def micro_batch(self) -> int:
-        """Sequences of a forward pass."""
+        """The sequences per forward pass."""
         sizes = self.cfg.Global
         if sizes.micro_batch_size is not None:
             return sizes.micro_batch_size
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
-        """The same run under ``plan``; ``recompute`` None leaves recomputation as it is.
+        """The same run under ``plan``. With ``recompute`` None, recomputation is unchanged.
 
         Raises:
             ConfigError: the configuration is not valid under this plan.

@@ -31,8 +31,8 @@ class Prediction:
 
     @cached_property
     def fullest(self) -> float:
-        """Bytes that the fullest rank needs, at the start or in a step. With equal stages it is on the first
-        (most micro batches in flight) or the last one (logits)."""
+        """The bytes that the fullest rank needs, at the start or in a step. With equal stages it is on the
+        first (most micro batches in flight) or the last one (logits)."""
         plan = self.job.plan
         stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
         return max(stage_memory(self.job, self.cluster, stage).peak for stage in stages)
@@ -49,7 +49,7 @@ class Prediction:
 
     @property
     def likely_at_most(self) -> float:
-        """Upper end of the likely seconds of a step; plans are ranked by it."""
+        """The upper end of the likely seconds per step, by which plans are ranked."""
         return self.time.interval[2]
 
     @cached_property
@@ -73,7 +73,8 @@ class Prediction:
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
     def as_json(self, tokens: float | None = None) -> dict[str, Any]:
-        """The object that ``plan --json`` prints; ``tokens`` of the whole run add days and card-hours."""
+        """The object that ``plan --json`` prints. If ``tokens`` of the whole run are given, it includes
+        days and card-hours."""
         flops, seconds = step_flops(self.job), self.time.seconds
         return {
             "plan": plan_text(self.job),
@@ -115,7 +116,7 @@ class Prediction:
 def run_prediction(
     cfg: RunConfig, device: str, card: Card | None = None, *, device_name: str = ""
 ) -> Prediction | None:
-    """The prediction for the run of ``cfg`` under its own plan.
+    """Predict the run of ``cfg`` under its own plan.
 
     Args:
         cfg: the configuration.
@@ -138,8 +139,8 @@ def run_prediction(
 def prediction_of_memory(
     cfg: RunConfig, device: str, card: Card | None = None, device_name: str = ""
 ) -> Prediction | None:
-    """Like :func:`run_prediction`, but also for cards without a known speed in this type: memory needs
-    none."""
+    """Like :func:`run_prediction`, but also for cards whose speed in this type is unknown: memory does not
+    depend on it."""
     if cfg.Data.Train is None or cfg.Model.name != "GPT":
         return None
     if card is None:

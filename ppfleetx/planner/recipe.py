@@ -1,4 +1,4 @@
-"""A whole configuration from one number, the depth: the table of rules in docs/planner.md, as a program."""
+"""Make a whole configuration from one number, the depth, by the rules in docs/planner.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WARMUP_STEPS = 2000
 
 @dataclass(frozen=True)
 class Dial:
-    """What a recipe is made from.
+    """The inputs of a recipe: its depth and cards.
 
     Attributes:
         depth: number of layers.
@@ -65,7 +65,7 @@ class Dial:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Section ``Model``: blocks as in Qwen3."""
+        """The section ``Model``, with blocks as in Qwen3."""
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,
@@ -84,28 +84,29 @@ class Dial:
 
     @cached_property
     def num_params(self) -> int:
-        """Parameters, tables included."""
+        """The number of parameters, embedding tables included."""
         return parameter_count(ModelConfig(**self.model))
 
     @property
     def tokens(self) -> float:
-        """Tokens of the run; 20 a parameter are "Chinchilla"'s (Hoffmann et al. 2022)."""
+        """The tokens of the run; 20 per parameter follow "Chinchilla" (Hoffmann et al. 2022)."""
         return self.tokens_per_param * self.num_params
 
     @property
     def compute(self) -> float:
-        """FLOPs of the run without those of the tables ("DeepSeek LLM", Bi et al. 2024, equation 2)."""
+        """The FLOPs of the run without embedding tables ("DeepSeek LLM", Bi et al. 2024, equation 2)."""
         per_token = self.depth * self.width * (72 * self.width + 12 * self.seq_len)
         return per_token * self.tokens
 
     @property
     def learning_rate(self) -> float:
-        """Highest learning rate, to three digits (equation 1 there)."""
+        """The highest learning rate, to three digits (equation 1 in "DeepSeek LLM")."""
         return float(f"{0.3118 * self.compute**-0.1250:.3g}")
 
     @property
     def batch(self) -> int:
-        """Sequences of a step (equation 1 there), rounded to a multiple of ``cards`` by a power of two."""
+        """The sequences per step (equation 1 in "DeepSeek LLM"), rounded to ``cards`` times a power of
+        two."""
         power_of_two = self.cards & -self.cards
         odd = self.cards // power_of_two
         wanted = 0.2920 * self.compute**0.3271 / self.seq_len
@@ -113,7 +114,7 @@ class Dial:
 
     @property
     def steps(self) -> int:
-        """Steps of the run."""
+        """The number of steps of the run."""
         return math.ceil(self.tokens / (self.batch * self.seq_len))
 
 
@@ -156,7 +157,7 @@ class Recipe:
 
 
 def recipe(dial: Dial, per_node: int = 8) -> Recipe:
-    """The configuration of a dial, under the best plan.
+    """Make the configuration for a dial, with the best plan.
 
     Raises:
         ConfigError: no plan fits.
@@ -178,13 +179,14 @@ def recipe(dial: Dial, per_node: int = 8) -> Recipe:
 
 
 def _suits_muon(prediction: Prediction) -> bool:
-    """Whether matrices are whole where Muon updates them: they are not put together in host memory."""
+    """Whether Muon can use the plan: it updates whole matrices, which must not be assembled in host
+    memory."""
     plan = prediction.job.plan
     return plan.mp == 1 or not plan.sharding_offload
 
 
 def _values(dial: Dial) -> dict[str, Any]:
-    """All that does not depend on the plan."""
+    """The values that do not depend on the plan."""
     rate, steps = dial.learning_rate, dial.steps
     dataset = {"input_dir": "./data", "split": "98,2,0", "max_seq_len": dial.seq_len}
     return {
@@ -230,7 +232,7 @@ def _precision(card: Card) -> dict[str, Any]:
 
 
 def _under_plan(values: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """``values`` with the plan's keys, as ``cfg`` has them."""
+    """Add to ``values`` the plan's keys from ``cfg``."""
     keys = ("sequence_parallel", "virtual_pp_degree", "use_recompute", "recompute_granularity")
     changed = {
         "Global": {**values["Global"], "micro_batch_size": cfg.Global.micro_batch_size},

@@ -57,7 +57,7 @@ def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> s
 
 
 def parameters_text(model: ModelConfig) -> str:
-    """How many parameters there are, and with experts how many of them a token is computed with."""
+    """The number of parameters; with experts, also how many of them are used for one token."""
     active = "" if model.moe is None else f", {active_count(model):,} of them active"
     return f"{parameter_count(model):,} parameters{active}"
 
@@ -146,7 +146,7 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
 
 
 def verdict(needed: float, there: float, card: str) -> str:
-    """A sentence: whether ``needed`` bytes fit into the ``there`` bytes of the card."""
+    """A sentence that says whether ``needed`` bytes fit into the ``there`` bytes of the card."""
     if needed <= there:
         return f"it fits {card}, of which {bytes_text(there)} can be used"
     return (

@@ -66,7 +66,7 @@ class _Shortest:
 
 
 def search(job: Job, cluster: Cluster, devices: int, *, goal: str = "time", keep: int = 10) -> SearchResult:
-    """The best plans on ``devices`` cards for the step that ``job`` describes.
+    """Find the best plans on ``devices`` cards for the step that ``job`` describes.
 
     Args:
         job: model, global batch and precision; its own plan does not matter.
@@ -118,7 +118,8 @@ class _Search:
         return not every_fits
 
     def _finds(self, fitted: Job) -> bool:
-        """Try one micro batch with every recompute. Returns False if one that is fast enough did not fit."""
+        """Try one micro batch with every recompute. Returns False if a candidate was fast enough but did
+        not fit."""
         all_fit = True
         for candidate in _recomputing(fitted):  # the least recompute first: the fastest of its kind
             prediction = Prediction(candidate, self.cluster)
@@ -138,7 +139,7 @@ class _Search:
 
 
 def _batches(job: Job, plan: ParallelPlan) -> Iterator[Job]:
-    """The step of ``job`` under ``plan`` with every micro batch size that divides the batch."""
+    """The jobs of ``plan`` with every micro batch size that divides the batch."""
     local = job.global_batch // plan.data_size
     for micro in _divisors(local):
         accumulate = local // micro
@@ -156,7 +157,7 @@ def _recomputing(job: Job) -> Iterator[Job]:
 
 
 def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
-    """Legal plans that divide the batch. Tensor parallelism over more than two nodes is left out."""
+    """The legal plans that divide the batch. Tensor parallelism over more than two nodes is left out."""
     work = replace(job.workload, accumulate_steps=None)
     for mp, pp, sep in product(_divisors(devices), repeat=3):
         cut = mp * pp * sep
@@ -180,7 +181,7 @@ def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
 
 
 def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
-    """``plan``, and where there are experts, with each way to divide and to slice them."""
+    """``plan`` and, for models with experts, every way to distribute and slice the experts."""
     experts = work.num_experts or 1
     for ep, emp in product(_divisors(experts), (None, 1) if experts > 1 and plan.mp > 1 else (None,)):
         divided = replace(plan, ep=ep, expert_mp=emp)
@@ -189,7 +190,7 @@ def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
 
 
 def _in_both_orders(plans: Iterable[ParallelPlan]) -> Iterator[ParallelPlan]:
-    """Each plan, and a copy with the schedule ZB-H1 where it has a pipeline without virtual stages."""
+    """Each plan and, for pipelines without virtual stages, a copy with the schedule ZB-H1."""
     for plan in plans:
         yield plan
         if plan.pp > 1 and plan.virtual_pp_degree == 1:

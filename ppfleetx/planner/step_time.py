@@ -1,4 +1,4 @@
-"""Seconds of one optimizer step under a plan, part by part.
+"""The time of one optimizer step under a plan, part by part.
 
 Tensor-parallel sums are waited for where they occur, as in the engine. So are pipeline messages, unless
 ``overlap_p2p_comm`` lets them travel while the stages compute. Sums of gradients and parameter values under
@@ -34,14 +34,14 @@ from ppfleetx.planner.timeline import Messages, Timeline, simulate
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one micro batch's passes through all chunks of a rank."""
+    """The seconds of one micro batch's passes through all chunks of a rank."""
 
     forward: float
     backward: float
 
 
 def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
-    """Exposed seconds of the sums of gradients.
+    """The seconds of gradient sums that computation does not hide.
 
     Args:
         one_sum: seconds to sum all gradients once, with nothing to overlap with.
@@ -62,7 +62,8 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
 
 
 def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """Exposed seconds of sending updated parameters (sharding stages 1 and 2) during the next forward."""
+    """The seconds of sending updated parameters (sharding stages 1 and 2) that the next forward pass does
+    not hide."""
     whole = held.trained * job.precision.gradient_bytes
     if not job.overlap.values or not whole:
         return sending
@@ -70,7 +71,7 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """Seconds that a layer waits for its parameters (stage 3), sent while the previous layer computes."""
+    """The seconds that a layer waits for its parameters (stage 3), sent while the previous layer computes."""
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
 
@@ -87,7 +88,7 @@ _HIGH_PER_DOUBLING = 0.12
 
 
 def spread(job: Job, cluster: Cluster) -> tuple[float, float]:
-    """Low and high end of the interval, relative to the predicted step.
+    """The low and high end of the likely step time, relative to the prediction.
 
     Plans whose tensor-parallel groups share a node are less certain: with some micro batches a plan was
     measured as predicted, with others a fifth to two thirds slower, which the bytes sent do not explain. Nine
@@ -116,7 +117,7 @@ class Passes:
         return Passes(*(getattr(self, name) + getattr(other, name) for name in PARTS))
 
     def times(self, factor: float) -> Passes:
-        """All parts multiplied by ``factor``."""
+        """A copy with all parts multiplied by ``factor``."""
         return Passes(*(getattr(self, name) * factor for name in PARTS))
 
 
@@ -144,12 +145,12 @@ class StepTime:
 
     @property
     def interval(self) -> tuple[float, float, float]:
-        """Low, predicted, high."""
+        """The low end, the prediction and the high end."""
         return self.seconds * self.spread[0], self.seconds, self.seconds * self.spread[1]
 
     @property
     def exposed_communication(self) -> float:
-        """Seconds in which a rank waits for communication."""
+        """The seconds in which a rank waits for communication."""
         names = (*PARTS[2:], "pipeline", "gradients", "values")
         return sum(self.parts[name] for name in names)
 
@@ -225,15 +226,15 @@ def quick_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
-    """Seconds of the forward and the backward pass."""
+    """The seconds of the forward and the backward pass."""
     return passes[0].total, passes[1].total
 
 
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """Seconds of the sums of gradients, of the update, of sending updated parameters, and of all three
-    together, each on the slowest of the stages."""
+    """The seconds, each on the slowest stage, of gradient sums, of the update, of sending updated
+    parameters, and of all three together."""
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
     values = max(_value_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
@@ -241,7 +242,8 @@ def _after_passes(
 
 
 def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
-    """Forward passes, backward passes and the recomputation within these, ``[stage][virtual stage]``."""
+    """The times ``[stage][virtual stage]`` of forward passes, backward passes, and the recomputation
+    within the latter."""
     same = PassKey(job)
     once = {kind: _layer_passes(same, cluster, *kind) for kind in job.kinds}
     forward, backward, again = [], [], []
@@ -267,8 +269,8 @@ def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
 
 
 def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
-    """For each stage, the part of a backward pass that computes weight gradients: half of the time of the
-    products with weights."""
+    """For each stage, the time of a backward pass that goes into weight gradients: half of the products
+    with weights."""
     same, stages = PassKey(job), range(job.plan.pp)
     layer = {block: _products_seconds(same, cluster, block) for block, _ in job.kinds}
     kinds = [job.layer_kinds(stage).items() for stage in stages]
@@ -279,8 +281,8 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: PassKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """Seconds of the forward products with weights (``block`` None: those at the end of the model); each of
-    the two backward products takes as long."""
+    """The seconds of the forward products with weights (``block`` None: those at the end of the model).
+    Each of the two backward products takes as long."""
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
     return _forward([o for o in operations if o.kind == "matmul"], job, cluster).total
@@ -319,7 +321,8 @@ def _forward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes:
 
 
 def _backward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes:
-    """Each forward product has two backward products: for the input's gradient and for the weight's."""
+    """The time of the backward products. Each forward product has two: for the gradients of input and
+    weight."""
     total = Passes()
     for o in operations:
         total += _price(o, o.backward_flops, o.backward_bytes, 2 * o.kernels, job, cluster)
@@ -343,13 +346,14 @@ def _price(o: Operation, flops: float, moved: float, kernels: int, job: Job, clu
 
 
 def _activation_sum(job: Job, cluster: Cluster) -> float:
-    """Seconds of one tensor-parallel sum of the hidden states; or of the scatter and gather instead."""
+    """The seconds of one tensor-parallel sum of the hidden states, or of the scatter and gather that
+    replace it."""
     return all_reduce_seconds(job.hidden_bytes, group_of(job.plan, "mp", cluster), cluster)
 
 
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
-    """Communication of one layer in one pass: an all-reduce along mp of attention and of an MLP, and two
-    all-to-alls along sep. Under sequence parallelism, the backward pass gathers the inputs of both
+    """The communication of one layer in one pass: an all-reduce along mp for attention and for an MLP, and
+    two all-to-alls along sep. Under sequence parallelism, the backward pass gathers the inputs of both
     column-parallel products again."""
     routed = isinstance(block.mlp, MoESpec)
     pairs = 1 if routed and block.mlp.shared is None else 2
@@ -367,8 +371,9 @@ def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backwa
 
 
 def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
-    """Rows to their experts and back; where experts are sliced, a gather and a sum of what slices make of
-    them; where tensor ranks hold the same positions, a gather of what each has made of its share."""
+    """The time to send rows to their experts and back. If experts are sliced, add a gather of rows and a
+    sum of the slices' results; if tensor-parallel ranks hold the same positions, a gather of their
+    results."""
     plan, sent = job.plan, mlp.sent_bytes(job.work)
     seconds = 2 * all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
     seconds += 2 * gather_seconds(sent * plan.emp, group_of(plan, "emp", cluster), cluster)
@@ -378,8 +383,9 @@ def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
 
 
 def _messages(job: Job, cluster: Cluster) -> Messages:
-    """Messages between stages: activations, which the receiver's tensor ranks gather if they came in parts,
-    and gradients back. ZB-H1 waits only for what it sends forward (``parallel/pipeline_schedules.py``)."""
+    """The time of messages between stages: activations, which the receiver's tensor-parallel ranks gather
+    if they came in parts, and gradients. ZB-H1 waits only for forward messages
+    (``parallel/pipeline_schedules.py``)."""
     if job.plan.pp == 1:
         return Messages(0.0)
     seconds = message_seconds(job.message_bytes, job.plan, cluster)
@@ -390,7 +396,8 @@ def _messages(job: Job, cluster: Cluster) -> Messages:
 
 
 def _fetch_seconds(job: Job, cluster: Cluster) -> float:
-    """Sharding stage 3: seconds to fetch a layer's parameters before a pass, one message from each owner."""
+    """The seconds to fetch a layer's parameters before a pass (sharding stage 3), with one message from
+    each owner."""
     if job.plan.sharding_stage != 3 or job.plan.sharding == 1:
         return 0.0
     size, tensors = largest_layer(job)
@@ -401,8 +408,8 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Exposed seconds of the sums of gradients: to their owners, or over sep and replicas. The sums over
-    replicas of owners, and of experts, follow after the passes."""
+    """The exposed seconds of gradient sums: to their owners, or over sep and replicas. Sums over replicas
+    of owners, and of experts, follow after the passes."""
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
         early = gather_seconds(held.dense * each, group_of(plan, "sharding", cluster), cluster)
@@ -422,7 +429,7 @@ def _replica_seconds(job: Job, cluster: Cluster, num_bytes: float) -> float:
 
 
 def _value_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """Sharding stages 1 and 2: exposed seconds of sending updated parameters from their owners."""
+    """The exposed seconds of sending updated parameters from their owners (sharding stages 1 and 2)."""
     if job.plan.sharding == 1 or job.plan.sharding_stage == 3:
         return 0.0
     group = group_of(job.plan, "sharding", cluster)
@@ -438,7 +445,8 @@ _HOST_SECONDS_PER_PARAMETER = 11e-9
 
 
 def _update_seconds(job: Job, cluster: Cluster, held: Held) -> float:
-    """Seconds of norm, scaling and update: each state is read and written once, gradients are read twice."""
+    """The seconds of norm, scaling and update: each state is read and written once, gradients are read
+    twice."""
     p, precision = held.owned, job.precision
     if job.plan.sharding_offload:
         return p * _HOST_SECONDS_PER_PARAMETER

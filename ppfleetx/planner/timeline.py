@@ -1,4 +1,4 @@
-"""Simulate the pipeline's schedule: which stage computes what, and when.
+"""Simulate the pipeline's schedule: which stage computes which pass, and when.
 
 The orders are 1F1B (Narayanan et al. 2021, PipeDream-Flush) and its interleaved form (§2.2 there), as Paddle
 runs them, and ZB-H1 (Qi et al. 2023), which computes weight gradients later.
@@ -46,7 +46,7 @@ class Messages(NamedTuple):
     gradient_waits: bool = True
 
     def keeps(self, *, output: bool) -> bool:
-        """Whether the sender waits until the message is sent."""
+        """Whether sending blocks the sender."""
         return self.output_waits if output else self.gradient_waits
 
 
@@ -180,7 +180,7 @@ class _Stages:
 
 
 def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tuple[bool, int, int]]:
-    """:func:`_order` in ZB-H1; gradients of weights are of no virtual stage."""
+    """Like :func:`_order` for ZB-H1; gradients of weights have no virtual stage."""
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return [(part == "F", _WEIGHTS if part == "W" else 0, micro) for part, micro in order]
 
@@ -188,7 +188,7 @@ def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tupl
 def _order(
     stage: int, num_stages: int, num_chunks: int, micro_batches: int, forwards_first: bool
 ) -> list[tuple[bool, int, int]]:
-    """(is forward, virtual stage, micro batch) in the order in which ``stage`` runs them."""
+    """The passes of ``stage`` in order: (is forward, virtual stage, micro batch)."""
     total = micro_batches * num_chunks
     if num_chunks == 1:
         ahead = min(num_stages - 1 - stage, total)
@@ -205,7 +205,8 @@ def _order(
 
 
 def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tuple[int, int]:
-    """(virtual stage, micro batch) of the k-th pass: groups of ``num_stages`` micro batches take turns."""
+    """The virtual stage and micro batch of the k-th pass: groups of ``num_stages`` micro batches take
+    turns."""
     if num_chunks == 1:
         return 0, k
     group, within = divmod(k, num_stages * num_chunks)
@@ -219,6 +220,6 @@ def bubble_share(
     backward: Sequence[Sequence[float]],
     micro_batches: int,
 ) -> float:
-    """Share of the passes' time in which the stages are idle on average, messages counted as idle."""
+    """The average share of the passes' time in which stages are idle, waits for messages included."""
     busy = sum(sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)) * micro_batches / len(forward)
     return 1 - busy / timeline.seconds

@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, in the conventions that papers use, and a run's share of the peak."""
+"""Floating-point operations of a step, as papers count them, and the share of the peak a run reaches."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
 
 
 def _peak(cfg: RunConfig, job: Job, device_name: str) -> tuple[float | None, str]:
-    """Peak FLOP/s of one device in the run's type, and its source."""
+    """The peak FLOP/s of one device in the run's type, and the source of that number."""
     if cfg.Global.peak_tflops is not None:
         return cfg.Global.peak_tflops * 1e12, "Global.peak_tflops"
     name = cfg.Global.card or card_of_device(device_name)
