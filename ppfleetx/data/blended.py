@@ -29,7 +29,7 @@ _BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps of a block, blocks walked side b
 
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which corpus each sample comes from, and its number within that corpus.
+    """Compute the corpus of each sample, and the sample's number within that corpus.
 
     Sample k is taken from the corpus that is furthest behind its share, the one with the largest
     ``weight * max(k, 1) - taken``, the first of equals: the rule of Megatron-LM's ``helpers.cpp``, in the
@@ -47,7 +47,8 @@ def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, n
 
 
 def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The same for a blend that takes every sample of every corpus once, or for the first ``size`` of it.
+    """Like `blending_indices`, for a blend that takes every sample of every corpus once, or for its first
+    ``size`` samples.
 
     The rule is that of `blending_indices` with weights in proportion to the sizes, among the corpora that
     have samples left: ``build_exhaustive_blending_indices`` of Megatron-LM. Wherever its blend of that
@@ -79,12 +80,12 @@ def _indices(shares: np.ndarray, limits: np.ndarray, size: int) -> tuple[np.ndar
 def _choose(
     weights: np.ndarray, limits: np.ndarray, first: int, num_blocks: int, taken: np.ndarray
 ) -> np.ndarray:
-    """The choices of so many blocks of steps from ``first`` on, ``taken`` being known there.
+    """The choices of ``num_blocks`` blocks of steps from ``first`` on, given the samples ``taken`` before.
 
-    The rule cannot be evaluated out of order, but it soon forgets where it started. So many blocks are walked
-    side by side, each but the first from a guess; then each is walked again from where its predecessor really
-    ended, until no start changes. What is left then is the exact sequence: each block starts where the one
-    before ends, and the first one started right. Two or three rounds are the rule.
+    The rule cannot be evaluated out of order, but its choices soon stop depending on the start. Therefore the
+    blocks are walked side by side, each but the first from a guess. Then each is walked again from the real end
+    of its predecessor, until no start changes. The result is exact, because the first start is right and each
+    block starts where the one before ends. This usually takes two or three rounds.
     """
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
     starts = np.array([_near_shares(weights, step) for step in steps.tolist()])
@@ -100,7 +101,7 @@ def _choose(
 
 
 def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
-    """Whole numbers close to ``weights * step`` that sum to ``step``, as the samples taken by then do."""
+    """Integers close to ``weights * step`` that sum to ``step``: a guess of the samples taken by then."""
     shares = weights * step
     taken = np.floor(shares)
     missing = step - int(taken.sum())
@@ -134,20 +135,20 @@ def _walk(
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum, as Megatron-LM does before blending."""
+    """Divide weights by their sum, as Megatron-LM does before blending."""
     values = np.array(weights, np.float64)
     return (values / np.sum(values)).tolist()
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """Samples of the blend, and samples to prepare of each corpus (normalised weights)."""
+    """The size of the blend, and the number of samples to prepare of each corpus (normalised weights)."""
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """Where each sample of a blend comes from.
+    """The order of a blend: the corpus and number of each sample.
 
     Attributes:
         decisive: everything that determines the order, for fingerprints.
@@ -163,12 +164,12 @@ class BlendOrder:
 
     @property
     def counts(self) -> list[int]:
-        """Samples taken from each corpus."""
+        """The number of samples taken from each corpus."""
         return np.bincount(self.dataset_index, minlength=len(self.shares)).tolist()
 
 
 def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) -> BlendOrder:
-    """The order of `blending_indices`, kept in ``cache_dir``."""
+    """The order of `blending_indices`, cached in ``cache_dir``."""
     weights = list(weights)
     arrays = _load_or_build(
         cache_dir,
@@ -181,7 +182,7 @@ def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) 
 
 
 def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) -> BlendOrder:
-    """The order of `exhaustive_indices`, kept in ``cache_dir``, or as much of it as is asked for."""
+    """The order of `exhaustive_indices` or its requested beginning, cached in ``cache_dir``."""
     sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
     arrays = _load_or_build(
         cache_dir,
@@ -253,13 +254,14 @@ class BlendedDataset:
 
     @property
     def sources(self) -> list[str]:
-        """Names of the corpora that ``source_ids`` number: the last part of their prefixes, if it differs."""
+        """The names of the corpora that ``source_ids`` number: the last part of each prefix, if these
+        differ."""
         prefixes = [dataset.corpus.prefix for dataset in self.datasets]
         names = [Path(prefix).name for prefix in prefixes]
         return names if len({*names}) == len(names) else prefixes
 
     def describe(self) -> str:
-        """One line a corpus, then the blend."""
+        """Describe each corpus in one line, then the blend."""
         shares = ", ".join(f"{100 * weight:.2f}%" for weight in self.order.shares)
         lines = [dataset.describe() for dataset in self.datasets]
         return "\n".join(

@@ -1,4 +1,4 @@
-"""Builds the datasets and loaders that ``Data.Train``, ``Data.Eval`` and ``Data.Test`` describe."""
+"""Build the datasets and loaders that ``Data.Train``, ``Data.Eval`` and ``Data.Test`` describe."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ _LENGTH_MULTIPLE = 8  # few different shapes, and little padding
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """One corpus, the sequences ``[first, last)`` of it that are the split, and its share of the blend."""
+    """One corpus, the sequences ``[first, last)`` that make up the split, and the corpus's share of the
+    blend."""
 
     corpus: TokenStore
     first: int
@@ -53,12 +54,12 @@ class CorpusPart:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this part."""
+        """The number of tokens of this part."""
         return int(self.corpus.sizes[self.first : self.last].sum(dtype=np.int64))
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """Samples a run reads of a split, which sizes its index maps.
+    """The number of samples that a run reads of a split, which determines the size of its index maps.
 
     Train: global batch x max_steps, as in Megatron-LM. Eval: global batch x eval_iters; Test: global batch x
     test_iters. Megatron-LM and FleetX multiply Eval by the number of evaluations, each of which goes on where
@@ -71,7 +72,7 @@ def requested_samples(cfg: RunConfig, mode: Mode) -> int:
 
 
 def _evaluation_batches(cfg: RunConfig, mode: Mode) -> int:
-    """Global batches of one pass over Eval or Test."""
+    """The global batches in one pass over Eval or Test."""
     engine = cfg.Engine
     return engine.eval_iters if mode == "Eval" else engine.test_iters or 10 * engine.eval_iters
 
@@ -83,7 +84,7 @@ def build_dataloader(
     data_size: int = 1,
     consumed_samples: int = 0,
 ) -> DataLoader:
-    """Batches of ``Data.<mode>`` for one data rank.
+    """Build the loader of ``Data.<mode>`` for one data rank.
 
     Train never ends: it starts at ``consumed_samples``, and after the last prepared sample again from the
     first. Eval and Test are the first ``eval_iters`` (``test_iters``) global batches, the same each time the
@@ -119,7 +120,7 @@ def build_dataloader(
 
 
 def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
-    """Make what ``Data.<mode>.dataset`` names.
+    """Build the dataset named by ``Data.<mode>.dataset``.
 
     Raises:
         ConfigError: there is no such section, or what it names makes no data set.
@@ -164,21 +165,21 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
 
 
 def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
-    """Prompts with responses, of which the responses are learnt."""
+    """Prompts and responses; only the responses count in the loss."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     tokenizer, multiple = _encoding(cfg, dataset_cfg)
     return PromptResponseDataset(dataset_cfg, tokenizer, multiple)
 
 
 def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
-    """Conversations, of which the assistant's turns are learnt."""
+    """Conversations; only the assistant's turns count in the loss."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     tokenizer, multiple = _encoding(cfg, dataset_cfg)
     return ChatDataset(dataset_cfg, tokenizer, multiple)
 
 
 def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
-    """Examples of a GLUE task; of ``Data.Test``, which is predicted, without their labels."""
+    """Examples of a GLUE task; those of ``Data.Test``, which are predicted, have no labels."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     tokenizer, multiple = _encoding(cfg, dataset_cfg)
     require_libraries()
@@ -187,7 +188,8 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _encoding(cfg: RunConfig, dataset_cfg: DatasetConfig) -> tuple[Tokenizer, int]:
-    """The tokenizer of a data set of texts, whose tokens the model must know, and what lengths divide by."""
+    """The tokenizer of a dataset of texts, checked against the model's vocabulary, and the multiple that
+    lengths are padded to."""
     tokenizer = load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -220,12 +222,13 @@ def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
 
 
 def _place(cfg: RunConfig, key: str) -> str:
-    """Where ``key`` was written, in brackets."""
+    """The place where ``key`` was written, in brackets."""
     return f" ({cfg.origins.get(key, 'default')})"
 
 
 def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
-    """The id the section names, else the tokenizer's; the tokenizer is read only if an option needs it."""
+    """The end-of-document id of the section, or else of the tokenizer, which is read only if an option
+    needs the id."""
     needed = dataset_cfg.reset_position_ids or dataset_cfg.reset_attention_mask or dataset_cfg.eod_mask_loss
     if dataset_cfg.eod_id is not None or not needed:
         return dataset_cfg.eod_id
@@ -257,7 +260,7 @@ def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
 
 
 def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
-    """The corpora of the section; if there are several, with normalised weights."""
+    """The corpora of the section, with normalised weights if there are several."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     weights = dataset_cfg.weights
     groups = [
@@ -292,7 +295,8 @@ def _part(corpus: TokenStore, split: str | Sequence[float], mode: Mode) -> Corpu
 
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:
-    """Parts with normalised weights, without those too short for a sample that no weight asks for."""
+    """The parts to blend, with normalised weights. Corpora without a weight of their own are left out if
+    they are too short for one sample."""
     if dataset_cfg.weights is None:
         how = "in proportion to their tokens" if dataset_cfg.blend == "shares" else "exhaustively"
         get_logger().info(f"{mode}: {len(parts)} corpora, blended {how}")

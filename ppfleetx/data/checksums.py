@@ -27,7 +27,7 @@ _OVERHEAD_BYTES = 4096  # what the file holds beside checksums, at most
 
 
 def checksums_path(prefix: str | os.PathLike[str]) -> Path:
-    """Path of the checksums of ``prefix``."""
+    """The path of the checksums of ``prefix``."""
     return Path(f"{os.fspath(prefix)}.checksums.json")
 
 
@@ -96,7 +96,7 @@ class CorpusChecksums:
     files: dict[str, FileChecksums]
 
     def write(self) -> None:
-        """Write the file, whole or not at all.
+        """Write the file atomically.
 
         Raises:
             DataError: the file cannot be written.
@@ -120,7 +120,7 @@ class CorpusChecksums:
             raise DataError(f"cannot write {path}: {error.strerror or error}") from error
 
     def check_sizes(self) -> None:
-        """Raise DataError when a file is missing or is not as long as when the checksums were made."""
+        """Raise DataError if a file is missing or its length has changed since the checksums were made."""
         for suffix, sums in self.files.items():
             path = Path(f"{self.prefix}{suffix}")
             actual = file_status(path, DataError).st_size
@@ -132,7 +132,7 @@ class CorpusChecksums:
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
-        """The blocks of a file in order, each with its description when it is damaged.
+        """Check the blocks of a file in order; damaged ones come with a description.
 
         Raises:
             DataError: the file cannot be read.
@@ -147,13 +147,13 @@ class CorpusChecksums:
                 yield data, None if is_sound else Block(path, number, first, end)
 
     def damage(self, suffixes: tuple[str, ...] = SUFFIXES) -> Iterator[Block]:
-        """Every damaged block of these files."""
+        """All damaged blocks of these files."""
         for suffix in suffixes:
             yield from (block for _, block in self.blocks(suffix) if block is not None)
 
 
 def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
-    """The checksums of a pair as it is now.
+    """Compute the checksums of an existing pair.
 
     Raises:
         DataError: a file is missing or cannot be read.
@@ -169,7 +169,7 @@ def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
 
 
 def read_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums | None:
-    """The checksums of ``prefix``; None when it has none.
+    """Read the checksums of ``prefix``; None if it has none.
 
     Raises:
         DataError: the file of checksums is damaged itself.

@@ -29,7 +29,8 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of these sections with their checksums, as much as each section's ``verify`` asks.
+    """Compare the corpora of these sections with their checksums, to the extent of each section's
+    ``verify``.
 
     One line of the log says what was compared, and which corpora have no checksums.
 
@@ -88,7 +89,7 @@ def verify_corpus(prefix: str, level: str) -> bool:
 
 
 def describe(block: Block, corpus: IndexedDataset | None) -> str:
-    """A damaged block, with the documents in it where the index can tell."""
+    """Describe a damaged block, with its documents if the index can be read."""
     if corpus is None or block.path.suffix != ".bin":
         return str(block)
     first, last = documents_in(corpus, block)
@@ -104,7 +105,7 @@ def _opened(prefix: str) -> IndexedDataset | None:
 
 
 def documents_in(corpus: IndexedDataset, block: Block) -> tuple[int, int]:
-    """First and last document that have a token in the block."""
+    """The first and last document with a token in the block."""
     first, last = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
     # Empty sequences begin where the next one does, and empty documents hold no sequence: the last of equal
     # ones is the one with tokens.
@@ -147,8 +148,8 @@ _FEWEST_TOKENS = 1 << 18  # of each
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
-    """Findings about token ids, as lines of text. Files that are not there are left out: this
-    machine need not be the one that trains.
+    """Report on token ids, as lines of text. Missing files are skipped: training may run on another
+    machine.
 
     Raises:
         DataError: a tokenizer or a corpus has an id outside the model's vocabulary, or is damaged.
@@ -168,7 +169,7 @@ def _tokenizer_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_configured_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """`check_tokenizer`, with the places where both were written.
+    """Like `check_tokenizer`, with the places of both settings in the message.
 
     Raises:
         DataError: the tokenizer has more ids than the model.
@@ -206,7 +207,7 @@ def _corpus_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
-    """Corpora of Train and Eval, each once, and whether an entry names none that is there."""
+    """The distinct corpora of Train and Eval, and whether an entry matches no corpus."""
     found: dict[str, None] = {}
     missing = False
     for _, section in cfg.Data.sections("Train", "Eval"):

@@ -1,4 +1,4 @@
-"""From a path in the configuration to opened token corpora: ``.bin``/``.idx`` pairs, or FleetX's arrays.
+"""Open token corpora by their path in the configuration: ``.bin``/``.idx`` pairs, or FleetX's arrays.
 
 FleetX wrote ``_ids.npy`` with ``_idx.npz``, or one legacy ``_ids.npz``. ``_ids`` holds the tokens of all
 documents one after the other. ``lens`` (int32) is the length of each sequence, ``docs`` (int64, absent in the
@@ -65,13 +65,13 @@ class FleetXDataset(TokenStore):
 
 
 def _map_npy(path: Path) -> np.ndarray:
-    """The array of a ``.npy`` file, memory-mapped."""
+    """Memory-map the array of a ``.npy`` file."""
     with _damage(path):
         return _integers(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
 
 
 def _read_npz(path: Path, required: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """The known arrays of an ``.npz`` file; the ``required`` ones are in it."""
+    """Read the known arrays of an ``.npz`` file, which must include the ``required`` ones."""
     if not path.exists():
         raise DataError(f"{path} does not exist, and the corpus beside it needs it")
     with _damage(path), np.load(path, allow_pickle=False) as archive:
@@ -95,7 +95,7 @@ def _integers(array: np.ndarray, place: str) -> np.ndarray:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Raise what NumPy says about a damaged file as a DataError that names the file."""
+    """Turn NumPy's errors about a damaged file into a DataError that names the file."""
     file_status(path, DataError)
     try:
         yield
@@ -104,7 +104,7 @@ def _damage(path: Path) -> Iterator[None]:
 
 
 def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-    """Raise DataError, naming the index, when lengths, boundaries and tokens do not belong together."""
+    """Raise DataError, naming the index, if lengths, boundaries and tokens do not match."""
     if lengths.size and lengths.min() < 0:
         raise DataError(f"{path} is damaged: sequence {int(lengths.argmin())} has a negative length")
     if lengths.size and lengths.max() > _LONGEST:
@@ -139,7 +139,8 @@ _SUFFIXES = (".bin", ".idx", *FLEETX_SUFFIXES)
 
 @os_errors(DataError)
 def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
-    """Open the corpus with this prefix (a suffix is taken off); ``.bin``/``.idx`` wins over FleetX's.
+    """Open the corpus with this prefix; a suffix is removed, and ``.bin``/``.idx`` is preferred to
+    FleetX's arrays.
 
     Raises:
         DataError: there is no corpus, or it is damaged or holds no token ids.
@@ -156,7 +157,8 @@ def open_tokens(prefix: str | os.PathLike[str]) -> TokenStore:
 
 @os_errors(DataError)
 def find_prefixes(entry: str | os.PathLike[str]) -> list[str]:
-    """Prefixes of one entry of ``input_dir``: all corpora of a directory, by name, or the entry itself.
+    """Find the prefixes of an entry of ``input_dir``: all corpora of a directory, sorted by name, or the
+    entry itself.
 
     Raises:
         MissingDataError: the directory holds no corpus.

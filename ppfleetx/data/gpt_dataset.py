@@ -26,7 +26,8 @@ MODES = ("Train", "Eval", "Test")
 
 
 def parse_split(split: str | Sequence[float]) -> list[float]:
-    """Three non-negative weights that sum to 1, from ``"949,50,1"``, ``[949, 50, 1]`` or fewer numbers.
+    """Parse the three non-negative weights of a split, which then sum to 1, from ``"949,50,1"``, ``[949,
+    50, 1]`` or fewer numbers.
 
     Raises:
         DataError: more than three numbers, a negative one, or nothing above zero.
@@ -45,7 +46,7 @@ def parse_split(split: str | Sequence[float]) -> list[float]:
 
 
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
-    """Range ``[first, last)`` of sequences for each of Train, Eval and Test.
+    """The range ``[first, last)`` of sequences for each of Train, Eval and Test.
 
     The borders are the running sums of the weights times ``num_sequences``, each rounded half to even: what
     Megatron-LM does, so that a corpus splits at the same sequence. A range may be empty.
@@ -69,7 +70,7 @@ _MANY_EPOCHS = (
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How a sample is cut and masked.
+    """Options for cutting and masking samples.
 
     Attributes:
         sequence_length: tokens the model sees.
@@ -179,7 +180,7 @@ class GPTDataset:
         return self.tokens_per_epoch / self.options.sequence_length
 
     def __getitem__(self, index: int) -> Sample:
-        """Sample ``index`` of the shuffled order, or for `PADDING` one whose loss mask is 0.
+        """Return sample ``index`` of the shuffled order, or for `PADDING` one whose loss mask is 0.
 
         Returns:
             ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``sample_ids``
@@ -197,7 +198,7 @@ class GPTDataset:
         return sample
 
     def _pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """(sequence, first token, end) of every sequence that sample ``index`` runs through."""
+        """The pieces of sequences that make up sample ``index``, as (sequence, first token, end)."""
         row = int(self._maps.shuffle_index[index])
         (position, offset), (last_position, last_offset) = self._maps.sample_index[row : row + 2].tolist()
         sequences = self._maps.document_index[position : last_position + 1].tolist()
@@ -230,7 +231,7 @@ class GPTDataset:
                 )
 
     def describe(self) -> str:
-        """One line: what the split holds and how much of it is asked for."""
+        """Describe in one line the size of the split and how much of it is requested."""
         length = self.options.sequence_length
         epochs = self.num_requested / self.samples_per_epoch
         text = (
@@ -244,7 +245,7 @@ class GPTDataset:
 
 
 def make_sample(window: np.ndarray, options: SampleOptions) -> Sample:
-    """Inputs, labels and masks of L + 1 tokens.
+    """Make inputs, labels and masks from L + 1 tokens.
 
     An end-of-document token belongs to the document it ends: what follows it is the next one.
     """

@@ -36,7 +36,7 @@ _SEPARATE_BELOW = 0.80  # the last epoch is shuffled apart when less than this p
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How often a split is read to give the samples asked for.
+    """How many times a split is read to yield the requested samples.
 
     Attributes:
         tokens_per_epoch: tokens of the split.
@@ -57,7 +57,7 @@ class EpochPlan:
 
     @property
     def num_samples_before_final_epoch(self) -> int:
-        """Samples that start in the epochs before the last one."""
+        """The number of samples that start before the last epoch."""
         return ((self.num_epochs - 1) * self.tokens_per_epoch - 1) // self.sequence_length
 
 
@@ -79,7 +79,8 @@ class IndexMaps:
 def plan_epochs(
     tokens_per_epoch: int, sequence_length: int, num_samples: int | None, at_least: int = 0
 ) -> EpochPlan:
-    """Number of epochs for ``num_samples`` samples (None: one epoch) and whether the last is shuffled apart.
+    """Compute the number of epochs for ``num_samples`` samples (None: one epoch), and whether the last
+    epoch is shuffled separately.
 
     Args:
         tokens_per_epoch: tokens of the split, at least 1.
@@ -105,7 +106,7 @@ def plan_epochs(
 
 
 def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
-    """Bytes of the three arrays for this many sequences; building them needs little more."""
+    """Bytes of the three arrays for this many sequences; building them needs little more memory."""
     documents = num_sequences * plan.num_epochs
     position = 4 if documents <= np.iinfo(np.int32).max else 8
     sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8
@@ -113,7 +114,7 @@ def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
 
 
 def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, seed: int) -> IndexMaps:
-    """The maps of sequences ``[first, last)``.
+    """Build the maps of sequences ``[first, last)``.
 
     Args:
         sizes: int32 [N], tokens of every sequence of the corpus.
@@ -177,7 +178,7 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray
 
 
 def order_fingerprint(corpus: str, first: int, last: int, plan: EpochPlan, seed: int) -> str:
-    """Hash of all that decides the order of samples, and of nothing else.
+    """A hash of exactly the inputs that determine the order of samples.
 
     The number of samples asked for counts only through the number of epochs and the separate last one: a
     longer run whose order begins with the same samples has the same fingerprint.
@@ -208,7 +209,8 @@ def load_or_build(
     *,
     num_bytes: int,
 ) -> Arrays:
-    """The arrays stored under ``key``, memory-mapped; built and stored first if missing or damaged.
+    """Memory-map the arrays stored under ``key``, after building and storing them if they are missing or
+    damaged.
 
     Files: ``{key}-{name}.npy`` per array, and ``{key}.json`` with length and checksum of each, written last.
     If the directory cannot be written, a warning is logged and every process builds the arrays.
@@ -260,7 +262,7 @@ def _store(directory: Path, key: str, arrays: Arrays, about: Mapping[str, Any]) 
 
 
 def _load(directory: Path, key: str, names: tuple[str, ...]) -> Arrays | None:
-    """None when the arrays are missing, or (with a warning) damaged."""
+    """Load the arrays; None if they are missing or (with a warning) damaged."""
     description = directory / f"{key}.json"
     if not description.is_file():
         return None

@@ -56,23 +56,24 @@ _CHUNK = (
 
 
 def optimal_dtype(vocab_size: int | None) -> np.dtype:
-    """Smallest dtype Megatron would store ids of this vocabulary in (``vocab_size`` before padding)."""
+    """The smallest dtype in which Megatron would store ids of this vocabulary (``vocab_size`` before
+    padding)."""
     small = vocab_size is not None and vocab_size < 65500
     return np.dtype("<u2") if small else np.dtype("<i4")
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """Path of the token file of ``prefix``."""
+    """The path of the token file of ``prefix``."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """Path of the index file of ``prefix``."""
+    """The path of the index file of ``prefix``."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
 def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
-    """Raise DataError when there is a finished pair that is not to be replaced.
+    """Raise DataError if a finished pair exists that must not be replaced.
 
     A ``.bin`` alone is not finished: the index is written last.
     """
@@ -124,7 +125,7 @@ def _map_file(path: Path, dtype: np.dtype, *, read_ahead: bool = True) -> np.nda
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Views of the lengths, byte offsets and document boundaries, after checking header and file length."""
+    """Views of lengths, byte offsets and document boundaries, after a check of the header and file length."""
     raw = _map_file(path, np.dtype("u1"))
     if raw.shape[0] < HEADER.size:
         raise DataError(f"{path} is truncated: {raw.shape[0]} bytes, the header alone has {HEADER.size}")
@@ -155,7 +156,8 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 def _check_index(
     prefix: str, dtype: np.dtype, sizes: np.ndarray, byte_offsets: np.ndarray, document_indices: np.ndarray
 ) -> None:
-    """Lengths, offsets, boundaries and the length of .bin must agree: one pass over the index, in chunks."""
+    """Check in chunks that lengths, offsets and boundaries agree with each other and with the length of
+    .bin."""
     path, total = idx_path(prefix), 0
     for first in range(0, sizes.shape[0], _CHUNK):
         lengths = sizes[first : first + _CHUNK].astype(np.int64)
@@ -212,16 +214,16 @@ class IndexedDatasetWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens written so far."""
+        """The number of tokens written so far."""
         return self._num_tokens
 
     @property
     def num_documents(self) -> int:
-        """Documents ended so far."""
+        """The number of documents written so far."""
         return len(self._boundaries) - 1
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
-        """Append one document whose sequences, of ``lengths`` tokens each, lie one after the other.
+        """Append one document, whose sequences of ``lengths`` tokens follow one another.
 
         Raises:
             ValueError: ``lengths`` do not add up to the number of tokens.
@@ -245,7 +247,7 @@ class IndexedDatasetWriter:
         self.add_sequences(flat_tokens, lengths[filled], np.cumsum(filled, dtype=np.int64))
 
     def add_sequences(self, flat_tokens: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray) -> None:
-        """Append many documents of any number of sequences.
+        """Append many documents with any number of sequences each.
 
         Args:
             flat_tokens: tokens of all sequences, one after the other.
@@ -285,7 +287,7 @@ class IndexedDatasetWriter:
         self._num_tokens += other.num_tokens
 
     def finalize(self) -> None:
-        """Write the index and put both files under their names."""
+        """Write the index and rename both files to their final names."""
         with self._writing():
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -301,7 +303,7 @@ class IndexedDatasetWriter:
                 CorpusChecksums(self.prefix, files).write()
 
     def abort(self) -> None:
-        """Throw away what was written."""
+        """Discard everything that was written."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
@@ -332,7 +334,7 @@ class IndexedDatasetWriter:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raise errors of the system (disk full, no permission) as DataError."""
+        """Turn system errors (disk full, no permission) into DataError."""
         try:
             yield
         except OSError as error:

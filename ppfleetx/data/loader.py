@@ -1,4 +1,4 @@
-"""The batches of one data rank: which samples they hold, and threads that prepare them ahead of time."""
+"""The batches of one data rank: their samples, and threads that prepare them in advance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tail = Literal["wrap", "drop", "pad"]
 
 
 class GlobalBatchSampler:
-    """Global batches of consecutive positions in the dataset's order, shared out to data ranks.
+    """Divides global batches of consecutive positions in the dataset's order among the data ranks.
 
     Global batch k holds positions ``consumed_samples + [k B, (k + 1) B)``: a function of consumed samples and
     batch size alone, also where the batch grows (``size_at``). Micro batch m of data rank r are positions
@@ -77,7 +77,7 @@ class GlobalBatchSampler:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of one iteration; None: without end."""
+        """The steps of one iteration; None: endless."""
         if self.tail == "wrap":
             return None
         left = max(0, self.total - self.consumed_samples)
@@ -91,12 +91,12 @@ class GlobalBatchSampler:
             step += 1
 
     def micro_batches(self, step: int) -> list[np.ndarray]:
-        """This rank's micro batches of the step, counted in steps after `consumed_samples`."""
+        """This rank's micro batches of a step; steps are counted from `consumed_samples`."""
         batch = self.global_batch(step).reshape(-1, self.data_size, self.micro_batch_size)
         return list(batch[:, self.data_rank])
 
     def global_batch(self, step: int) -> np.ndarray:
-        """Sample indices of all ranks, int64 [B]."""
+        """The sample indices of all ranks, int64 [B]."""
         while len(self._firsts) <= step:
             self._firsts.append(self._firsts[-1] + self.size_at(self._firsts[-1]))
         first = self._firsts[step]
@@ -130,7 +130,8 @@ _PREFETCH_PER_WORKER = 2  # steps prepared ahead by each thread
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Samples by number, 0 to ``len - 1``; `PADDING` (-1) gives one that counts nowhere.
+    """The interface of datasets: samples numbered from 0 to ``len - 1``; `PADDING` (-1) gives one that
+    does not count.
 
     Attributes:
         fingerprint: hash of all that decides the samples and their order; a run that resumes refuses another.
@@ -139,30 +140,33 @@ class Dataset(Protocol):
     fingerprint: str
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
 
     @property
     def samples_per_epoch(self) -> float:
-        """Samples in one pass."""
+        """The number of samples in one pass."""
 
     def describe(self) -> str:
-        """A line for people about what is read."""
+        """Describe the data in one line for people."""
 
     def __getitem__(self, index: int) -> Sample:
-        """Arrays of one sample: ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s]
-        (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Several threads call this at once.
+        """Return the arrays of one sample: ``tokens``, ``labels``, ``position_ids`` int64 [s],
+        ``loss_mask`` float32 [s] (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Several
+        threads call this at once.
 
         Where samples come from several sources, an attribute ``sources`` names them, and each sample has
-        ``source_ids`` int64 [], its place in that list: for `Engine.log_source_loss`."""
+        ``source_ids`` int64 [], its place in that list: for `Engine.log_source_loss`.
+        """
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Samples stacked to arrays [b, s] (``sample_ids`` [b])."""
+    """Stack samples to arrays [b, s] (``sample_ids`` [b])."""
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def without_padding(micro_batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Batches cut after the longest of their sequences (``lengths``), to a multiple of ``multiple``.
+    """Cut batches to the longest of their sequences (``lengths``), rounded up to a multiple of
+    ``multiple``.
 
     One length for all micro batches of a step: a pipeline wants them equal.
     """
@@ -175,7 +179,7 @@ def without_padding(micro_batches: list[MicroBatch], multiple: int) -> list[Micr
 
 
 class DataLoader:
-    """Iterates over steps; each is the list of this data rank's micro batches as NumPy arrays.
+    """Iterates over steps, each a list of this data rank's micro batches as NumPy arrays.
 
     Iterating again starts again at the sampler's first step, so every evaluation sees the same batches.
 
@@ -190,7 +194,7 @@ class DataLoader:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the order of samples. A run that resumes with another one would skip and repeat data."""
+        """A hash of the order of samples. A run resumed with a different order would skip and repeat data."""
         if self.sampler.shuffle_seed is None:
             return self.dataset.fingerprint
         decisive = f"{self.dataset.fingerprint} {self.sampler.shuffle_seed} {self.sampler.total}"
@@ -203,11 +207,11 @@ class DataLoader:
 
     @property
     def sources(self) -> list[str]:
-        """Names of the sources that ``source_ids`` number; empty if samples have none."""
+        """The names of the sources that ``source_ids`` number; empty if samples have no source."""
         return list(getattr(self.dataset, "sources", ()))
 
     def describe(self) -> str:
-        """Lines for people about what is read, in how many epochs."""
+        """Describe the data and the number of epochs, in lines for people."""
         return self.dataset.describe()
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:

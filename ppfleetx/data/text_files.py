@@ -1,4 +1,4 @@
-"""Reads text files, compressed or not, as bytes, lines or JSON records. A damaged file is an error."""
+"""Read text files, compressed or not, as bytes, lines or JSON records. A damaged file is an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the name ends in that of a supported compression."""
+    """Whether the file name ends in that of a supported compression."""
     return path.suffix in _PACKED
 
 
@@ -69,7 +69,7 @@ class TextFile:
 
     @property
     def position(self) -> int:
-        """Bytes of the file on disk that have been read."""
+        """The number of bytes of the file on disk that have been read."""
         return self._raw.tell()
 
     def _unpacked(self) -> BinaryIO | _ZstdFile:
@@ -80,7 +80,7 @@ class TextFile:
         return self._raw
 
     def read(self, num_bytes: int) -> bytes:
-        """The next ``num_bytes``, fewer only at the end of the text."""
+        """Read ``num_bytes`` bytes, or fewer at the end of the text."""
         parts, missing = [], num_bytes
         while missing:
             part = self._read_some(min(missing, _BLOCK_BYTES))
@@ -91,7 +91,7 @@ class TextFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_all(self, limit: int | None = None) -> bytes | None:
-        """The rest of the text; None when it is longer than ``limit`` bytes."""
+        """Read the rest of the text; None if it is longer than ``limit`` bytes."""
         content = io.BytesIO()
         while part := self._read_some(_BLOCK_BYTES):
             content.write(part)
@@ -116,7 +116,7 @@ class TextFile:
 
 
 class _ZstdFile:
-    """The text of a zstandard file, which must end where a frame ends.
+    """Reads a zstandard file, which must end at the end of a frame.
 
     The library's own reader does not notice that a file is cut off.
     """
@@ -129,7 +129,7 @@ class _ZstdFile:
         self._packed, self._text = b"", memoryview(b"")
 
     def read(self, num_bytes: int) -> bytes:
-        """Up to ``num_bytes`` of the text; empty at its end."""
+        """Read up to ``num_bytes`` of the text; empty at its end."""
         while not self._text:
             packed = self._packed or self._file.read(_PACKED_BYTES)
             if not packed:
@@ -144,7 +144,7 @@ class _ZstdFile:
 
 
 def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line without its end) of each line of a file, compressed or not.
+    """Yield the lines of a file, compressed or not, as (number from 1, line without its end).
 
     Only line feeds end lines; a carriage return before one stays.
 
@@ -178,7 +178,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """The records of a file, as (line where it begins, text of it).
+    """Yield the records of a file, as (line where the record begins, its text).
 
     Records are the lines that are not empty or, in a ``.json`` file that begins with ``[``, the items of the
     array.
@@ -228,7 +228,7 @@ def _items(
 
 
 def load_line(line: bytes) -> Any:
-    """The value of a line of JSON.
+    """Parse a line of JSON.
 
     Raises:
         UnicodeDecodeError: it is not UTF-8.

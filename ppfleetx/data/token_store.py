@@ -12,7 +12,7 @@ _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
 
 
 def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
-    """Whether ``boundaries`` begin with 0, end with ``last`` and never fall; checked in chunks."""
+    """Whether ``boundaries`` begin with 0, end with ``last`` and never decrease; checked in chunks."""
     if not boundaries.shape[0] or boundaries[0] != 0 or boundaries[-1] != last:
         return False
     parts = (boundaries[first : first + _CHUNK + 1] for first in range(0, boundaries.shape[0], _CHUNK))
@@ -20,7 +20,7 @@ def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
 
 
 class TokenStore:
-    """Sequences of tokens lying one after the other in one flat array; base of every corpus format.
+    """Base class of all corpus formats: sequences of tokens that follow one another in a flat array.
 
     Attributes:
         prefix: the path without its suffix, as the user gave it; used in messages.
@@ -50,11 +50,11 @@ class TokenStore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole corpus."""
+        """The number of tokens of the whole corpus."""
         return self._tokens.shape[0]
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens ``[offset, offset + length)`` of one sequence, as a read-only view (no copy).
+        """Return tokens ``[offset, offset + length)`` of one sequence, as a read-only view (no copy).
 
         Raises:
             IndexError: the sequence does not exist, or has no such range of tokens.
@@ -71,12 +71,13 @@ class TokenStore:
         return self._tokens[start : start + length]
 
     def flat(self, first: int, last: int) -> np.ndarray:
-        """Tokens ``[first, last)`` of the whole corpus, across sequences; a view."""
+        """Return tokens ``[first, last)`` of the whole corpus, across sequences; a view."""
         return self._tokens[first:last]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash that distinguishes corpora without reading them: lengths, boundaries, size, and a few blocks.
+        """A hash that distinguishes corpora without reading them: lengths, boundaries, size, and a few
+        blocks.
 
         Two corpora with equal sequence lengths (fixed-length chunks under two tokenizers, say) differ in the
         sampled blocks, though a single changed token elsewhere goes unnoticed. The path is not part of it, so

@@ -39,7 +39,7 @@ class TemplateLimitError(Exception):
 
 @contextmanager
 def bounded_steps(most: int = MAX_STEPS) -> Iterator[None]:
-    """Let Python functions that are called within take ``most`` steps together, in this thread.
+    """Context in which Python functions may take at most ``most`` steps in total, in this thread.
 
     Raises:
         TemplateLimitError: from within, when they take more.
@@ -76,7 +76,8 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def check_call(name: str, arguments: Iterable[Any]) -> None:
-    """Raise TemplateLimitError if a filter or function is given a number that would make something huge."""
+    """Raise TemplateLimitError if a filter or function is given a number that would produce something
+    huge."""
     for one in arguments:
         if isinstance(one, int) and abs(one) > _MAX_NUMBER:
             raise TemplateLimitError(f"it calls {name} with {one}")
@@ -101,7 +102,7 @@ Span = tuple[int, int]
 
 
 class AskedToStopError(TemplateError):
-    """The template has called ``raise_exception``: it refuses the conversation."""
+    """The template called ``raise_exception`` to refuse the conversation."""
 
 
 class CompiledTemplate:
@@ -123,7 +124,7 @@ class CompiledTemplate:
             raise TemplateLimitError("it is nested too deeply") from None
 
     def render(self, variables: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """The text, and the parts of it that come from ``generation`` blocks.
+        """Render the text, and find the parts of it that come from ``generation`` blocks.
 
         Raises:
             jinja2.TemplateError: of the template, or its own (:class:`AskedToStopError`).

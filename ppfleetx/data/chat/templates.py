@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as the text and the token ids that a model was trained on.
+"""Chat templates turn a conversation into the text and token ids that a model was trained on.
 
 A template is found where Hugging Face transformers finds it: ``chat_template.jinja`` beside the tokenizer's
 files, with further ones in ``additional_chat_templates/``, else ``chat_template`` in
@@ -74,11 +74,11 @@ class ChatTemplate:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """Whether ``generation`` blocks say what is the assistant's."""
+        """Whether the template marks the assistant's turns with ``generation`` blocks."""
         return _GENERATION.search(self.source) is not None
 
     def check(self) -> None:
-        """Raise DataError unless it is a template."""
+        """Raise DataError unless this is a valid template."""
         _ = self._compiled
 
     @cached_property
@@ -105,7 +105,7 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as text.
+        """Render a conversation as text.
 
         Args:
             messages: its turns.
@@ -121,7 +121,8 @@ class ChatTemplate:
         return self.render_spans(messages, **given, **variables)[0]
 
     def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """The text, and those parts of it that `generation` blocks mark. Raises as :meth:`render`."""
+        """Render a conversation, and find the parts that `generation` blocks mark. Raises as
+        :meth:`render`."""
         from jinja2 import TemplateError
 
         if not messages:
@@ -157,12 +158,13 @@ class ChatTemplate:
         return f"{self.place} fails on this conversation: {error}"
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of :meth:`render`; only the template decides about BOS. Raises as it does."""
+        """Encode the text of :meth:`render`; only the template decides about BOS. Raises as
+        :meth:`render`."""
         return tokenizer.encode_prompt(self.render(messages, **options), add_special_tokens=False)
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message for a template: without None values, and with its reasoning under each usual name."""
+    """Prepare a message for a template: drop None values, and give its reasoning every usual name."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatError(f"a message is an object with role and content, not {shown(message)}")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -178,7 +180,7 @@ def _line_of(error: Exception) -> str:
 
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
-    """The tokenizer's chat template; the plain one (:data:`PLAIN`) where it has none.
+    """The tokenizer's chat template, or the plain one (:data:`PLAIN`) if it has none.
 
     Args:
         name: one of several; None: the one called ``default``.
@@ -200,8 +202,8 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """The template of a name, or in a file; None: the model's own, or the plain one. ``key`` is where it was
-    given, for messages.
+    """The template given by name or file; None selects the model's own, or the plain one. ``key`` is the
+    option it was given by, for messages.
 
     Raises:
         UserError: there is neither such a name nor such a file, or what is there is no template.
@@ -223,7 +225,7 @@ def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = N
 
 
 def template_of(cfg: DatasetConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template that a section's conversations are written with. Raises ConfigError."""
+    """The template for the conversations of a section. Raises ConfigError."""
     given = cfg.options.get(TEMPLATE_OPTION)
     try:
         return chosen_template(tokenizer, None if given is None else str(given))
@@ -239,7 +241,7 @@ _BEFORE, _HERE = "\ue000\uf8f0\ue001", "\ue002\uf8f1\ue003"
 def render_with_answers(
     template: ChatTemplate, messages: Sequence[Message], **variables: Any
 ) -> tuple[str, list[Span]]:
-    """The conversation as text, and where the assistant's turns are in it.
+    """Render a conversation, and find the assistant's turns in the text.
 
     A template with ``{% generation %}`` blocks says so itself. Of another one, a turn is what rendering with
     it adds to rendering without it and with a generation prompt. Where a template writes earlier turns in
@@ -257,7 +259,7 @@ def render_with_answers(
 
 
 class _Turns:
-    """The text of a conversation, and the places of its turns."""
+    """The text of a conversation, used to find the places of its turns."""
 
     def __init__(
         self, template: ChatTemplate, messages: Sequence[Message], variables: dict[str, Any]
@@ -282,7 +284,8 @@ class _Turns:
         return found
 
     def _added(self, number: int) -> Span | None:
-        """What the message adds to those before it; None where the whole conversation has something else."""
+        """The text that the message adds to the earlier ones; None if it differs in the whole
+        conversation."""
         if number == 0:  # there is nothing before it to ask for an answer
             return None
         with_it = self._render(self._messages[: number + 1])
@@ -292,8 +295,8 @@ class _Turns:
         return (len(before), len(with_it)) if with_it.startswith(before) else None
 
     def _marked(self, number: int) -> Span:
-        """The turn around the place where the whole conversation has the message's content. Raises
-        ValueError: there is not one such place."""
+        """Find a turn by the place of the message's content in the whole conversation. Raises ValueError
+        unless there is exactly one such place."""
         whole = self._with(number, _HERE)
         before, behind = _around(_HERE, self._render(whole))
         end = _around(_HERE, self._render(whole[: number + 1]))[1]
@@ -315,18 +318,19 @@ class _Turns:
         return start, stop
 
     def _without_end_of_text(self, text: str) -> str:
-        """Without the token that ends a text, where a template writes it after the last turn only."""
+        """Remove the end-of-text token if the template writes it only after the last turn."""
         return text.removesuffix(self._template.special_tokens.get("eos_token", ""))
 
     def _with(self, number: int, content: str) -> list[Message]:
-        """The conversation with other content of one message."""
+        """Copy the conversation with different content in one message."""
         return [
             {**one, "content": content} if place == number else one
             for place, one in enumerate(self._messages)
         ]
 
     def _behind_prompt(self, text: str) -> int:
-        """Where an answer without a message before it begins, in the text before its content."""
+        """Find where an answer begins in ``text``, the text before its content: after the generation
+        prompt."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)
@@ -342,7 +346,7 @@ def _around(mark: str, text: str) -> tuple[str, str]:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters with which both begin."""
+    """The number of characters at the beginning that both texts share."""
     return next(
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

@@ -1,4 +1,4 @@
-"""Text corpora on disk as a stream of chunks: json lines (.gz, .zst too), plain text, folders of text."""
+"""Read text corpora as a stream of chunks: json lines (.gz, .zst too), plain text, folders of text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARAGRAPH_END = re.compile(rb"\n\r?\n")
 
 @dataclass(frozen=True)
 class _Ends:
-    """Finds where documents end.
+    """Finds the ends of documents.
 
     Attributes:
         first, last: the offset after the first or last delimiter in some bytes; 0 without one.
@@ -48,7 +48,7 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 
 
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
-    """The text of ``blocks``, cut where documents end.
+    """Cut the text of ``blocks`` at ends of documents.
 
     A piece holds many documents, or one that several blocks were needed for. No more than ``max_bytes`` and a
     block are held at a time: a longer document is skipped.
@@ -92,7 +92,8 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
 
 
 def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
-    """Whole documents, of which only the first ones, begun in earlier blocks, can be too long."""
+    """Split off leading documents until the rest is within ``max_bytes``, replacing one that is too long
+    by None. Only the first ones, begun in earlier blocks, can be too long."""
     while len(piece) > max_bytes:
         end = ends.first(piece)
         yield piece[:end] if end <= max_bytes else None
@@ -102,7 +103,7 @@ def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]
 
 
 def paragraphs(text: bytes) -> Iterator[bytes]:
-    """The paragraphs between blank lines, without the line ends around them."""
+    """Split text into paragraphs at blank lines, without line ends around them."""
     # A cut after one blank line can leave further ones at the start of the next piece.
     for paragraph in _BLANK_LINES.split(_LEADING_BLANK_LINES.sub(b"", text)):
         if paragraph.strip():
@@ -156,7 +157,7 @@ def find_sources(
     suffixes: Sequence[str] = (),
     split_on: Literal["file", "line", "blank-line"] = "file",
 ) -> list[Source]:
-    """The files of a corpus in the order they will be written; those of a folder sorted by path.
+    """List the files of a corpus in the order they will be written; those of a folder are sorted by path.
 
     ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) hold one json object per line; every
     other file is plain text. Hidden files, hidden folders and ``__pycache__`` are skipped.
@@ -213,7 +214,8 @@ def read_chunks(
     chunk_bytes: int | None = None,
     max_document_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[Chunk]:
-    """The corpus in order, in chunks of about ``chunk_bytes``; a document larger than that is one chunk.
+    """Read the corpus in order, in chunks of about ``chunk_bytes``; a document larger than that is one
+    chunk.
 
     Args:
         max_document_bytes: a longer document is a chunk without data. A plain file that is one document may
@@ -247,7 +249,7 @@ def _file_chunk(group: list[Source], max_document_bytes: int) -> Chunk:
 
 
 def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) -> Iterator[Chunk]:
-    """Blocks of a file, each cut after its last whole document."""
+    """The blocks of a file, each cut after its last whole document."""
     done = 0
     with TextFile(source.path) as file:
         blocks = iter(lambda: file.read(chunk_bytes), b"")
@@ -257,13 +259,13 @@ def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) 
 
 
 def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
-    """The unpacked content of a file; None when it is packed and longer than ``max_document_bytes``."""
+    """Read and unpack a file; None if it is packed and its content is longer than ``max_document_bytes``."""
     with TextFile(path) as file:
         return file.read_all(max(max_document_bytes, path.stat().st_size))
 
 
 def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
-    """Raw documents of a chunk, one for each line, paragraph or file; empty ones too.
+    """Split a chunk into raw documents, one per line, paragraph or file; empty ones are included.
 
     None stands for one that is longer than the chunk's ``max_document_bytes``.
     """
@@ -284,7 +286,8 @@ def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
 
 
 def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]:
-    """Texts of a corpus, for training a tokenizer; what is not text (bad json, not UTF-8) is skipped.
+    """Yield the texts of a corpus for training a tokenizer; documents with bad json or not in UTF-8 are
+    skipped.
 
     Raises:
         DataError: a file cannot be read, is damaged, or is none of this kind; or there is no text at all.

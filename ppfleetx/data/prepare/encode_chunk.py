@@ -1,4 +1,4 @@
-"""The work of a preprocessing worker: the documents of one chunk to flat token arrays."""
+"""The work of a preprocessing worker: encode the documents of a chunk to flat token arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
 
 @dataclass
 class ChunkResult:
-    """Tokens of a chunk, as bytes: cheap to send between processes.
+    """The tokens of a chunk, as bytes, which are cheap to send between processes.
 
     Attributes:
         tokens: for each key the tokens of all documents, in the dtype they are stored in.
@@ -47,7 +47,7 @@ class ChunkResult:
             places.append(self.num_seen)
 
     def arrays(self, dtype: np.dtype) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """(tokens, lengths) of each key."""
+        """The tokens and lengths of each key."""
         return {
             key: (np.frombuffer(self.tokens[key], dtype), np.frombuffer(self.lengths[key], np.int32))
             for key in self.tokens
@@ -55,7 +55,7 @@ class ChunkResult:
 
 
 class _Skip(Exception):  # noqa: N818 - control flow within this file
-    """The document is left out; the message is the kind of problem."""
+    """Raised to skip a document; the message is the kind of problem."""
 
 
 class ChunkEncoder:
@@ -107,7 +107,7 @@ class ChunkEncoder:
         return result
 
     def _texts(self, document: bytes, is_json: bool) -> list[str]:
-        """Text of each key of a document."""
+        """The text of each key of a document."""
         try:
             texts = _json_texts(document, self._keys) if is_json else [document.decode("utf-8")]
         except UnicodeDecodeError:
@@ -149,7 +149,7 @@ def _num_bytes(text: str) -> int:
 
 
 class Problems:
-    """The documents that were left out of a corpus: counts, and the places of the first ones."""
+    """The documents that were skipped: counts, and the places of the first ones."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -160,11 +160,11 @@ class Problems:
 
     @property
     def total(self) -> int:
-        """Documents left out."""
+        """The number of skipped documents."""
         return self.counts.total()
 
     def add(self, chunk: Chunk, result: ChunkResult, strict: bool) -> None:
-        """Take over the problems of a chunk; chunks come in the order of the corpus.
+        """Add the problems of a chunk; chunks come in the order of the corpus.
 
         Raises:
             DataError: there is one, and ``strict``; or so many one after the other that the file is none of
@@ -192,7 +192,7 @@ class Problems:
         return f"{chunk.paths[0]}, {_UNITS[chunk.kind]} {self._num_seen + position + 1}"
 
     def lines(self) -> list[str]:
-        """One line for each kind of problem, the most frequent first."""
+        """Describe each kind of problem in one line, the most frequent first."""
         lines = []
         for problem, count in self.counts.most_common():
             more = ["..."] if count > _PLACES_KEPT else []

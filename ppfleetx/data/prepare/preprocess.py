@@ -1,4 +1,5 @@
-"""Text corpora to token files: several processes, order kept, memory independent of the corpus's size."""
+"""Encode text corpora to token files in several processes, in order, with memory independent of corpus
+size."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _function: Callable[[Any], Any] | None = None  # set in the workers
 def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
-    """``(item, function(item))`` of each item, in order. ``workers=1`` runs in this process.
+    """Yield ``(item, function(item))`` for each item, in order. ``workers=1`` runs in this process.
 
     The function is sent to each worker once. Leaving the block ends the workers; they also end when this
     process is killed. A worker that dies makes the iterator raise DataError.
@@ -90,7 +91,7 @@ def _start_worker(function: Callable[[Any], Any], parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended: a pool's worker would wait forever."""
+    """End this process when its parent ends; otherwise a worker of a pool would wait forever."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -137,7 +138,7 @@ class Report:
 
 
 def output_prefixes(output_prefix: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, str]:
-    """Prefix of the pair of each key, named as Megatron names them."""
+    """The prefix of the pair of each key, named as in Megatron."""
     return {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
 
 
@@ -247,6 +248,6 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _cpu_seconds() -> float:
-    """Processor time of this process and of those of its children that have ended."""
+    """The processor time of this process and of its finished children."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -1,4 +1,4 @@
-"""Tokenised corpora merged into one, or summarised for people and programs."""
+"""Merge tokenised corpora into one, or summarise them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ppfleetx.utils.progress import ProgressBar
 def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
-    """Write one pair holding the given pairs one after the other, in the order given.
+    """Write the given pairs as one, in the order given.
 
     Raises:
         DataError: no input, a damaged input, different dtypes, the output is one of the inputs, or it is
@@ -52,7 +52,8 @@ def _counted(blocks: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
 
 
 def _sound_blocks(prefix: str) -> Iterator[bytes]:
-    """The bytes of ``.bin``; they, and all of ``.idx`` before, are compared with the checksums there are."""
+    """Read the bytes of ``.bin``. They and, beforehand, all of ``.idx`` are compared with checksums if
+    there are any."""
     checksums = read_checksums(prefix)
     if checksums is None:
         yield from _plain_blocks(prefix)
@@ -76,7 +77,7 @@ _CHUNK = 1 << 22  # tokens read at a time
 
 
 def summary(prefix: str) -> dict[str, Any]:
-    """Numbers of a corpus, in plain types.
+    """The main numbers of a corpus, in plain types.
 
     Raises:
         DataError: it is missing or damaged.
@@ -98,13 +99,13 @@ def summary(prefix: str) -> dict[str, Any]:
 
 
 def largest_id(corpus: TokenStore) -> int:
-    """The largest token id, -1 in a corpus without tokens; reads all of them."""
+    """The largest token id, or -1 in a corpus without tokens. Reads the whole corpus."""
     chunks = range(0, corpus.num_tokens, _CHUNK)
     return int(max((np.max(corpus.flat(first, first + _CHUNK)) for first in chunks), default=-1))
 
 
 def summary_text(facts: dict[str, Any]) -> str:
-    """`summary` as a few lines."""
+    """Format `summary` as a few lines."""
     lines = [
         f"{facts['prefix']}: {counted(facts['documents'], 'document', ',')}, "
         f"{counted(facts['sequences'], 'sequence', ',')}, {counted(facts['tokens'], 'token', ',')} "

@@ -1,4 +1,4 @@
-"""WikiText to corpora: every section of an article is a document, as ordinary text.
+"""Convert WikiText to corpora: every section of an article becomes a document of ordinary text.
 
 The published files put spaces around every sign, write one paragraph a line, and mark headings with ``=``
 (Merity et al. 2016). Headings are left out, signs are joined to their words again, and the paragraphs below a
@@ -109,7 +109,7 @@ def _prepare(
 
 
 def _find(source: Path) -> dict[str, str]:
-    """Name of the file of each split that is there: in the folder, or in the zip at any depth."""
+    """Find the file of each existing split, in the folder or at any depth in the zip."""
     if source.is_dir():
         names = [path.name for path in source.iterdir() if path.is_file()]
     else:

@@ -1,4 +1,4 @@
-"""Conversations to learn from, written by a chat template, with the loss on what the assistant says."""
+"""Training data from conversations written by a chat template, with the loss on the assistant's turns."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class ChatDataset(RecordDataset):
         return len(self._lines)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the data in one line for people."""
         return f"{super().describe()}, written with {self.template.place}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Conversation ``index``, or for `PADDING` one whose loss mask is 0.
+        """Return conversation ``index``, or for `PADDING` one whose loss mask is 0.
 
         Returns:
             As in ``PromptResponseDataset``.
@@ -79,7 +79,8 @@ class ChatDataset(RecordDataset):
         return self.causal_sample(ids, mask, index)
 
     def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of as much of a conversation as fits, at most ``max_seq_len + 1``, and which are learnt."""
+        """Encode as much of a conversation as fits, at most ``max_seq_len + 1`` ids, and mark those that
+        count in the loss."""
         kept = messages
         while True:
             text, spans = render_with_answers(self.template, kept, tools=tools)
@@ -105,7 +106,7 @@ class ChatDataset(RecordDataset):
 
 
 def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
-    """Without the first exchange after the system message; None where only one is left."""
+    """Drop the first exchange after the system message; None if only one is left."""
     head = 1 if messages[0]["role"] == "system" else 0
     questions = [i for i, one in enumerate(messages) if i >= head and one["role"] == "user"]
     following = next((i for i in questions if i > head), None)
@@ -115,7 +116,7 @@ def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _read(path: Path) -> tuple[list[tuple[int, bytes]], str]:
-    """(line, text) of each conversation of a file, and a hash of the file."""
+    """Read the conversations of a file as (line, text), and a hash of the file."""
     digest = blake2b(digest_size=16)
     lines = list(read_records(path, digest.update))
     for number, line in lines:

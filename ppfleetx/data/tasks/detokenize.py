@@ -1,4 +1,4 @@
-"""Texts of the perplexity benchmarks without the spaces that were put around every sign.
+"""Detokenise perplexity benchmarks: remove the spaces that were put around punctuation.
 
 WikiText and Penn Treebank are published as words and signs separated by spaces. A model that has read
 ordinary text is measured on ordinary text, so the spaces are taken out again. The rules, and their order, are
@@ -25,7 +25,7 @@ def _literal(*pairs: tuple[str, str]) -> list[_Rule]:
 
 
 def _inside(opening: str, closing: str) -> _Rule:
-    """Spaces just within a pair of brackets or quotes go."""
+    """Remove spaces just inside a pair of brackets or quotes."""
 
     def apply(text: str) -> str:
         # No regular expression: where pairs do not close, one would look to the end of the text each time.
@@ -61,7 +61,8 @@ _RULES: dict[str, list[_Rule]] = {
 
 
 def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
-    """The function from a benchmark's text to ordinary text; ``lambada`` and ``none`` change nothing."""
+    """The function that turns a benchmark's text into ordinary text; ``lambada`` and ``none`` change
+    nothing."""
     rules = _RULES[name]
 
     def detokenize(text: str) -> str:
@@ -73,7 +74,8 @@ def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
 
 
 def detokenizer_of_file(path: str) -> DetokenizerName:
-    """The one a file's name suggests: ``wiki`` or ``ptb`` in it, ``none`` otherwise."""
+    """Choose the detokenizer by file name: ``wiki`` or ``ptb`` if the name contains it, otherwise
+    ``none``."""
     name = PurePath(path).name.lower()
     if "wiki" in name:
         return "wikitext"

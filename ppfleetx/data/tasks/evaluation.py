@@ -1,4 +1,4 @@
-"""Evaluation sets read from text files: perplexity in sliding windows, and last words (cloze).
+"""Evaluation sets from text files: perplexity in sliding windows, and prediction of last words (cloze).
 
 Both are sequences of :class:`Window`. :func:`window_batches` divides them into batches and among data ranks,
 which does not change which tokens are scored after which context.
@@ -36,7 +36,7 @@ class Window:
 
 
 class EvaluationSet(Protocol):
-    """Windows by number."""
+    """A set of numbered windows."""
 
     def __len__(self) -> int: ...
 
@@ -66,7 +66,7 @@ class SlidingWindows:
 
     @property
     def num_scored(self) -> int:
-        """All tokens but the first."""
+        """The number of scored tokens: all but the first."""
         return self.ids.size - 1
 
     def __len__(self) -> int:
@@ -81,7 +81,8 @@ class SlidingWindows:
 
 
 class LastWords:
-    """Texts whose end is predicted from what comes before it, the longest first to save padding.
+    """Texts whose end is predicted from the text before it, sorted by length (longest first) to save
+    padding.
 
     Attributes:
         order: number among the given windows of each one here.
@@ -106,8 +107,8 @@ def window_batches(
     *,
     multiple_of: int = 1,
 ) -> Iterator[MicroBatch]:
-    """Arrays for one data rank: ``tokens``, ``position_ids``, ``labels`` (int64) and ``loss_mask`` (float32),
-    each ``[b, s]``.
+    """Yield the batches of one data rank: ``tokens``, ``position_ids``, ``labels`` (int64) and
+    ``loss_mask`` (float32), each ``[b, s]``.
 
     Ranks take equally many rows of each batch, ``batch_size`` or at the end fewer. Rows are padded on the
     right to the longest of the rank's batch, and missing rows at the very end are filled up; the mask of
@@ -120,7 +121,7 @@ def window_batches(
 
 
 def num_batches(windows: EvaluationSet, batch_size: int, data_size: int = 1) -> int:
-    """Batches that :func:`window_batches` gives each data rank."""
+    """The number of batches that :func:`window_batches` gives each data rank."""
     return -(-len(windows) // (batch_size * data_size))
 
 
@@ -138,7 +139,7 @@ def _batch(windows: Sequence[Window], rows: int, multiple_of: int) -> MicroBatch
 
 
 def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> SlidingWindows | LastWords:
-    """The windows of ``Offline_Eval.eval_path``.
+    """Read the windows of ``Offline_Eval.eval_path``.
 
     Raises:
         ConfigError, DataError: the file is missing, empty, too short or malformed (naming its line).
@@ -148,7 +149,8 @@ def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> Sliding
 
 
 def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
-    """The file ``Offline_Eval.eval_path`` (``.gz``, ``.zst``: unpacked), without a byte order mark.
+    """Read the file ``Offline_Eval.eval_path``, unpacked if it is ``.gz`` or ``.zst``, without a byte
+    order mark.
 
     Args:
         cfg: the section.
@@ -186,7 +188,7 @@ def _read_perplexity(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) ->
 
 
 def count_words(text: str) -> int:
-    """Parts between single spaces, line ends among them: what word-level perplexities are counted in."""
+    """Count the words for word-level perplexities: parts between single spaces, line ends included."""
     return len(text.strip().split(" "))
 
 
@@ -217,7 +219,7 @@ def _text_of(line: str, place: str) -> str:
 
 
 def _cloze_window(text: str, cfg: OfflineEvalConfig, tokenizer: Tokenizer, place: str) -> Window:
-    """Context and target; of a context that is too long the right end."""
+    """The window of a context and its target; too long a context is cut on the left."""
     words = text.split()
     if len(words) < 2:
         raise DataError(f"{place}: needs a context and a last word")

@@ -52,14 +52,14 @@ class GlueTask:
         return not self.labels
 
     def file_name(self, part: str) -> str:
-        """Name of the submission file, e.g. ``SST-2.tsv``, ``MNLI-mm.tsv``; splits other than test are
-        named in it, ``SST-2.dev.tsv``."""
+        """The name of the submission file, such as ``SST-2.tsv`` or ``MNLI-mm.tsv``. Splits other than
+        test appear in it: ``SST-2.dev.tsv``."""
         half = {"matched": "-m", "mismatched": "-mm"}.get(part.partition("_")[2], "")
         kind = part.partition("_")[0]
         return f"{self.title}{half}.tsv" if kind == "test" else f"{self.title}{half}.{kind}.tsv"
 
     def answer(self, output: Sequence[float]) -> str:
-        """The model's outputs for one example as a submission wants them."""
+        """Format the model's outputs for one example as a submission requires."""
         if self.is_regression:
             return f"{min(5.0, max(0.0, output[0])):.3f}"
         return self.labels[max(range(len(self.labels)), key=output.__getitem__)]
@@ -124,7 +124,7 @@ class GlueExamples:
 
 @os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
-    """Read ``{directory}/{part}.tsv``, or the file that GLUE made it of.
+    """Read ``{directory}/{part}.tsv``, or the file of GLUE that corresponds to it.
 
     Args:
         task, directory, part: which file.
@@ -176,7 +176,7 @@ def _file(task: GlueTask, directory: Path, part: str) -> Path:
 
 
 def _rows(path: Path, see: Callable[[bytes], object]) -> Iterator[tuple[int, str]]:
-    """(line number, line) of all lines that are not empty."""
+    """The lines that are not empty, as (line number, line)."""
     for number, line in read_lines(path, see):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\r")
@@ -187,7 +187,7 @@ def _rows(path: Path, see: Callable[[bytes], object]) -> Iterator[tuple[int, str
 
 
 def _columns(task: GlueTask, line: str, path: Path, *, with_labels: bool) -> tuple[dict[str, int], int]:
-    """Column of each name in the header line, and their number."""
+    """The column of each name in the header line, and the number of columns."""
     header = line.split("\t")
     needed = (*task.texts, task.label) if with_labels else task.texts
     absent = [name for name in needed if name not in header]
@@ -224,7 +224,7 @@ _ACCURACY_AND_F1 = ("MRPC", "QQP")
 
 
 def require_libraries() -> None:
-    """Raise DataError when a library is missing; imports nothing."""
+    """Raise DataError if a library is missing; imports nothing."""
     missing = [name for name in ("sklearn", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
         raise DataError(

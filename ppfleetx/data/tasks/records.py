@@ -50,7 +50,7 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 
 def read_conversation(line: bytes, place: str) -> dict[str, Any]:
-    """The record of a line: ``messages``, with at least one answer, and its other keys.
+    """Parse the record in a line: ``messages``, with at least one answer, and its other keys.
 
     Raises:
         DataError: it is not a conversation; with its place.
@@ -157,22 +157,22 @@ class RecordDataset:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Records of the file."""
+        """The number of records in the file."""
         return float(len(self))
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the data in one line for people."""
         examples, tokens = counted(len(self), "example", ","), counted(self.max_seq_len, "token", ",")
         return f"{self.path}: {examples}, cut to {tokens}"
 
     def padded(self, ids: Sequence[int]) -> np.ndarray:
-        """``ids`` filled up to ``max_seq_len``, int64."""
+        """Pad ``ids`` to ``max_seq_len``, int64."""
         tokens = np.full(self.max_seq_len, self.tokenizer.eod_id, np.int64)
         tokens[: len(ids)] = ids
         return tokens
 
     def causal_sample(self, ids: Sequence[int], loss_mask: np.ndarray, index: int) -> Sample:
-        """Record ``index`` as a sample of causal language modelling, padded."""
+        """Return record ``index`` as a padded sample of causal language modelling."""
         return {
             "tokens": self.padded(ids[:-1]),
             "labels": self.padded(ids[1:]),
@@ -249,7 +249,7 @@ class GlueDataset(RecordDataset):
 
 
 def longest_first(sizes: Sequence[int], room: int) -> list[int]:
-    """Sizes of one or two texts after tokens were taken from the longer one until both fit ``room``."""
+    """The sizes of one or two texts after removing tokens from the longer one until both fit ``room``."""
     if sum(sizes) <= room:
         return list(sizes)
     if len(sizes) == 1:
@@ -317,7 +317,7 @@ class PromptResponseDataset(RecordDataset):
 
 
 def record_file(cfg: DatasetConfig) -> Path:
-    """The file of a section's records. Raises DataError: there is none."""
+    """Find the file of a section's records. Raises DataError if there is none."""
     endings = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json")
     paths = [Path(str(cfg.input_dir)) / f"{cfg.split}{ending}" for ending in endings]
     found = next((path for path in paths if path.exists()), None)
@@ -330,7 +330,7 @@ def record_file(cfg: DatasetConfig) -> Path:
 
 
 def read_pairs(path: Path, prompt_field: str, response_field: str) -> tuple[list[tuple[str, str]], str]:
-    """(prompt, response) of each record of a file, and a hash of the file.
+    """Read a file's records as (prompt, response), and a hash of the file.
 
     Raises:
         DataError: see :class:`PromptResponseDataset`.

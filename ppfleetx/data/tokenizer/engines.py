@@ -1,4 +1,5 @@
-"""The two ways a tokenizer encodes: ``tiktoken`` where it gives the same ids, else ``tokenizers``.
+"""The two libraries by which a tokenizer encodes: ``tiktoken`` if it gives the same ids, else
+``tokenizers``.
 
 tiktoken is faster, but joins *bytes* by one rank per token, where GPT-2's merges join *pairs of tokens*.
 With merges, neighbours x and y are joined only if the pair (x, y) is listed;
@@ -31,7 +32,7 @@ from ppfleetx.utils.log import get_logger
 
 
 def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None:
-    """Rank of every token that the merges can produce, in merge order; single bytes are not listed.
+    """The rank of every token that the merges can produce, in merge order; single bytes are not listed.
 
     Args:
         merges: pairs of token bytes, the first being joined first.
@@ -68,7 +69,7 @@ def _is_crossed(
     halves: dict[bytes, tuple[bytes, bytes]],
     pair_rank: dict[tuple[bytes, bytes], int],
 ) -> bool:
-    """Whether, while ``left + right`` is encoded alone, something is joined across the border of the two.
+    """Whether encoding ``left + right`` alone joins something across the border between the two.
 
     Goes back in time. At each moment ``left`` and ``right`` are the tokens touching the border, and
     ``left_end`` and ``right_end`` the ranks of the merges that ended them. Equal ranks act from left to
@@ -92,7 +93,7 @@ def _is_crossed(
 
 
 def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
-    """Tokens of ``text`` as one piece: the neighbours of lowest rank are joined, the leftmost first."""
+    """Encode ``text`` as one piece: repeatedly join the neighbours of lowest rank, the leftmost first."""
     parts = [text[i : i + 1] for i in range(len(text))]
     never = len(rank) + max(rank.values(), default=0) + 1
     while len(parts) > 1:
@@ -105,7 +106,7 @@ def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
 
 
 class SpecialTokens:
-    """Special tokens of a tokenizer that does not normalise text.
+    """Finds the special tokens of a tokenizer that does not normalise text.
 
     As in the ``tokenizers`` library, the leftmost token is found first, and of those that begin there the
     longest; tokens marked ``normalized`` are looked for in what the others leave.
@@ -123,7 +124,7 @@ class SpecialTokens:
 
     @staticmethod
     def can_be_found(added: Sequence[dict[str, Any]]) -> bool:
-        """Whether no token takes the spaces or looks at the words beside it."""
+        """Whether plain search finds the tokens: none takes spaces or depends on the words beside it."""
         return not any(entry.get(flag) for entry in added for flag in ("single_word", "lstrip", "rstrip"))
 
     @cached_property
@@ -135,7 +136,7 @@ class SpecialTokens:
         ]
 
     def split(self, text: str) -> list[str | int]:
-        """The text in pieces: ids of special tokens, and the text between them; never empty."""
+        """Split a text into ids of special tokens and the text between them; never empty."""
         pieces: list[str | int] = [text]
         for pattern in self._patterns:
             pieces = [
@@ -181,7 +182,7 @@ class Engine(Protocol):
 
     @property
     def ids(self) -> dict[str, int]:
-        """Id of each vocabulary entry, added tokens included."""
+        """The id of each vocabulary entry, added tokens included."""
 
     def identity(self, written: dict[str, Any]) -> Any:
         """Everything that determines the ids, as JSON data independent of the file format.
@@ -191,7 +192,7 @@ class Engine(Protocol):
         """
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        """Token ids of a text; UnicodeEncodeError for a lone surrogate.
+        """Encode a text; UnicodeEncodeError for a lone surrogate.
 
         Args:
             special: special tokens in it become their ids.
@@ -201,10 +202,10 @@ class Engine(Protocol):
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of a text, and which of them have characters of ``spans``, ``[n]`` int64 and bool."""
+        """Encode a text and mark the tokens that have characters of ``spans``: ``[n]`` int64 and bool."""
 
     def decode(self, ids: list[int]) -> str:
-        """Text of known ids; called only if not `is_byte_level`."""
+        """Decode known ids; called only if not `is_byte_level`."""
 
 
 class Unsupported(Exception):  # noqa: N818 - control flow between the two engines, never shown as an error
@@ -223,7 +224,7 @@ def build_engine(definition: dict[str, Any], place: str) -> Engine:
 
 
 class TokenizersEngine:
-    """Any ``tokenizer.json``, through Hugging Face ``tokenizers``."""
+    """Encodes with any ``tokenizer.json``, through Hugging Face ``tokenizers``."""
 
     name = "tokenizers"
 
@@ -234,7 +235,8 @@ class TokenizersEngine:
         self._library(special=False, continues=False)
 
     def _library(self, *, special: bool, continues: bool) -> Any:
-        """The library's tokenizer with these options, which it takes as attributes, not as arguments."""
+        """Build the library's tokenizer with these options, which it takes as attributes instead of
+        arguments."""
         if (special, continues) not in self._made:
             import tokenizers
 
@@ -280,7 +282,7 @@ class TokenizersEngine:
 
 
 def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer, except that it puts no space before a text."""
+    """A copy of the tokenizer that puts no space before a text."""
 
     def changed(part: Any) -> Any:
         if not isinstance(part, dict):
@@ -301,7 +303,7 @@ def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _library_errors(what: str) -> Iterator[None]:
-    """Raise the errors of ``tokenizers``, plain Exceptions or Rust panics, as DataError."""
+    """Turn the errors of ``tokenizers``, plain Exceptions or Rust panics, into DataError."""
     try:
         yield
     except BaseException as error:
@@ -311,7 +313,7 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 class TiktokenEngine:
-    """Byte-level BPE through tiktoken.
+    """Encodes with byte-level BPE, through tiktoken.
 
     Raises:
         Unsupported: the tokenizer is something else, or its merges cannot be expressed as ranks.
@@ -409,7 +411,7 @@ def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
-    """(pattern, whether a space is put in front of the text) of a ``pre_tokenizer`` entry."""
+    """Read a ``pre_tokenizer`` entry: its pattern, and whether a space is put before the text."""
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
         steps = described.get("pretokenizers", [])
@@ -437,7 +439,7 @@ def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
 
 
 def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray | None]:
-    """tiktoken's ranks, and the id of each rank (None where the ids themselves serve as ranks)."""
+    """The ranks for tiktoken, and the id of each rank (None if ids and ranks are the same)."""
     vocab: dict[str, int] = model["vocab"]
     id_of = {token_to_bytes(token): token_id for token, token_id in vocab.items()}
     id_of.pop(None, None)
@@ -460,7 +462,7 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """Tokens that no merge makes and ``ignore_merges`` yields, but only for a whole piece of text.
+    """The tokens that no merge makes and that ``ignore_merges`` yields only for a whole piece of text.
 
     tiktoken does the same, except that it would also join two neighbours to such a token.
     """

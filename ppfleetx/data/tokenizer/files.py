@@ -33,7 +33,8 @@ _MAX_ID = (1 << 24) - 1  # tables are as long as the highest id
 
 
 def _byte_characters() -> list[str]:
-    """GPT-2's printable character for each byte: itself where it is visible, else the next from U+0100 on."""
+    """GPT-2's printable character for each byte: the byte itself if visible, else the next one from U+0100
+    on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, extra = [], 0x100
     for byte in range(256):
@@ -116,7 +117,8 @@ def _side_texts(directory: Path) -> dict[str, str]:
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:
-    """``texts`` of side files with the templates of ``additional_chat_templates/``, if there are any.
+    """Add the templates of ``additional_chat_templates/``, if there are any, to the ``texts`` of side
+    files.
 
     All chat templates are then listed in ``tokenizer_config.json``, which transformers reads as well.
 
@@ -150,7 +152,8 @@ def _how_to_make(directory: Path) -> str:
 def read_vocab_and_merges(
     vocab_path: str | os.PathLike[str], merges_path: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """Definition of a GPT-2 style pair of files, ``<|endoftext|>`` being special if the vocabulary has it.
+    """Read a GPT-2 style pair of files as a definition; ``<|endoftext|>`` is special if the vocabulary has
+    it.
 
     Raises:
         DataError: a file is missing or damaged.
@@ -172,7 +175,8 @@ def read_vocab_and_merges(
 
 
 def make_definition(vocab: dict[str, int], merges: list[list[str]], special: list[str]) -> dict[str, Any]:
-    """A ``tokenizer.json`` of GPT-2's kind; ``special`` tokens that the vocabulary lacks are left out."""
+    """Make a ``tokenizer.json`` of GPT-2's kind; ``special`` tokens missing from the vocabulary are left
+    out."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -211,8 +215,8 @@ def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> Non
 
 
 def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
-    """``tokenizer.json`` and what belongs to it, by file name; of a tokenizer like GPT-2's ``vocab.json`` and
-    ``merges.txt`` as well.
+    """The files of a tokenizer by name: ``tokenizer.json`` and its side files; for a tokenizer like
+    GPT-2's also ``vocab.json`` and ``merges.txt``.
 
     Hugging Face ``transformers`` loads a directory of them with ``AutoTokenizer.from_pretrained``.
 
@@ -239,14 +243,14 @@ def _made_config(eod: str | None) -> str:
 
 
 def _is_like_gpt2(definition: dict[str, Any]) -> bool:
-    """Whether vocabulary and merges determine all of it."""
+    """Whether vocabulary and merges alone determine the tokenizer."""
     pre_tokenizer = definition.get("pre_tokenizer") or {}
     is_plain = pre_tokenizer.get("type") == "ByteLevel" and not definition.get("normalizer")
     return is_plain and definition["model"]["type"] == "BPE"
 
 
 def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """The merges of a model; files hold them as pairs or as "left right"."""
+    """The merges of a model as pairs; files hold them as pairs or as "left right"."""
     return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
 
 
@@ -260,7 +264,7 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 
 def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The definition, once it has a vocabulary of distinct ids and merges within it."""
+    """Return the definition after checking that its ids are distinct and its merges are in the vocabulary."""
     model = definition.get("model")
     if not isinstance(model, dict):
         raise _damaged(path, "it has no model")

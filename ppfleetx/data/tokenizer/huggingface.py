@@ -1,4 +1,4 @@
-"""Reads a tokenizer's directory as Hugging Face transformers does: special tokens, prefixes and suffixes.
+"""Read a tokenizer's directory as Hugging Face transformers does: special tokens, prefixes and suffixes.
 
 ``tokenizer.json`` is not all: transformers adds the tokens that ``tokenizer_config.json``,
 ``special_tokens_map.json`` and ``added_tokens.json`` name, and some of its classes replace parts of the file.
@@ -48,13 +48,14 @@ class SideFiles:
     place: str = "the tokenizer"
 
     def read(self, name: str) -> dict[str, Any]:
-        """The object in a file; empty when there is no such file. Raises DataError when it is damaged."""
+        """Read the object in a file; empty if there is no such file. Raises DataError if it is damaged."""
         if name not in self.texts:
             return {}
         return parse_json(self.texts[name].encode(), f"{self.place}/{name}", DataError)
 
     def named_tokens(self, defaults: Mapping[str, str]) -> dict[str, Token]:
-        """The tokens that have a name, such as ``bos_token``; ``special_tokens_map.json`` goes first.
+        """The tokens that have a name, such as ``bos_token``; ``special_tokens_map.json`` takes
+        precedence.
 
         Args:
             defaults: what transformers' class calls them when no file says.
@@ -66,7 +67,8 @@ class SideFiles:
 
     @property
     def class_name(self) -> str:
-        """transformers' class of the tokenizer without ``Fast``; empty when the files do not say."""
+        """The name of the tokenizer's class in transformers, without ``Fast``; empty if the files do not
+        name it."""
         name = self.read(CONFIG).get("tokenizer_class")
         return name.removesuffix("Fast") if isinstance(name, str) else ""
 
@@ -76,7 +78,7 @@ class SideFiles:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """``eos_token_id`` of ``generation_config.json``, which is a number or a list of them.
+        """The ``eos_token_id`` of ``generation_config.json``, which is a number or a list of them.
 
         Raises:
             DataError: the entry is something else.
@@ -91,7 +93,8 @@ class SideFiles:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """Chat templates by name, the usual one as ``default``; ``chat_template.jinja`` goes first.
+        """The chat templates by name, the usual one as ``default``; ``chat_template.jinja`` takes
+        precedence.
 
         Raises:
             DataError: the entry in ``tokenizer_config.json`` is neither a text nor a list of named ones.
@@ -109,12 +112,13 @@ class SideFiles:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """``tokenizer_config.json``, over which ``special_tokens_map.json`` goes where it still counts."""
+        """The settings in ``tokenizer_config.json``; ``special_tokens_map.json`` overrides them where it
+        still applies."""
         config = self.read(CONFIG)
         return config if "added_tokens_decoder" in config else config | self.read(SPECIAL_TOKENS)
 
     def with_eos(self, files: TokenizerFiles, eos: str | None) -> TokenizerFiles:
-        """``files`` in which the token that ends a text is ``eos``, where they name one at all."""
+        """Copy ``files`` with ``eos`` as the end-of-text token, if they name one at all."""
         texts = dict(files.side_texts)
         for name in (CONFIG, SPECIAL_TOKENS):
             content = self.read(name)
@@ -125,7 +129,7 @@ class SideFiles:
         return replace(files, side_texts=texts)
 
     def added_tokens(self, added: Sequence[Token], named: Iterable[Token]) -> list[Token]:
-        """Tokens that transformers adds to a definition, in its order.
+        """The tokens that transformers adds to a definition, in its order.
 
         Args:
             added: those of ``tokenizer.json``, which it adds again where nothing else lists them.
@@ -156,7 +160,7 @@ class SideFiles:
 
     def _extra(self) -> tuple[list[Token], list[Token]]:
         """Two lists: special tokens without a name, and those under the legacy key of
-        ``special_tokens_map.json``, which counts only where the current key has no list."""
+        ``special_tokens_map.json``, which applies only if the current key has no list."""
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -174,7 +178,7 @@ class SideFiles:
         return [self._token(token, "extra_special_tokens") | {"special": True} for token in listed]
 
     def _token(self, value: Any, key: str) -> Token:
-        """A token written as its text or as an object."""
+        """Parse a token written as its text or as an object."""
         if isinstance(value, str):
             return _token(value, special=True)
         content = value.get("content") if isinstance(value, dict) else None
@@ -195,7 +199,7 @@ def _token(content: str, *, special: bool) -> Token:
 
 @dataclass(frozen=True)
 class TransformersTokenizer:
-    """A tokenizer as ``AutoTokenizer`` makes it from a directory.
+    """A tokenizer as ``AutoTokenizer`` loads it from a directory.
 
     Attributes:
         definition: as a ``tokenizer.json`` holds it.
@@ -213,7 +217,7 @@ class TransformersTokenizer:
 
 
 def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
-    """What transformers makes of a definition; ``definition`` itself is left as it is.
+    """Turn a definition into a tokenizer as transformers does; ``definition`` itself is not changed.
 
     Args:
         is_file: it was read from a ``tokenizer.json``, whose post-processor says what is put around a text.
@@ -251,7 +255,7 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
 
 
 def _add(table: dict[str, Token], vocab: Mapping[str, int], tokens: Iterable[Token]) -> None:
-    """What the ``tokenizers`` library does with added tokens: one that it knows keeps its id."""
+    """Add tokens as the ``tokenizers`` library does: a known token keeps its id."""
     following = max((token["id"] + 1 for token in table.values()), default=0)
     for token in tokens:
         content = token["content"]
@@ -268,8 +272,8 @@ def _is_byte_level(definition: Mapping[str, Any]) -> bool:
 
 
 def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
-    """``LlamaTokenizer`` of transformers 5 keeps vocabulary, merges and post-processor of a file, and has the
-    rest of its own."""
+    """Apply ``LlamaTokenizer`` of transformers 5, which keeps a file's vocabulary, merges and
+    post-processor and replaces the rest."""
     config = side.read(CONFIG)
     has_prefix = config.get("add_prefix_space") is not False
     scheme = ("always" if config.get("legacy") is True else "first") if has_prefix else "never"
@@ -291,8 +295,8 @@ def _llama(definition: dict[str, Any], side: SideFiles) -> dict[str, Any]:
 
 
 def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any]:
-    """What ``add_prefix_space`` of ``tokenizer_config.json`` does to a tokenizer that cuts up text as GPT-2's
-    does; without it the definition holds."""
+    """Apply ``add_prefix_space`` of ``tokenizer_config.json`` to a tokenizer that splits text as GPT-2's
+    does; without this key the definition is used as it is."""
     cutting = definition.get("pre_tokenizer") or {}
     if cutting.get("type") != "ByteLevel" or type(wanted) is not bool:
         return definition
@@ -300,7 +304,7 @@ def _with_prefix_space(definition: dict[str, Any], wanted: Any) -> dict[str, Any
 
 
 def template_ids(processor: Any, place: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ids that a ``post_processor`` puts before and after a text.
+    """The ids that a ``post_processor`` puts before and after a text.
 
     Raises:
         DataError: it does something else.

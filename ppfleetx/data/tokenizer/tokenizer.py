@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer of a directory.
+"""Convert text to token ids and back, with the tokenizer of a directory.
 
 Byte-level BPE is encoded through ``tiktoken`` on the tokenizer's own merges, several times faster than
 ``tokenizers`` and with the same ids (`ppfleetx.data.tokenizer.engines` says why). A tokenizer that
@@ -42,16 +42,16 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class StreamDecoder(Protocol):
-    """Decodes ids as they come, holding back a character that is not complete yet.
+    """Decodes ids one by one, and holds back characters that are not complete yet.
 
     The pieces joined, with that of `finish`, are what `Tokenizer.decode` gives for all ids at once.
     """
 
     def feed(self, token_id: int) -> str:
-        """Text that became certain with this id; may be empty."""
+        """Decode one more id. Returns the text that is now certain, which may be empty."""
 
     def finish(self) -> str:
-        """The rest: an incomplete character comes out as U+FFFD."""
+        """Return the rest of the text; an incomplete character becomes U+FFFD."""
 
 
 class ByteStreamDecoder:
@@ -74,7 +74,7 @@ class ByteStreamDecoder:
 
 
 class TextStreamDecoder:
-    """Decodes tokens whose text depends on those before: a space at the beginning is left out, and
+    """Decodes tokens whose text depends on earlier ones: a space at the beginning is dropped, and
     characters may be written as the bytes ``<0xE4><0xBD><0xA0>``.
 
     Args:
@@ -186,16 +186,16 @@ class Tokenizer:
         *,
         eod_token: str | None = None,
     ) -> Tokenizer:
-        """Load a GPT-2 style pair of files, wherever they lie."""
+        """Load a GPT-2 style pair of files from any two paths."""
         files = TokenizerFiles(read_vocab_and_merges(vocab_path, merges_path), has_definition=False)
         return cls(files, eod_token=eod_token, place=os.fspath(vocab_path))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the files that this class and Hugging Face ``transformers`` load."""
+        """Write files that this class and Hugging Face ``transformers`` can load."""
         write_files(self.files(), directory)
 
     def files(self) -> dict[str, str]:
-        """Name -> text of the files that :meth:`save` writes, chat template and special tokens included."""
+        """The files that :meth:`save` writes, name to text, chat template and special tokens included."""
         eod = self.eod_token if self.has_eod else None
         return file_texts(self._side.with_eos(self._files, eod), eod)
 
@@ -206,7 +206,7 @@ class Tokenizer:
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether tokens are bytes, and not pieces whose text depends on those before them."""
+        """Whether tokens are bytes, rather than pieces whose text depends on earlier ones."""
         return self._engine.is_byte_level
 
     # ---- vocabulary
@@ -217,12 +217,12 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Highest token id plus one: the true vocabulary of a model, before padding."""
+        """The highest token id plus one: the true vocabulary of a model, before padding."""
         return max(self._ids.values()) + 1
 
     @cached_property
     def eod_id(self) -> int:
-        """Id of the end-of-document token.
+        """The id of the end-of-document token.
 
         Raises:
             DataError: the vocabulary has no such token.
@@ -242,7 +242,7 @@ class Tokenizer:
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
-        """Chat templates by name, as they lie with the tokenizer; the usual one is ``default``.
+        """The tokenizer's own chat templates by name; the usual one is ``default``.
 
         Raises:
             DataError: what the files name is no template.
@@ -251,22 +251,22 @@ class Tokenizer:
 
     @cached_property
     def start_id(self) -> int:
-        """Id of the token that a text begins with when there is nothing else: BOS, or the end-of-document
-        token where there is no BOS."""
+        """The id of the token that begins an empty text: BOS, or the end-of-document token if there is no
+        BOS."""
         start = self._ids.get(self._bos_token) if self._bos_token is not None else None
         return self.eod_id if start is None else start
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end a text which is being generated: the end-of-document token, and those
-        that a ``generation_config.json`` in the directory names."""
+        """The ids of the tokens that end a generated text: the end-of-document token, and those that
+        ``generation_config.json`` in the directory names."""
         named = self._side.end_ids
         own = () if named and not self.has_eod else (self.eod_id,)
         return tuple(dict.fromkeys((*own, *named)))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens."""
+        """The ids of the special tokens."""
         return frozenset(self._special.values())
 
     @cached_property
@@ -275,7 +275,8 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides the ids of text: vocabulary, merges, special tokens, how it is cut up.
+        """A SHA-256 of everything that determines the ids of text: vocabulary, merges, special tokens,
+        splitting rules.
 
         ``vocab.json`` + ``merges.txt`` and a ``tokenizer.json`` of the same tokenizer have the same one. What
         `encode_prompt` puts around a text does not count.
@@ -293,7 +294,7 @@ class Tokenizer:
     # ---- text to ids
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, in which no token is special.
+        """Encode ``text`` without recognising special tokens.
 
         Raises:
             DataError: ``text`` holds a lone surrogate, which no UTF-8 text can.
@@ -301,13 +302,13 @@ class Tokenizer:
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Token ids of ``text`` as an integer array (uint32 or int64); quicker than `encode`."""
+        """Encode ``text`` to an integer array (uint32 or int64); faster than `encode`."""
         return self._encode(text, special=False, continues=False)
 
     def encode_prompt(
         self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of a text as Hugging Face's ``AutoTokenizer`` has them, with the defaults.
+        """Encode a text as Hugging Face's ``AutoTokenizer`` does by default.
 
         Args:
             text: a prompt, or a text to be evaluated.
@@ -323,7 +324,7 @@ class Tokenizer:
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
     def encode_continuation(self, text: str, *, parse_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text that follows another one: no token and no space is put before it.
+        """Encode a text that follows another one: no token and no space is put before it.
 
         Raises:
             DataError: as in `encode`.
@@ -331,7 +332,7 @@ class Tokenizer:
         return self._encode(text, special=parse_special_tokens, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of a text with its special tokens, and which of them hold characters of ``spans``.
+        """Encode a text with its special tokens, and mark the tokens that have characters of ``spans``.
 
         Nothing is put before or after the text. Slower than `encode_prompt`, which gives the same ids.
 
@@ -356,7 +357,8 @@ class Tokenizer:
     # ---- ids to text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes a token stands for; none for an id outside the vocabulary (a padding row of the model)."""
+        """The bytes a token stands for; none for an id outside the vocabulary (a padding row of the
+        model)."""
         return self._bytes.get(token_id, b"")
 
     @cached_property
@@ -369,7 +371,7 @@ class Tokenizer:
         return table
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
-        """Text of ``ids``. Ids outside the vocabulary give nothing; bytes that are not UTF-8 give U+FFFD."""
+        """Decode ``ids``. Ids outside the vocabulary give nothing; bytes that are not UTF-8 give U+FFFD."""
         values = np.asarray(ids).tolist()
         if skip_special_tokens:
             special = self.special_ids
@@ -382,7 +384,7 @@ class Tokenizer:
     def stream_decoder(
         self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
     ) -> StreamDecoder:
-        """A decoder to be fed one id after the other, of a text that goes on from the ids ``after``."""
+        """A decoder for ids that come one by one and follow the ids ``after``."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._engine.is_byte_level:
             return ByteStreamDecoder(self._bytes, skipped)

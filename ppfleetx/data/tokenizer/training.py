@@ -1,4 +1,4 @@
-"""Training a byte-level BPE on text files, streaming."""
+"""Train a byte-level BPE on a stream of text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def train_tokenizer(
 
 
 class _Counted:
-    """Passes texts on and counts their characters."""
+    """Passes texts through and counts their characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
