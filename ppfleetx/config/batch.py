@@ -48,7 +48,8 @@ class BatchRamp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sequences per optimizer step of the job, of one data rank, per forward pass; and forward passes.
+    """The batch of a step: sequences of the whole job, of one data rank and of one forward pass, and the
+    number of forward passes.
 
     Attributes:
         ramp: how the batch grows to ``global_batch_size``; None: it is constant.
@@ -81,7 +82,7 @@ def resolve_batch(
     data_size: int,
     ramp: tuple[int, int, int] | None = None,
 ) -> BatchPlan:
-    """Determine all batch sizes from those given.
+    """Derive all batch sizes from those that are set.
 
     Args:
         global_size, local_size, micro_size, accumulate_steps: what the configuration says, None where open.
@@ -112,7 +113,7 @@ def resolve_batch(
 
 
 def _check_ramp(ramp: BatchRamp, per_pass: int) -> None:
-    """Megatron-LM's rules: the increments lead to the whole batch, and each batch can be dealt out."""
+    """Check Megatron-LM's rules: the increments lead to the full batch, and each batch can be divided."""
     if ramp.start >= ramp.full or (ramp.full - ramp.start) % ramp.increment:
         raise RuleError(
             (_RAMP, _GLOBAL),

@@ -10,7 +10,7 @@ from ppfleetx.config.sections.root import RunConfig
 
 
 def missing(cfg: RunConfig) -> list[str]:
-    """Sentences, each naming a key that a run of ``cfg`` needs and the configuration does not set."""
+    """Explain, in a sentence per key, which keys a run of ``cfg`` needs but does not set."""
     splits = {name: getattr(cfg.Data, name) for name in ("Train", "Eval", "Test")}
     texts = [name for name, split in splits.items() if split is not None and split.dataset.is_texts]
     if not texts or cfg.Data.tokenizer is not None:
@@ -19,7 +19,8 @@ def missing(cfg: RunConfig) -> list[str]:
 
 
 def absent_loggers(cfg: RunConfig) -> dict[str, str]:
-    """{logger: what to install} for each logger whose library is not installed; nothing is imported."""
+    """Return ``{logger: what to install}`` for each logger whose library is not installed; nothing is
+    imported."""
     found = {}
     for item in cfg.Engine.loggers:
         traits = LOGGERS.traits(item.name)

@@ -8,7 +8,7 @@ _IRREGULAR = {"corpus": "corpora", "epoch": "epochs"}
 
 
 def counted(count: int, noun: str, spec: str = "") -> str:
-    """``count`` (formatted by ``spec``) and ``noun``, put into the plural where needed.
+    """Write ``count`` (formatted by ``spec``) with ``noun``, in the plural where needed.
 
     Give the noun in the singular; it may have several words.
     """
@@ -19,7 +19,8 @@ def counted(count: int, noun: str, spec: str = "") -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """``1.5 GiB``: the largest of GiB, MiB and KiB that gives at least 1; fewer as ``64 B``."""
+    """Write a number of bytes as ``1.5 GiB``, in the largest of GiB, MiB and KiB that gives at least 1;
+    fewer as ``64 B``."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.1f} {name}"
@@ -27,7 +28,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0, 1``, ``ranks 0-2, 5``."""
+    """Write ranks as ``rank 3``, ``ranks 0, 1`` or ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

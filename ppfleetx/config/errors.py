@@ -22,7 +22,7 @@ _short.maxdict, _short.maxlevel, _short.maxlong = 6, 3, 40
 
 
 def shown(value: Any) -> str:
-    """``value`` for a message: as Python writes it, cut to a line or two.
+    """Format ``value`` for a message: as Python writes it, cut to a line or two.
 
     A long text ends in ``...`` with its length; of long lists and mappings the first few items are shown.
     """
@@ -34,7 +34,7 @@ def shown(value: Any) -> str:
 
 
 def shown_key(key: str) -> str:
-    """A dotted key for a message: control characters escaped, the middle of a long key left out."""
+    """Format a dotted key for a message: control characters escaped, the middle of a long key left out."""
     text = key if key.isprintable() else repr(key)[1:-1]
     return text if len(text) <= _MAX_KEY else f"{text[: _MAX_KEY - 40]}...{text[-37:]}"
 

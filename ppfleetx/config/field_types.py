@@ -1,4 +1,4 @@
-"""Keys of the configuration and what they accept: for reading values, messages and documentation."""
+"""The types of configuration keys, for reading values, for messages and for documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ppfleetx.config.registry import Registered
 
 @cache
 def field_types(section: type[Section]) -> dict[str, Any]:
-    """Annotation of each field of ``section``, with its ``Annotated`` parts, in order of declaration."""
+    """The annotation of each field of ``section``, with its ``Annotated`` parts, in order of declaration."""
     hints = get_type_hints(section, include_extras=True)
     return {name: hints[name] for name in section.model_fields}
 
@@ -41,7 +41,7 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 
 def item_type(annotation: Any) -> Any:
-    """Type of the items of the list (or of the values of the mapping) among the alternatives, else None."""
+    """The type of the items of the list (or values of the mapping) among the alternatives, or None."""
     for part in members(annotation):
         if get_origin(part) is tuple:
             return get_args(part)[0]
@@ -51,7 +51,7 @@ def item_type(annotation: Any) -> Any:
 
 
 def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
-    """Type of the field at ``path``; None where the schema has no such field."""
+    """The type of the field at ``path``; None if the schema has no such field."""
     annotation: Any = root
     for part in path:
         section = section_in(annotation)
@@ -63,7 +63,7 @@ def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """The parts of an annotation: a section, items or values of a type, and whether keys are free."""
+    """What an annotation contains: a section, items or values of a type, and whether keys are free."""
 
     section: type[Section] | None
     item: Any
@@ -74,7 +74,7 @@ _inside: dict[int, tuple[Any, Inside]] = {}
 
 
 def inside(annotation: Any) -> Inside:
-    """``section_in``, ``item_type`` and whether a mapping with keys of the user's own is an alternative.
+    """Return ``section_in``, ``item_type`` and whether a mapping with free keys is an alternative.
 
     Remembered for each annotation object: hashing one takes longer than all the rest.
     """
@@ -87,7 +87,7 @@ def inside(annotation: Any) -> Inside:
 
 
 def is_text_only(annotation: Any) -> bool:
-    """Whether every scalar the field accepts, null aside, is a text."""
+    """Whether every scalar that the field accepts, except null, is a text."""
     scalars = []
     for part in members(annotation):
         bare = _bare(part)
@@ -99,7 +99,7 @@ def is_text_only(annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """The values that the field accepts, in words: ``an integer of at least 1, or null``."""
+    """Describe the accepted values in words: ``an integer of at least 1, or null``."""
     words = [_describe_one(part) for part in members(annotation) if part is not type(None)]
     if type(None) in members(annotation):
         words.append("null")
@@ -126,7 +126,7 @@ def _describe_one(part: Any) -> str:
 
 
 def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -> str:
-    """A sentence with the keys that the writer of the unknown key ``path`` may have meant.
+    """A sentence that suggests known keys similar to the unknown key ``path``.
 
     Args:
         path: the parts of the key; the last is not one of ``section``, the innermost section on the way.
@@ -149,7 +149,7 @@ def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -
 
 @cache
 def all_keys(root: type[Section], prefix: str = "") -> tuple[str, ...]:
-    """Dotted names of every key below ``root``, sections included."""
+    """The dotted names of all keys below ``root``, sections included."""
     keys: list[str] = []
     for name, annotation in field_types(root).items():
         keys.append(prefix + name)

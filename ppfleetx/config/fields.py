@@ -49,20 +49,20 @@ class RuleError(ValueError):
 
 @dataclass(frozen=True)
 class Says:
-    """What a type accepts, in words."""
+    """The description of a type's accepted values."""
 
     words: str
 
 
 def _float_from_text(value: Any) -> Any:
-    """``'2e-5'`` is a string to YAML 1.1 (no dot), a number to everybody who writes it."""
+    """Accept ``'2e-5'``, which is a string in YAML 1.1 (no dot), as a number."""
     if isinstance(value, str) and len(value) <= _MAX_NUMBER and FLOAT_TEXT.fullmatch(value.strip()):
         return float(value)
     return value
 
 
 def _never(value: Any) -> Any:
-    """FleetX wrote "never" as null, 0 or -1."""
+    """Turn 0 and -1, which FleetX wrote for "never", into null."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return None if is_number and value <= 0 else value
 
@@ -72,7 +72,8 @@ def _zero_for_never(value: Any) -> Any:
 
 
 def _usable_path(value: str) -> str:
-    """Programs append names of their own, and the system refuses longer ones with an error of its own."""
+    """Refuse empty paths, and paths so long that a name appended by a program would exceed the system's
+    limit."""
     if not value.strip():
         raise ValueError("of at least one character")
     path = os.fsencode(value)
@@ -82,7 +83,7 @@ def _usable_path(value: str) -> str:
 
 
 def _no_bool(value: Any) -> Any:
-    """``True == 1``, so a choice of numbers would take it."""
+    """Refuse booleans: because ``True == 1``, a choice of numbers would accept them."""
     if isinstance(value, bool):
         raise ValueError("(a truth value is no number)")
     return value

@@ -1,4 +1,5 @@
-"""Spellings of earlier FleetX releases, each rewritten with one warning, and what was left out of it.
+"""Rewrite spellings of earlier FleetX releases, with one warning each, and refuse features that were left
+out.
 
 A path may hold ``*`` for any key. Nothing here is needed by configurations written for this program.
 """
@@ -85,7 +86,7 @@ _UNLIMITED: dict[str, tuple[int | None, str]] = {
 
 
 def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """``tree`` in today's spelling, and a warning for each old one.
+    """Rewrite ``tree`` in today's spelling; also return a warning for each old spelling.
 
     Args:
         tree: what one file says, or the whole configuration.
@@ -108,7 +109,7 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
 
 
 def _find(tree: Node, pattern: str) -> Iterator[tuple[Node, str, str]]:
-    """Mapping, key and full path of each place in ``tree`` that ``pattern`` names."""
+    """Find all places in ``tree`` that match ``pattern``, as (mapping, key, full path)."""
 
     def descend(node: Node, parts: list[str], path: tuple[str, ...]) -> Iterator[tuple[Node, str, str]]:
         if not isinstance(node.value, dict):
@@ -153,7 +154,8 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 
 def _is_stronger(node: Node, present: Node) -> bool:
-    """An override replaces what files say, in whichever spelling."""
+    """Whether ``node`` is an override and ``present`` is not: overrides replace values of files, in either
+    spelling."""
     return is_argument(node.place) and not is_argument(present.place)
 
 
@@ -216,8 +218,8 @@ def _warn_split_qkv(tree: Node) -> Iterator[str]:
 
 
 def _task_of_program(tree: Node) -> Iterator[str]:
-    """The task that a file of the later layout leaves to the program it is for (``finetune/run.py``,
-    ``offline-eval/run.py``), recognised by its data sets."""
+    """Set the task that a file of the later layout leaves to its program (``finetune/run.py``,
+    ``offline-eval/run.py``), recognised by the datasets."""
     for section, names, module in (
         ("Train", frozenset(GLUE_OUTPUTS), "GPTFinetuneModule"),
         ("Eval", _OFFLINE, "GPTEvalModule"),
@@ -235,7 +237,7 @@ def _task_of_program(tree: Node) -> Iterator[str]:
 
 
 def _unlimited(tree: Node) -> Iterator[str]:
-    """FleetX's "no limit" where epochs are counted."""
+    """Remove the numbers that FleetX writes for "no limit" when epochs are counted."""
     if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
         return
     for key, (limit, why) in _UNLIMITED.items():
@@ -283,7 +285,7 @@ _LEFT_OUT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def refuse_left_out(tree: Node) -> None:
-    """Raise ConfigError when ``tree`` asks for a feature of FleetX that is not here."""
+    """Raise ConfigError if ``tree`` uses a FleetX feature that is not supported here."""
     for key, applies, rule in _LEFT_OUT:
         node: Node | None = tree
         for part in key.split("."):

@@ -1,4 +1,4 @@
-"""FleetX's keys of mixtures of experts, in both of its layouts, rewritten as ``Model.moe``.
+"""Rewrite FleetX's keys for mixtures of experts, in both of its layouts, as ``Model.moe``.
 
 Its gates weight experts by raw logits, count some choices twice and scale their loss by the number of experts
 on a rank. The names are taken over, the formulas are those of this program, and a warning says so.
@@ -27,7 +27,7 @@ def _given(flat: dict[str, Node], key: str) -> bool:
 
 
 def rewrite_experts(tree: Node) -> list[str]:
-    """Rewrite the keys of experts of a whole configuration in place, and return warnings.
+    """Rewrite a configuration's expert keys in place, and return warnings.
 
     Raises:
         ConfigError: what they ask for cannot be had, with key, value and place.
@@ -71,7 +71,7 @@ def rewrite_experts(tree: Node) -> list[str]:
 
 
 def _checked(section: Node) -> dict[str, Node]:
-    """The keys of ``moe_configs``."""
+    """The keys of ``moe_configs``, checked."""
     keys = section.value
     if not isinstance(keys, dict):
         value = plain_value(section)
@@ -87,7 +87,7 @@ def _checked(section: Node) -> dict[str, Node]:
 
 
 def _of_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[dict[str, Any], int]:
-    """``moe_configs``: every layer is a mixture, and its number of experts is that of one rank."""
+    """Convert ``moe_configs``: every layer is a mixture, and the number of experts is per rank."""
     gate = plain_value(keys["gate"]) if "gate" in keys else "gshard"
     if gate not in _LOSSES:
         raise ConfigError(
@@ -114,7 +114,7 @@ def _of_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[di
 
 
 def _of_flat(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
-    """Keys beside the sizes of the network, with DeepSpeed's names."""
+    """Convert keys beside the sizes of the network, which have DeepSpeed's names."""
     residual = flat.get("moe_use_residual")
     if residual is not None and residual.value is True:
         raise ConfigError(
@@ -145,13 +145,13 @@ def _of_flat(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dic
 
 
 def _section(tree: Node, name: str) -> dict[str, Node]:
-    """The keys of a section; of one that is absent, a mapping that is thrown away."""
+    """The keys of a section; for an absent one, an empty mapping that is discarded."""
     node = tree.value.get(name)
     return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
 def _count(key: str, node: Node) -> int:
-    """A number of at least 1; FleetX's own file has a comma behind one."""
+    """Parse a number of at least 1; FleetX's own file has a comma after one."""
     text = str(node.value).rstrip(",")
     if isinstance(node.value, bool) or not text.isdecimal() or int(text) < 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Configurations of other toolkits: refused as a whole, and their keys suggested as ours.
+"""Refuse configurations of other toolkits, and suggest our keys for theirs.
 
 The names are those of Megatron-LM, NeMo, DeepSpeed, Transformers, PaddleNLP, MindFormers and nanoGPT. Nothing
 is translated here; ``ppfleetx translate`` does that.
@@ -21,7 +21,7 @@ _ADVICE = (
 
 
 def refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
-    """Raise when ``tree`` has no section of ours but keys of other toolkits.
+    """Raise if ``tree`` has keys of other toolkits and none of our sections.
 
     Args:
         tree: the mapping of a file.
@@ -164,5 +164,5 @@ OURS = {name: key for key, names in _NAMES.items() for name in names.split()}
 
 
 def our_key(name: str) -> str | None:
-    """The key here of what ``name`` is elsewhere (``--Tensor-Parallel-Size`` too); None when not known."""
+    """Our key for another toolkit's ``name`` (``--Tensor-Parallel-Size`` too); None if unknown."""
     return OURS.get(name.strip("-").replace("-", "_").lower())

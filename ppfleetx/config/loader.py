@@ -21,7 +21,7 @@ from ppfleetx.config.validate import validate
 
 
 def read_with_bases(path: Path | MadeFile | Sections) -> tuple[Node, tuple[str, ...]]:
-    """The tree of ``path`` merged over its ``_base_`` files (the last of a list is strongest), and warnings.
+    """Read ``path`` merged over its ``_base_`` files (the last of a list takes precedence), and warnings.
 
     Old spellings are rewritten file by file, so that a file's old spelling replaces its base's new one.
 
@@ -36,7 +36,7 @@ def read_with_bases(path: Path | MadeFile | Sections) -> tuple[Node, tuple[str, 
 
 
 def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tuple[str, ...]]:
-    """The file ``path`` merged over its bases.
+    """Read ``path`` merged over its bases.
 
     Args:
         chain: the files that lead here.
@@ -51,7 +51,7 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
 
 
 def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, ...]]:
-    """``tree``, from the last file of ``chain``, merged over the files that its ``_base_`` names."""
+    """Merge ``tree``, read from the last file of ``chain``, over the files that its ``_base_`` names."""
     base_node = tree.value.pop("_base_", None)
     tree, warnings = modernize(tree)
     merged: Node | None = None
@@ -64,7 +64,7 @@ def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, .
 
 
 def _real(path: Path) -> str:
-    """``path`` with links resolved, or unchanged if no file can have this name."""
+    """Resolve links in ``path``; return it unchanged if no file can have this name."""
     try:
         return os.path.realpath(path)
     except (OSError, ValueError):
@@ -72,7 +72,7 @@ def _real(path: Path) -> str:
 
 
 def _tidy(path: Path) -> Path:
-    """``path`` without ``..`` if that is the same file, for messages."""
+    """Remove ``..`` from ``path`` if the result is the same file, for messages."""
     plain = Path(os.path.normpath(path))
     return plain if _real(plain) == _real(path) else path
 
@@ -101,7 +101,7 @@ ConfigSource = str | Path | MadeFile | Sections
 def load_config(
     path: ConfigSource, overrides: Sequence[Override] = (), *, world_size: int | None = None
 ) -> RunConfig:
-    """Read a YAML configuration, check all of it and fill in what follows.
+    """Read a YAML configuration, check all of it and fill in derived values.
 
     Args:
         path: the YAML file; its ``_base_`` files are read relative to it. A directory stands for the
@@ -119,7 +119,8 @@ def load_config(
 
 
 def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
-    """:func:`load_config` of a translated configuration: each node's place says where it came from.
+    """Like :func:`load_config`, for a translated configuration whose nodes know their place in the
+    original.
 
     Args:
         tree: sections and keys in today's spelling.
@@ -136,7 +137,7 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
 def read_config(
     path: ConfigSource, overrides: Sequence[Override] = ()
 ) -> tuple[RunConfig, dict[str, str], tuple[str, ...]]:
-    """The configuration as it is written, with the place of every value and warnings.
+    """Read a configuration as it is written, with the place of every value and warnings.
 
     Each section is sound; what follows from the rest is not filled in, and no rule between sections is
     checked. The arguments are those of :func:`load_config`.
@@ -156,7 +157,7 @@ def read_config(
 
 
 def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """``cfg`` with those of ``--plugin`` added to ``Global.plugins``; it may name what they register."""
+    """Add the plugins of ``--plugin`` to ``Global.plugins`` of ``cfg``, which may name what they register."""
     plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
     if plugins == cfg.Global.plugins:
         return cfg

@@ -35,7 +35,7 @@ SUM_ORDER = ("mp", "emp", "dp", "sep", "edp", "ep", "pp")
 
 
 def view_of(axes: Collection[str]) -> View:
-    """The view that has all of ``axes``; the dense one if both have."""
+    """The view that has all of ``axes``; the dense one if both do."""
     for view in (DENSE, EXPERTS):
         if set(axes) <= set(view.axes):
             return view
@@ -58,13 +58,13 @@ class Mesh:
             raise ValueError(f"the {size} ranks of a pipeline stage do not divide by ep {ep} x emp {emp}")
 
     def size_of(self, axis: str) -> int:
-        """Number of ranks along ``axis``."""
+        """The number of ranks along ``axis``."""
         if axis == "edp":
             return self.plan.stage_size // (self.plan.ep * self.plan.emp)
         return getattr(self.plan, axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Rank along each axis of both views."""
+        """The rank along each axis of both views."""
         at = self.plan.coordinates(rank)
         within = 0
         for axis in (axis for axis in AXES if axis != "pp"):
@@ -74,11 +74,11 @@ class Mesh:
         return at
 
     def groups_over(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Global ranks that differ along ``axes``, of one view, and along no other: one tuple a group."""
+        """The groups of global ranks that differ only along ``axes`` of one view, one tuple each."""
         return _groups_over(self, axes)
 
     def ranks_over(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The group of ``rank`` among :meth:`groups_over`."""
+        """The group in :meth:`groups_over` that contains ``rank``."""
         return next(group for group in self.groups_over(axes) if rank in group)
 
 

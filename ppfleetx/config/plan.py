@@ -1,4 +1,4 @@
-"""Parallel plans: degrees, and the one table of which plans are legal and why others are not.
+"""Parallel plans: degrees, and the one table of rules that a legal plan satisfies.
 
 Loading, the planner, the documentation and the test matrix all use this table.
 """
@@ -82,35 +82,35 @@ class ParallelPlan:
 
     @property
     def emp(self) -> int:
-        """Ranks that slice the matrices of one expert."""
+        """The number of ranks that slice the matrices of one expert."""
         return self.mp if self.expert_mp is None else self.expert_mp
 
     @property
     def stage_size(self) -> int:
-        """Processes of one pipeline stage."""
+        """The number of processes of one pipeline stage."""
         return self.world_size // self.pp
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """The number of processes."""
         return self.dp * self.mp * self.pp * self.sharding * self.sep
 
     @property
     def data_size(self) -> int:
-        """Number of ranks that read different samples: dp x sharding."""
+        """The number of ranks that read different samples: dp x sharding."""
         return self.dp * self.sharding
 
     @property
     def num_chunks(self) -> int:
-        """Pieces the model is cut into: stages x virtual stages."""
+        """The number of pieces the model is cut into: stages x virtual stages."""
         return self.pp * self.virtual_pp_degree
 
     def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of each chunk in model order; chunk c runs on stage ``c % pp``."""
+        """The layers of each chunk in model order; chunk c runs on stage ``c % pp``."""
         return self.pp_layers or (num_layers // self.num_chunks,) * self.num_chunks
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Rank along each axis of the global rank ``rank``."""
+        """The rank along each axis of the global rank ``rank``."""
         position = {}
         for axis in reversed(AXES):
             rank, position[axis] = divmod(rank, getattr(self, axis))
@@ -122,16 +122,16 @@ class ParallelPlan:
         return at["dp"] * self.sharding + at["sharding"]
 
     def knows_loss(self, rank: int) -> bool:
-        """Whether ``rank`` is the first of those that compute the loss, at the end of the pipeline."""
+        """Whether ``rank`` is the first rank that computes the loss, at the end of the pipeline."""
         at = self.coordinates(rank)
         return at["pp"] == self.pp - 1 and all(at[axis] == 0 for axis in AXES if axis != "pp")
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Global ranks that communicate along ``axis``, one list per group."""
+        """The groups of global ranks that communicate along ``axis``, one list each."""
         return [list(group) for group in self.iter_groups(axis)]
 
     def iter_groups(self, axis: str) -> Iterator[range]:
-        """:meth:`groups` one by one."""
+        """Yield :meth:`groups` one by one."""
         stride = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
         length = stride * getattr(self, axis)
         for block in range(0, self.world_size, length):
@@ -152,7 +152,7 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """The numbers of a model and its batches that a plan has to divide. None: not known, not checked.
+    """The sizes of a model and its batches that a plan must divide. None: unknown, not checked.
 
     ``num_experts`` of a dense model is 0.
     """
@@ -289,14 +289,14 @@ LEGAL: tuple[PlanRule, ...] = (
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule a plan breaks: configuration keys concerned (the one to blame first) and a sentence."""
+    """A broken rule: the configuration keys concerned (the one to blame first) and a sentence."""
 
     keys: tuple[str, ...]
     sentence: str
 
 
 def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violation]:
-    """The rules of :data:`LEGAL` that ``plan`` breaks when applied to ``work``."""
+    """Find the rules of :data:`LEGAL` that ``plan`` breaks when applied to ``work``."""
     return list(_violations(plan, work or Workload()))
 
 
@@ -313,7 +313,7 @@ def _violations(plan: ParallelPlan, work: Workload) -> Iterator[Violation]:
 
 
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
-    """All legal plans of ``world_size`` processes (for ``work``, where given).
+    """Yield all legal plans of ``world_size`` processes (for ``work``, if given).
 
     Each factorisation into degrees, with every sharding stage, with and without sequence parallelism, and
     with one or two virtual stages. Offload, which changes nothing that ranks exchange, comes with stages 2
@@ -332,7 +332,7 @@ def _candidates(world_size: int) -> Iterator[ParallelPlan]:
 
 
 def _factorizations(world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """(dp, mp, pp, sharding, sep) whose product is ``world_size``."""
+    """All tuples (dp, mp, pp, sharding, sep) whose product is ``world_size``."""
     for mp in _divisors(world_size):
         for pp in _divisors(world_size // mp):
             for sharding in _divisors(world_size // (mp * pp)):
@@ -357,8 +357,8 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether the plan is one of those enumerated with offload too: no replicas, sequence parallelism
-    wherever there is mp, virtual stages wherever there is pp."""
+    """Whether the plan is also enumerated with offload: no replicas, sequence parallelism whenever there
+    is mp, virtual stages whenever there is pp."""
     return (
         plan.sharding_stage > 1
         and plan.dp == plan.sep == 1
@@ -368,7 +368,7 @@ def _offloads(plan: ParallelPlan) -> bool:
 
 
 def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
-    """The legal plan of ``world_size`` processes whose degrees differ least from ``plan``'s.
+    """Find the legal plan of ``world_size`` processes whose degrees differ least from those of ``plan``.
 
     Changing the data-parallel degree costs least, because it does not cut the model differently. Plans with
     the options of ``plan`` are preferred. Only the nearest few thousand are tried; where none of them is
@@ -409,7 +409,7 @@ def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None)
 
 
 def _distances(plan: ParallelPlan, world_size: int) -> Iterator[tuple[float, tuple[int, int, int, int, int]]]:
-    """Every factorisation of ``world_size``, behind how far it is from ``plan``."""
+    """Yield the distance from ``plan`` and the degrees of every factorisation of ``world_size``."""
     dp, mp, pp, sharding, sep = (
         {n: cost * abs(math.log2(n / getattr(plan, axis))) for n in _divisors(world_size)}
         for axis, cost in (("dp", 1.0), ("mp", 4.0), ("pp", 4.0), ("sharding", 2.0), ("sep", 8.0))

@@ -1,4 +1,4 @@
-"""The plugins that the user has named; a configuration can only say which ones it needs.
+"""The plugins that the user named. A configuration can only say which ones it needs.
 
 Importing a plugin runs its code. So the command line and the environment name plugins, and files do not:
 ``Global.plugins`` of a YAML file, or of a checkpoint's configuration, is compared with what was named.
@@ -29,7 +29,7 @@ def imported_plugins() -> tuple[str, ...]:
 
 
 def refuse_unnamed(tree: Node) -> None:
-    """Refuse a configuration that needs a plugin which the user has not named.
+    """Refuse a configuration that needs a plugin the user has not named.
 
     Args:
         tree: the configuration as it was read, before it is validated.

@@ -1,5 +1,5 @@
-"""A configuration as YAML with every key. Derived values are comments, so the file also works with other
-inputs."""
+"""Write a configuration as YAML with every key. Derived values are comments, so that the file also works
+with other inputs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """Stands for a derived value while the YAML is written."""
+    """Represents a derived value while the YAML is written."""
 
     number: int
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes placeholders too."""
+    """A YAML dumper that also writes placeholders."""
 
 
 def _represent(dumper: yaml.SafeDumper, one: _Placeholder) -> yaml.Node:
@@ -49,7 +49,7 @@ def run_record(cfg: RunConfig) -> str:
 
 
 def dump_config(cfg: RunConfig) -> str:
-    """``cfg`` as YAML with every key, derived ones as comments.
+    """Write ``cfg`` as YAML with every key, derived ones as comments.
 
     Loading it for as many processes gives an equal configuration.
     """
@@ -60,7 +60,7 @@ def dump_config(cfg: RunConfig) -> str:
 
 
 def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything in nested mappings."""
+    """Yield (dotted key, value) for everything in nested mappings."""
     if not isinstance(tree, dict):
         yield prefix, tree
         return
@@ -69,7 +69,7 @@ def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any]) -> dict[str, Any]:
-    """``section`` as plain values; those of derived keys go to ``derived``."""
+    """Convert ``section`` to plain values; those of derived keys go to ``derived``."""
     plain = section.model_dump()
     for name in type(section).model_fields:
         key, value = f"{prefix}{name}", getattr(section, name)

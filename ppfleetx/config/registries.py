@@ -1,4 +1,4 @@
-"""Every registry of the program, with what ships. ``docs/extending.md`` shows how to add to each.
+"""All registries of the program, with the built-in parts. ``docs/extending.md`` shows how to add to each.
 
 A configuration is validated before Paddle is imported. So the parts that ship are named here as text and
 imported when they are made, and what the configuration, the planner and the counts of parameters have to know
@@ -17,7 +17,7 @@ from ppfleetx.config.registry import Registry
 
 @dataclass(frozen=True)
 class CallbackTraits:
-    """Where a callback runs.
+    """Facts about a callback: on which ranks it runs.
 
     Attributes:
         ranks: ``main``: on rank 0 alone, who writes files. ``loss``: there, and on the rank that computes the
@@ -29,7 +29,7 @@ class CallbackTraits:
 
 @dataclass(frozen=True)
 class LoggerTraits:
-    """What must be known about a log writer before it is made.
+    """Facts about a log writer that are needed before it is made.
 
     Attributes:
         package: the library it imports; None: none.
@@ -92,21 +92,23 @@ class ArchitectureTraits:
 
 @dataclass(frozen=True)
 class NormTraits:
-    """``parameters``: which of ``weight`` and ``bias`` a norm has, each of the normalised width."""
+    """Facts about a norm. ``parameters``: which of ``weight`` and ``bias`` it has, each of the normalised
+    width."""
 
     parameters: tuple[str, ...] = ("weight",)
 
 
 @dataclass(frozen=True)
 class ActivationTraits:
-    """``gated``: the MLP's first linear has twice the width, gate and up in pairs, which become one."""
+    """Facts about an activation. ``gated``: it combines pairs of gate and up, so the MLP's first linear is
+    twice as wide."""
 
     gated: bool = False
 
 
 @dataclass(frozen=True)
 class PositionTraits:
-    """How positions enter.
+    """Facts about a kind of position encoding.
 
     Attributes:
         has_table: a learned table of ``Model.max_position_embeddings`` rows is added to the embeddings.
@@ -119,7 +121,7 @@ class PositionTraits:
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """The states that an optimizer keeps and the keys that it reads.
+    """Facts about an optimizer: the states that it keeps and the keys that it reads.
 
     Attributes:
         states: float32 tensors of a parameter's shape that it keeps for each parameter, at most.
@@ -136,14 +138,15 @@ class OptimizerTraits:
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """``decays``: the rate is ``min_lr`` after ``decay_steps``; otherwise the schedule has no end."""
+    """Facts about a schedule. ``decays``: the rate is ``min_lr`` after ``decay_steps``; otherwise the
+    schedule has no end."""
 
     decays: bool = True
 
 
 @dataclass(frozen=True)
 class DatasetTraits:
-    """Facts about a data set that the configuration needs.
+    """Facts about a dataset that the configuration needs.
 
     Attributes:
         kind: ``corpus``: samples are cut from token files, Train repeats them in the data set's own order.
@@ -305,7 +308,7 @@ TOKENIZERS.register("BPE", "ppfleetx.data.tokenizer.tokenizer:from_section")
 
 
 def modules_that(trait: str) -> str:
-    """The modules with a trait, for messages: ``GPTModule, GPTGenerationModule``."""
+    """List the modules with a trait, for messages: ``GPTModule, GPTGenerationModule``."""
     return ", ".join(name for name in MODULES.names() if getattr(MODULES.traits(name), trait))
 
 

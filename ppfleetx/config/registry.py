@@ -94,7 +94,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return self._entry(name).traits
 
     def target(self, name: str) -> Any:
-        """What was registered: the part, or the text that names it; nothing is imported.
+        """The registered part, or the text that names it; nothing is imported.
 
         Raises:
             ConfigError: there is no such part.
@@ -149,7 +149,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return ConfigError(f"was registered as {what}, which {which}", key=self.key, value=name)
 
     def in_words(self) -> str:
-        """``one of A, B``, for messages."""
+        """The names for messages: ``one of A, B``."""
         names = self.names()
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
@@ -192,14 +192,16 @@ class Registered:
 
 
 def _described(part: Any) -> str:
-    """``package.module.Part``, or the value itself where it is neither a function nor a class."""
+    """Describe a target as ``package.module.Part``, or by its value if it is neither a function nor a
+    class."""
     if not hasattr(part, "__qualname__"):
         return shown(part)
     return f"{part.__module__}.{part.__qualname__}"
 
 
 def load_target(target: Any) -> Any:
-    """What ``package.module:attribute`` names (``attribute`` may have dots). What is not text is returned.
+    """Import the object that ``package.module:attribute`` names (``attribute`` may have dots). Anything
+    but text is returned unchanged.
 
     Raises:
         ConfigError: there is no such module or attribute, or the text is of another form.

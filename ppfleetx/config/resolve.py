@@ -1,4 +1,4 @@
-"""Values that follow from others, and the rules that hold between sections."""
+"""Fill in derived values, and check the rules between sections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ppfleetx.config.validate import violation_error
 def resolve(
     cfg: RunConfig, origins: dict[str, str], warnings: tuple[str, ...], world_size: int | None
 ) -> RunConfig:
-    """``cfg`` with derived values filled in and all rules between sections checked.
+    """Fill in the derived values of ``cfg`` and check all rules between sections.
 
     Raises:
         ConfigError: see :func:`ppfleetx.config.loader.load_config`.
@@ -48,7 +48,8 @@ def resolve(
 
 
 def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefix: str = "") -> Iterator[str]:
-    """Keys whose values differ from the given ones, and unset keys that do not have their defaults."""
+    """The keys whose values differ from the given ones, and unset keys whose values are not their
+    defaults."""
     for name, field in type(given).model_fields.items():
         key, before, after = f"{prefix}{name}", getattr(given, name), getattr(resolved, name)
         if isinstance(before, Section):
@@ -111,7 +112,7 @@ def _refuse_too_many(plan: ParallelPlan, world_size: int | None) -> None:
 
 
 def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple[str, ...]]:
-    """The batch sizes, and a warning where a file's ``accumulate_steps`` gives way to them, as in FleetX."""
+    """The batch sizes, and a warning if they override a file's ``accumulate_steps``, as in FleetX."""
     sizes, steps, key = cfg.Global, cfg.Engine.accumulate_steps, "Engine.accumulate_steps"
     local, micro = sizes.local_batch_size or sizes.global_batch_size, sizes.micro_batch_size
     if sizes.rampup_batch_size is not None:
@@ -134,7 +135,7 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
 
 
 def _check_ramp(cfg: RunConfig) -> None:
-    """Rules for a batch that grows."""
+    """Check the rules for a growing batch."""
     key = "Global.rampup_batch_size"
     if cfg.Engine.run_mode == "epoch":
         raise RuleError((key, "Engine.run_mode"), "counts in steps, so it needs Engine.run_mode = step")
@@ -167,7 +168,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
 
 
 def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Limit sequences without a chosen length to the positions of the model."""
+    """Limit sequences whose length is not set to the positions of the model."""
     longest = cfg.Model.max_position_embeddings
     for mode in ("Train", "Eval", "Test"):
         section, key = getattr(cfg.Data, mode), f"Data.{mode}.dataset.max_seq_len"

@@ -1,4 +1,4 @@
-"""What each key of the configuration decides, and therefore whether a resumed run may change it.
+"""The effect of each configuration key, which decides whether a resumed run may change it.
 
 A key that is not in the table is a defect: a test asks for the effect of every key of the sections.
 """
@@ -17,7 +17,7 @@ from ppfleetx.config.sections.root import RunConfig
 
 
 class Effect(Enum):
-    """What a key decides. The text says what becomes of a resumed run that changes it."""
+    """The effect of a key. The text describes a resumed run that changes it."""
 
     SHAPE = "Which parameters there are. Weights that do not fit are refused."
     FUNCTION = (
@@ -151,7 +151,7 @@ _NOT_OF_THE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora")
 
 @dataclass(frozen=True)
 class Change:
-    """A key with its old and new value; a section only where it is null in one of them."""
+    """A key with its old and new value; the key is a section only if one of them is null."""
 
     key: str
     then: Any
@@ -162,7 +162,7 @@ class Change:
 
 
 def effect_of(key: str) -> Effect:
-    """What the dotted ``key`` decides.
+    """The effect of the dotted ``key``.
 
     Raises:
         KeyError: the table says nothing of it.
@@ -181,7 +181,7 @@ def keys_of(effect: Effect) -> list[str]:
 
 
 def leaf_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all keys that hold a value, and no section."""
+    """The dotted names of all keys that hold a value rather than a section."""
     for name, annotation in field_types(section).items():
         inner = section_in(annotation)
         if inner is None:
@@ -193,7 +193,7 @@ def leaf_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[
 def network(
     model: ModelConfig, effects: Collection[Effect] = (Effect.SHAPE, Effect.FUNCTION)
 ) -> dict[str, Any]:
-    """The keys of ``Model`` that decide the network, adapters aside, and their values.
+    """The keys of ``Model`` that determine the network, except adapters, and their values.
 
     A null that means another value is that value; None marks a key without effect on this network.
     """
@@ -218,7 +218,7 @@ def first_difference(key: str, then: Any, now: Any) -> Change:
 
 
 def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect]) -> list[Change]:
-    """The keys of these effects whose values differ between a checkpoint's configuration and this one.
+    """The keys with these effects whose values differ between a checkpoint's configuration and this one.
 
     Args:
         saved: the configuration in a manifest. What it lacks had its default.
@@ -231,7 +231,7 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
 
 
 def _pair(saved: Any, now: Any, key: str) -> Change:
-    """The two values of ``key``; of the section around it where that is null on one side alone."""
+    """The two values of ``key``, or of the section around it if that is null on only one side."""
     section: type[Section] = RunConfig
     path = []
     for name in key.split("."):

@@ -15,17 +15,17 @@ from ppfleetx.config.sections.root import RunConfig
 
 
 def glue_task(cfg: RunConfig) -> str | None:
-    """GLUE task of the configuration; None when no section of Data names one."""
+    """The GLUE task of the configuration; None if no section of Data names one."""
     return next((dataset.name for _, dataset in _datasets(cfg) if dataset.is_glue), None)
 
 
 def num_outputs(cfg: RunConfig) -> int:
-    """Outputs of the classification head: the configured number, else the task's."""
+    """The outputs of the classification head: the configured number, or else the task's."""
     return cfg.Model.num_classes or GLUE_OUTPUTS[glue_task(cfg)]
 
 
 def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Contradictions of ``cfg`` about finetuning."""
+    """The contradictions of ``cfg`` about finetuning."""
     yield from _texts(cfg)
     if cfg.Engine.save_load.keep_best and not (cfg.Data.Eval is not None and cfg.Engine.eval_freq):
         yield RuleError(
@@ -88,7 +88,7 @@ def _others(cfg: RunConfig) -> str:
 
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
-    """Key -> tokens per sequence, for every set of data that a program reads under this configuration.
+    """The tokens per sequence, by key, of every dataset that a program reads under this configuration.
 
     ``Data.Test`` is read for a GLUE task alone, and an offline evaluation reads its own file alone.
     """
@@ -105,7 +105,7 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 
 
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
-    """The numbers of model and data that a plan has to divide.
+    """The sizes of model and data that a plan must divide.
 
     Of the lengths it is their greatest common divisor: what divides that divides each of them.
     """
@@ -123,7 +123,7 @@ def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload
 
 
 def expert_sizes(model: ModelConfig) -> dict[str, int | None]:
-    """Sizes of a mixture of experts that a plan has to divide."""
+    """The sizes of a mixture of experts that a plan must divide."""
     if model.moe is None:
         return {"num_experts": 0}
     return {"num_experts": model.moe.num_experts, "expert_size": model.moe.expert_ffn_size or model.ffn_size}
@@ -158,7 +158,7 @@ _SECTION = "Compress.Quantization"
 
 
 def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Contradictions of ``cfg`` about compression."""
+    """The contradictions of ``cfg`` about compression."""
     quantization = cfg.Compress.Quantization
     try:
         if quantization is not None:
@@ -216,7 +216,7 @@ Reason = tuple[tuple[str, ...], str]
 
 
 def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
-    """Fused products with weights that a run in 16 bits makes no use of, whatever the device."""
+    """Fused products with weights that a 16-bit run cannot use on any device, and why."""
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
         return {}
@@ -244,7 +244,7 @@ def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
 
 
 def fused_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """Operators that are listed and that the run would make no use of."""
+    """Fused operators that are listed although the run would not use them."""
     listed = () if isinstance(cfg.Model.fused_ops, str) else cfg.Model.fused_ops
     for name, (keys, why) in without_place(cfg).items():
         if name in listed:

@@ -1,4 +1,4 @@
-"""The order in which a pipeline rank runs its passes, for the runner, the planner and the pages."""
+"""The order in which a pipeline rank runs its passes; used by the runner, the planner and the docs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Part = Literal["F", "B", "W"]
 
 
 class Pass(NamedTuple):
-    """A piece of one micro batch's work on one pipeline rank.
+    """One pass of one micro batch on one pipeline rank.
 
     Attributes:
         part: ``F`` forward pass; ``B`` the gradients of inputs; ``W`` the gradients of weights.
@@ -21,13 +21,15 @@ class Pass(NamedTuple):
 
 
 def order_of(schedule: PipelineSchedule, stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
-    """The passes of the rank ``stage``; in ``1f1b`` B is the whole backward pass (Narayanan et al. 2021)."""
+    """The order of the passes on pipeline rank ``stage``. In ``1f1b``, B is the whole backward pass
+    (Narayanan et al. 2021)."""
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return order if schedule == "zb_h1" else [work for work in order if work.part != "W"]
 
 
 def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[Pass]:
-    """ZB-H1 on the rank ``stage`` (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.2).
+    """The order of ZB-H1 on pipeline rank ``stage`` (Qi et al., "Zero Bubble Pipeline Parallelism", 2023,
+    section 2.2).
 
     Forward passes and gradients of inputs come in the order of 1F1B. Gradients of weights follow ``stage``
     micro batches later, and fill the end, where 1F1B waits. A rank has at most ``num_stages - stage`` micro

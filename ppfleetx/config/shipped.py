@@ -19,7 +19,7 @@ _PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # what a path may have befo
 
 @cache
 def shipped_configs() -> dict[str, Path]:
-    """Name -> file, sorted; what only serves as a base is left out."""
+    """The shipped files by name, sorted, without those that only serve as a base."""
     names = {}
     for path in sorted(CONFIGS.rglob(f"*{_SUFFIX}")):
         place = path.relative_to(CONFIGS)
@@ -29,7 +29,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(given: str | Path) -> Path:
-    """The file that ``-c`` means: ``given`` if that is there, else the shipped file of that name.
+    """Find the file given by ``-c``: ``given`` if it exists, else the shipped file of that name.
 
     A name may be written with the folder it ships in and with ``.yaml``, and without ``gpt/``.
 
@@ -62,12 +62,12 @@ def find_config(given: str | Path) -> Path:
 
 
 def _can_exist(path: Path) -> bool:
-    """Whether the system can be asked for ``path`` at all; the reader says what is wrong with others."""
+    """Whether the system accepts ``path`` as a path at all; for others, the reader reports the error."""
     return str(path).isprintable() and all(len(os.fsencode(part)) < 256 for part in path.parts)
 
 
 def purpose(path: Path) -> str:
-    """First sentence of the comment that a shipped file begins with."""
+    """The first sentence of a shipped file's leading comment."""
     lines = []
     for line in path.read_text("utf-8").splitlines():
         if not line.startswith("#"):
@@ -80,7 +80,8 @@ def purpose(path: Path) -> str:
 
 
 def copy_config(name: str, directory: Path) -> list[Path]:
-    """Copy a shipped file and the bases it reads into ``directory``; what is written, the file itself first.
+    """Copy a shipped file and its bases into ``directory``; return the written files, the file itself
+    first.
 
     Raises:
         ConfigError: there is no such name, another file has the name of one to be written, or ``directory``
@@ -109,7 +110,7 @@ def copy_config(name: str, directory: Path) -> list[Path]:
 
 
 def _with_bases(path: Path) -> dict[str, str]:
-    """Place in the copy -> text, of a file and of all files that it reads."""
+    """The text of a file and of all its bases, by path in the copy."""
     text = path.read_text("utf-8")
     line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")
     bases = [word.strip() for word in line.partition(":")[2].strip(" []").split(",") if word.strip()]

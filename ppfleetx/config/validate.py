@@ -1,4 +1,4 @@
-"""A tree of YAML values to the typed configuration, and its errors in words."""
+"""Turn a tree of YAML values into the typed configuration, or into errors in plain words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, str]]:
-    """The typed configuration of ``tree`` and the place of every value in it.
+    """Build the typed configuration of ``tree``, and the place of every value in it.
 
     Raises:
         ConfigError: the first error, with further ones (up to eight) listed below it.
@@ -34,7 +34,7 @@ def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, st
 
 
 def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
-    """One section, from values that do not come from a configuration.
+    """Build one section from values that do not come from a configuration.
 
     Raises:
         ConfigError: as in :func:`validate`; keys are relative to the section, and no place is named.
@@ -46,7 +46,7 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
 
 
 def violation_error(violation: RuleError, prefix: str, values: Any, origins: dict[str, str]) -> ConfigError:
-    """``violation`` as an error that names every key concerned with its value and place."""
+    """Turn ``violation`` into an error that names every key concerned with its value and place."""
     return ConfigError(**_violation(violation, prefix, values, origins))
 
 
@@ -65,7 +65,7 @@ def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str
 
 
 def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) -> Any:
-    """Python values of ``node`` as the field's type wants them; places go to ``origins``."""
+    """Convert ``node`` to Python values for the field's type; places go to ``origins``."""
     if key:
         origins[key] = node.place
     if isinstance(node.value, dict):
@@ -116,7 +116,7 @@ def _config_error(
 
 
 def _blamed(detail: ErrorDetails, root: type[Section]) -> str:
-    """Dotted key that an error is about."""
+    """The dotted key that an error is about."""
     path = _follow(detail["loc"], root)[2]
     cause = detail.get("ctx", {}).get("error")
     return ".".join([*path, *cause.keys[:1]] if isinstance(cause, RuleError) else path)
@@ -125,7 +125,7 @@ def _blamed(detail: ErrorDetails, root: type[Section]) -> str:
 def _one_error(
     detail: ErrorDetails, plain: Any, root: type[Section], origins: dict[str, str]
 ) -> dict[str, Any]:
-    """Arguments of the ConfigError for one of pydantic's errors."""
+    """The arguments of the ConfigError for one of pydantic's errors."""
     section, annotation, path = _follow(detail["loc"], root)
     key = ".".join(path)
     cause = detail.get("ctx", {}).get("error")
@@ -147,7 +147,8 @@ def _one_error(
 
 
 def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[Section], Any, list[str]]:
-    """Innermost section, field type and path of an error's location, without pydantic's union labels."""
+    """The innermost section, the field type and the path of an error's location, without pydantic's union
+    labels."""
     section: type[Section] = root
     annotation: Any = root
     path: list[str] = []
@@ -176,7 +177,7 @@ def _value_at(values: Any, key: str) -> Any:
 
 
 def _place_of(key: str, origins: dict[str, str]) -> str | None:
-    """Place of ``key`` or of the nearest mapping around it."""
+    """The place of ``key`` or of the nearest mapping around it."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
     return origins.get(key)

@@ -23,7 +23,7 @@ _MANIFEST = "manifest.json"  # what lies beside it is part of a checkpoint
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """Sentences, each naming its keys, for options that change nothing in this run.
+    """Explain, in a sentence each, options that change nothing in this run.
 
     Keys are named only if the user set them, in a file or with -o, and not if a shipped file or the
     configuration of a checkpoint did.
@@ -39,7 +39,7 @@ def without_effect(cfg: RunConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """``keys`` have no effect in a configuration that ``applies`` accepts, and why."""
+    """A rule: ``keys`` have no effect in a configuration that ``applies`` accepts, and why."""
 
     keys: tuple[str, ...]
     applies: Callable[[RunConfig], bool]
@@ -51,7 +51,7 @@ def _keys(section: str, names: str) -> tuple[str, ...]:
 
 
 def _others(section: str, of: type[Section], switch: str) -> tuple[str, ...]:
-    """The keys of a section except the one that switches it on; a nested section means all its keys."""
+    """All keys of a section except its switch; a nested section means all its keys."""
     return tuple(f"{section}.{name}" for name in of.model_fields if name != switch)
 
 
@@ -75,7 +75,7 @@ def _loads(cfg: RunConfig) -> bool:
 
 
 def _reads_records(cfg: RunConfig, mode: str) -> bool:
-    """Whether a split is records of a file: of ``Train``, in a new order in each pass."""
+    """Whether a split consists of records of a file; for ``Train``, also that each pass has a new order."""
     split = getattr(cfg.Data, mode)
     traits = None if split is None else DATASETS.traits(split.dataset.name)
     return traits is not None and traits.kind != "corpus" and (mode != "Train" or traits.shuffled)
@@ -373,7 +373,7 @@ def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
 
 
 def _is_given(place: str) -> bool:
-    """Whether a place is in a file that comes with the program, or with the weights of a model."""
+    """Whether a place is in a shipped file or in a model's directory."""
     if is_of_a_model(place):
         return True
     file = Path(place.rpartition(":")[0])
@@ -381,7 +381,7 @@ def _is_given(place: str) -> bool:
 
 
 def _value(cfg: RunConfig, key: str) -> Any:
-    """The value of ``key``; None below a section that is null."""
+    """The value of ``key``; None below a null section."""
     return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), cfg)
 
 

@@ -83,8 +83,8 @@ def _choose(
     """The choices of ``num_blocks`` blocks of steps from ``first`` on, given the samples ``taken`` before.
 
     The rule cannot be evaluated out of order, but its choices soon stop depending on the start. Therefore the
-    blocks are walked side by side, each but the first from a guess. Then each is walked again from the real end
-    of its predecessor, until no start changes. The result is exact, because the first start is right and each
+    blocks are walked side by side, each but the first from a guess. Then each is walked again from the real
+    end of its predecessor, until no start changes. The result is exact: the first start is right, and each
     block starts where the one before ends. This usually takes two or three rounds.
     """
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)

@@ -1,4 +1,4 @@
-"""Values that override those of the files: ``-o Section.key=value``, and the values of other options."""
+"""Overrides of values in files: ``-o Section.key=value``, and the values of other options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, pla
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that a key gets from an option other than ``-o``, or from an argument in Python.
+    """A value for a key from an option other than ``-o``, or from an argument in Python.
 
     Attributes:
         key: dotted.
@@ -35,13 +35,13 @@ Override = str | Setting
 
 
 def overridden_keys(overrides: Iterable[Override]) -> set[str]:
-    """The dotted keys that the overrides give a value to."""
+    """The dotted keys that the overrides set."""
     return {one.key if isinstance(one, Setting) else one.partition("=")[0].strip() for one in overrides}
 
 
 @dataclass(frozen=True)
 class _Read:
-    """One override as it was read."""
+    """One parsed override."""
 
     key: str
     path: tuple[str, ...]
@@ -53,7 +53,7 @@ class _Read:
 
 
 def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Section]) -> Node:
-    """``tree`` with the overrides applied in order; unknown keys are found when the result is validated.
+    """Apply the overrides to ``tree`` in order; unknown keys are found when the result is validated.
 
     Overrides must agree: a later one may repeat or extend an earlier one, but not contradict it.
 
@@ -98,7 +98,7 @@ def _path_of(key: str, place: str) -> tuple[str, ...]:
 
 
 def _refuse_contradictions(read: Sequence[_Read]) -> None:
-    """Raise ConfigError where a later override contradicts an earlier one."""
+    """Raise ConfigError if a later override contradicts an earlier one."""
     latest: dict[tuple[str, ...], _Read] = {}
     below: dict[tuple[str, ...], list[_Read]] = {}
     for one in read:
@@ -155,7 +155,7 @@ def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
 
 
 def _unusable(text: str) -> str | None:
-    """Why ``text`` cannot be a value of any kind: it can neither be written to a file nor name one."""
+    """Why ``text`` cannot be a value of any kind: it can neither be written to a file nor be a file name."""
     if "\0" in text:
         return "holds the character NUL, which is not allowed here"
     try:
@@ -166,7 +166,7 @@ def _unusable(text: str) -> str | None:
 
 
 def _put(tree: Node, one: _Read) -> None:
-    """Put the override's value where its path leads; missing mappings on the way are made."""
+    """Set the value of an override, creating missing mappings on its path."""
     for depth, part in enumerate(one.path):
         is_last = depth == len(one.path) - 1
         if isinstance(tree.value, list):

@@ -1,4 +1,4 @@
-"""YAML files to a tree of nodes that know their file and line."""
+"""Parse YAML files to a tree of nodes that know their file and line."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Sections:
 
 
 def model_in(directory: str | Path) -> str:
-    """The place of values that come from a model's directory."""
+    """The place recorded for values that come from a model's directory."""
     return f"{_OF_A_MODEL}{shown_path(Path(directory))}"
 
 
 def is_of_a_model(place: str) -> bool:
-    """Whether :func:`model_in` made ``place``."""
+    """Whether ``place`` was made by :func:`model_in`."""
     return place.startswith(_OF_A_MODEL)
 
 
 def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: str | None = None) -> str:
-    """The text of ``path``.
+    """Read the text of ``path``.
 
     Args:
         key, value, place: the entry that names the file, for messages; without them the path itself is the
@@ -90,7 +90,7 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
 
 
 def shown_path(path: Path) -> str:
-    """``path`` for messages, escaped and cut if it is not printable or too long."""
+    """Format ``path`` for messages, escaped and cut if it is not printable or too long."""
     text = str(path)
     return text if text.isprintable() and len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}"
 
@@ -110,7 +110,7 @@ def read_yaml(
     shown: str | None = None,
     is_ours: bool = True,
 ) -> Node:
-    """The mapping in the file ``path``.
+    """Read the mapping in the file ``path``.
 
     Args:
         path: the file.
@@ -134,7 +134,7 @@ def read_yaml(
 
 
 def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool = True) -> Node | None:
-    """Parse one YAML document; None when it is empty.
+    """Parse one YAML document; None if it is empty.
 
     Args:
         text: the document.
@@ -165,22 +165,22 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
 
 
 class _Loader(yaml.SafeLoader):
-    """Marks plain scalars, whose values :func:`plain_scalar` decides and not YAML 1.1."""
+    """Leaves plain scalars as text, because :func:`plain_scalar` and not YAML 1.1 decides their values."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """The tag of a node that has none."""
+        """The tag of a node without an explicit one."""
         is_plain = kind is yaml.ScalarNode and implicit[0]
         return _PLAIN if is_plain else super().resolve(kind, value, implicit)
 
 
 class _Tree:
-    """Makes our nodes of YAML's; messages name key and place."""
+    """Converts YAML's nodes to ours; messages name key and place."""
 
     def __init__(self, place: str, with_lines: bool, is_ours: bool) -> None:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        """``node`` and everything below it; ``path`` holds the keys and indices that lead to it."""
+        """Convert ``node`` and everything below it; ``path`` holds the keys and indices that lead to it."""
         where = self._where(node)
         if node.tag not in _TAGS:
             _refuse(f"the tag {shown(node.tag)} is not allowed; write plain values", path, where)
@@ -227,7 +227,7 @@ def _refuse(rule: str, path: tuple[str, ...], place: str) -> NoReturn:
 
 
 def key_problem(key: str, *, is_ours: bool = True) -> str | None:
-    """Why ``key`` cannot be a key of a mapping; None when it can."""
+    """Why ``key`` cannot be the key of a mapping; None if it can."""
     if not key.strip():
         return "a key must be a plain word, and this one is empty"
     if is_ours and key == "<<":

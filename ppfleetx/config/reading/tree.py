@@ -35,7 +35,8 @@ class Node:
 
 
 def plain_scalar(text: str) -> Any:
-    """Value of an unquoted scalar. Not as YAML 1.1: ``2e-5`` is a number, ``None`` null, ``1:30`` a text.
+    """The value of an unquoted scalar. Unlike in YAML 1.1, ``2e-5`` is a number, ``None`` is null and
+    ``1:30`` a text.
 
     Digits without end are a text too; there is no field for such a number.
     """
@@ -56,12 +57,12 @@ def is_index(text: str) -> bool:
 
 
 def is_argument(place: str) -> bool:
-    """Whether a value was given on the command line or in Python, and not in a file."""
+    """Whether a value was given on the command line or in Python, rather than in a file."""
     return place.startswith("-") or place.isidentifier()
 
 
 def node_of(value: Any, place: str, key: str | None = None) -> Node:
-    """Python values as a tree; ``key`` is the dotted key of ``value``.
+    """Convert Python values to a tree; ``key`` is the dotted key of ``value``.
 
     Raises:
         ConfigError: something that a configuration cannot hold.
@@ -82,7 +83,7 @@ def node_of(value: Any, place: str, key: str | None = None) -> Node:
 
 
 def copy_tree(node: Node) -> Node:
-    """``node`` with all below it, for a function that changes trees in place."""
+    """Copy ``node`` and all below it, for functions that change trees in place."""
     if isinstance(node.value, dict):
         return Node({key: copy_tree(child) for key, child in node.value.items()}, node.place, node.text)
     if isinstance(node.value, list):
@@ -91,7 +92,7 @@ def copy_tree(node: Node) -> Node:
 
 
 def plain_value(node: Node) -> Any:
-    """``node`` as Python values, without places."""
+    """Convert ``node`` to Python values, without places."""
     if isinstance(node.value, dict):
         return {key: plain_value(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -100,8 +101,8 @@ def plain_value(node: Node) -> Any:
 
 
 def same_value(one: Node, other: Node) -> bool:
-    """Whether two nodes hold the same, wherever it was written. ``1`` and ``1.0`` are the same, ``true`` is
-    neither."""
+    """Whether two nodes have equal values, wherever they were written. ``1`` equals ``1.0``, and ``true``
+    equals neither."""
     a, b = one.value, other.value
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_value(node, b[key]) for key, node in a.items())
@@ -111,7 +112,7 @@ def same_value(one: Node, other: Node) -> bool:
 
 
 def merge(base: Node, top: Node, path: str = "") -> Node:
-    """``top`` over ``base``: mappings merge key by key, everything else replaces.
+    """Merge ``top`` over ``base``: mappings are merged key by key, everything else is replaced.
 
     ``_inherited_: False`` in a mapping of ``top`` drops what the base has there. ``path`` is the dotted key
     of both, for messages.
@@ -140,7 +141,7 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
 
 
 def strip_marks(node: Node) -> Node:
-    """``node`` without ``_inherited_`` keys, which have no meaning where there is nothing to inherit."""
+    """Remove ``_inherited_`` keys, which have no meaning when there is nothing to inherit."""
     if isinstance(node.value, dict):
         items = {key: strip_marks(child) for key, child in node.value.items() if key != "_inherited_"}
         return Node(items, node.place, node.text)

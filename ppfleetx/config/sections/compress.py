@@ -40,7 +40,7 @@ _BLOCK = re.compile(r"block_\d{1,5}", re.ASCII)
 
 
 def is_of_quantizer(name: str) -> bool:
-    """Whether the parameter of this canonical name says how a linear is quantised."""
+    """Whether the parameter of this canonical name stores how a linear is quantised."""
     return f".{QUANTIZER}." in name
 
 
@@ -82,7 +82,7 @@ class QuantizationConfig(Section):
     """Do not train the embeddings."""
 
     def quantizes(self, name: str, kind: str) -> bool:
-        """Whether the linear of this canonical name is quantised; ``kind``: of :data:`LINEAR_KINDS`."""
+        """Whether the linear of this canonical name is quantised; ``kind`` is one of :data:`LINEAR_KINDS`."""
         if not self.enable or not name.endswith(BLOCK_LINEARS):
             return False
         if name.endswith("attention.kv_up"):  # in decoding, queries are multiplied by it instead of its input
@@ -172,7 +172,7 @@ class WeightsConfig(Section):
     """Patterns (`*`, `?`, `[...]`) of the layers that are stored as they were, e.g. `head` or `*.mlp.fc2`."""
 
     def form_of(self, name: str) -> Form | None:
-        """How the layer of this canonical name is stored; None: as it was."""
+        """How the layer of this canonical name is stored; None: unchanged."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return None
         if not name.startswith("decoder."):
@@ -222,7 +222,7 @@ class PruneConfig(Section):
 
     @property
     def last_step(self) -> int:
-        """Steps after which the whole ratio is removed."""
+        """The step after which the whole ratio is removed."""
         return self.begin_step if self.end_step is None else self.end_step
 
     def is_due(self, step: int) -> bool:
@@ -232,7 +232,7 @@ class PruneConfig(Section):
         return self.begin_step <= step < self.last_step and (step - self.begin_step) % self.frequency == 0
 
     def share_after(self, step: int) -> float:
-        """The share that is to be gone after ``step`` steps, from 0 to ``ratio``."""
+        """The share that has been removed after ``step`` steps, from 0 to ``ratio``."""
         if step >= self.last_step:
             return self.ratio
         if step < self.begin_step:
@@ -253,7 +253,7 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """How many of ``total`` equal parts make up ``share``, rounded down."""
+    """The number of ``total`` equal parts that make up ``share``, rounded down."""
     return int(total * share + 1e-9)
 
 
@@ -293,12 +293,12 @@ class CompressConfig(Section):
 
     @property
     def quantization(self) -> QuantizationConfig | None:
-        """How training simulates quantisation; None where it does not."""
+        """The settings of quantisation in training; None if it is off."""
         return self.Quantization if self.Quantization is not None and self.Quantization.enable else None
 
     @property
     def pruning(self) -> PruneConfig | None:
-        """How training prunes; None where it does not."""
+        """The settings of pruning in training; None if it is off."""
         return self.Prune if self.Prune is not None and self.Prune.enable else None
 
     @model_validator(mode="after")

@@ -115,12 +115,12 @@ class DatasetConfig(Section):
 
     @property
     def is_corpus(self) -> bool:
-        """Whether samples are cut from token corpora, and not single records of a text file."""
+        """Whether samples are cut from token corpora rather than being records of a text file."""
         return DATASETS.traits(self.name).kind == "corpus"
 
     @property
     def is_texts(self) -> bool:
-        """Whether samples are records of text files, which a tokenizer encodes."""
+        """Whether samples are records of text files, to be encoded by a tokenizer."""
         return DATASETS.traits(self.name).kind == "texts"
 
     @property
@@ -201,12 +201,12 @@ class DataSplitConfig(Section):
 
     @property
     def shuffles_for_training(self) -> bool:
-        """Whether batches of Train are drawn by a permutation of each pass."""
+        """Whether each pass over Train has a new random order."""
         traits = DATASETS.traits(self.dataset.name)
         return self.sampler.shuffle or (traits.kind != "corpus" and traits.shuffled)
 
     def key_of(self, mode: str, name: str) -> str:
-        """Dotted key of the dataset's field ``name``, where this is ``Data.<mode>``."""
+        """The dotted key of the dataset's field ``name`` in the section ``Data.<mode>``."""
         return f"Data.{mode}.dataset.{name}"
 
 
@@ -230,7 +230,7 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """``dataset``, overridden by the values of this set.
+        """Override ``dataset`` by the values of this set.
 
         Raises:
             RuleError: the result breaks a rule of datasets.
@@ -274,7 +274,7 @@ class EvalConfig(DataSplitConfig):
         return self
 
     def of_set(self, name: str) -> EvalConfig:
-        """What evaluates the set ``name`` alone."""
+        """The evaluation section for the set ``name`` alone."""
         one = self.model_copy(update={"dataset": self.sets[name].over(self.dataset), "sets": {}})
         one._set = name
         return one
@@ -327,8 +327,8 @@ class DataConfig(Section):
     """Needed by generation, by datasets of texts, and by `eod_mask_loss`/`reset_*` without `eod_id`."""
 
     def sections(self, *modes: str) -> Iterator[tuple[str, DataSplitConfig]]:
-        """(``Train``, ``Eval`` or ``Test``, section) of what is given of ``modes``; each evaluation set is a
-        section of its own."""
+        """The sections among ``modes`` that are set, as (``Train``, ``Eval`` or ``Test``, section); each
+        evaluation set is a separate section."""
         for mode in modes:
             section = getattr(self, mode)
             if isinstance(section, EvalConfig) and section.sets:

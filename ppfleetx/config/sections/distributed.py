@@ -76,12 +76,13 @@ class DistributedConfig(Section):
 
     @property
     def bucket_bytes(self) -> int | None:
-        """Bytes of a bucket of gradients that leaves during the backward pass; None: none does."""
+        """The size of a gradient bucket that is sent during the backward pass; None if gradients are sent
+        afterwards."""
         return self.packed_bytes if self.sharding.reduce_overlap else None
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of what is packed into messages at a time."""
+        """The bytes that are packed into messages at a time."""
         return int(self.bucket_size * 2**20)
 
     @model_validator(mode="after")
@@ -112,7 +113,7 @@ class DistributedConfig(Section):
             )
 
     def layers_of_chunks(self, num_layers: int, virtual_pp_degree: int) -> tuple[int, ...] | None:
-        """Layers of each chunk in model order, where ``pp_layers`` or ``noop_layers`` say it."""
+        """The layers of each chunk in model order, if ``pp_layers`` or ``noop_layers`` determine them."""
         if self.pp_layers is not None:
             rows = (row if isinstance(row, tuple) else (row,) for row in self.pp_layers)
             return tuple(number for row in rows for number in row)

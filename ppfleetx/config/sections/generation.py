@@ -33,7 +33,7 @@ READ_BY = {
 
 
 def _id_of_text(value: Any) -> Any:
-    """The keys of a JSON object are texts, even where they are token ids."""
+    """Convert a token id written as text, as in the keys of a JSON object, to a number."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 
@@ -173,7 +173,7 @@ class GenerationConfig(TokenOptions):
         return None if given is None else tuple(dict.fromkeys(given))
 
     def unread(self, keys: Iterable[str]) -> tuple[str, str] | None:
-        """The first of ``keys`` that asks for what another strategy alone reads, and that strategy.
+        """Find the first of ``keys`` that is set but used only by another strategy, and that strategy.
 
         A seed asks for nothing by itself: without sampling every seed gives the same.
         """

@@ -45,7 +45,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """The factor of the adapters' part."""
+        """The factor of the adapters' output."""
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:

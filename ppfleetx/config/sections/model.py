@@ -75,7 +75,7 @@ class LatentAttentionConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        """Width of a head's query and key."""
+        """The width of a head's query and key."""
         return self.nope_head_dim + self.rope_head_dim
 
     @model_validator(mode="after")
@@ -222,7 +222,7 @@ class ModelConfig(Section):
 
     @property
     def task(self) -> ModuleTraits:
-        """What the task named by `module` is."""
+        """The traits of the task named by `module`."""
         return MODULES.traits(self.module)
 
     @property
@@ -232,12 +232,12 @@ class ModelConfig(Section):
 
     @property
     def positions(self) -> PositionTraits:
-        """How positions enter."""
+        """The traits of the position encoding."""
         return POSITIONS.traits(self.position_embedding_type)
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding table: `vocab_size` rounded up to the divisible unit."""
+        """The rows of the embedding table: `vocab_size` rounded up to the divisible unit."""
         unit = self.vocab_size_divisible_unit
         return -(-self.vocab_size // unit) * unit
 
@@ -249,32 +249,32 @@ class ModelConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Number of key/value heads."""
+        """The number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """Width of one head; with latent attention, of its query and key."""
+        """The width of one head; with latent attention, of its query and key."""
         if self.latent_attention is not None:
             return self.latent_attention.head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def rotary_size(self) -> int:
-        """Features of each head that rotary positions turn."""
+        """The features of each head that rotary positions rotate."""
         if self.latent_attention is not None:
             return self.latent_attention.rope_head_dim
         return int(self.head_size * self.rotary_percent)
 
     @property
     def embedding_std(self) -> float:
-        """Standard deviation of the initial embeddings."""
+        """The standard deviation of the initial embeddings."""
         given = self.embedding_initializer_range
         return self.initializer_range if given is None else given
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of the MLP (of each of gate and up with swiglu)."""
+        """The inner width of the MLP (of each of gate and up with swiglu)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.is_gated:
@@ -283,7 +283,7 @@ class ModelConfig(Section):
 
     @property
     def mixtures(self) -> MoEConfig | None:
-        """`moe` as far as it decides what given weights compute."""
+        """The keys of `moe` that affect the output of given weights."""
         return None if self.moe is None else self.moe.of_network(self.num_layers, self.ffn_size)
 
     @property
@@ -307,7 +307,7 @@ class ModelConfig(Section):
         return bool(self.add_head_bias)
 
     def block_linears(self) -> list[str]:
-        """Canonical names of the linears of all blocks."""
+        """The canonical names of the linears of all blocks."""
         attention = ["qkv"]
         if self.latent_attention is not None:
             attention = ["q_up", "kv_down", "kv_up"]

@@ -24,8 +24,8 @@ BATCH_LOSSES = ("switch", "gshard", "pooled")
 
 
 def is_router_load(name: str) -> bool:
-    """Whether a parameter, by its canonical name, holds the experts' shares of the step before, which only a
-    run with one of :data:`BATCH_LOSSES` has."""
+    """Whether a parameter, by its canonical name, holds the experts' shares of the previous step; only
+    runs with one of :data:`BATCH_LOSSES` have it."""
     return name.endswith(".mlp.router.load")
 
 
@@ -126,7 +126,7 @@ class MoEConfig(Section):
     """Limit an expert's positions; null: nothing is dropped."""
 
     def __repr__(self) -> str:
-        """As it may be written in YAML."""
+        """The section as it could be written in YAML."""
         return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
 
     def mixture_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -136,7 +136,8 @@ class MoEConfig(Section):
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """What given weights compute: the same for all sections that differ in spelling or training alone."""
+        """The part that affects the output of given weights: equal for sections that differ only in
+        spelling or training."""
         default = type(self).model_fields
         return self.model_copy(
             update={

@@ -56,8 +56,8 @@ class LRConfig(Section):
 
     @property
     def num_warmup_steps(self) -> float:
-        """Warm-up in optimizer steps, not always whole ones; a `warmup_rate` needs `decay_steps`, which
-        loading fills in.
+        """The warm-up in optimizer steps, which may be fractional; a `warmup_rate` needs `decay_steps`,
+        which loading fills in.
 
         Raises:
             RuleError: ``warmup_rate`` without ``decay_steps``.
@@ -196,7 +196,7 @@ class ParamGroupConfig(Section):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Patterns of names; none: every name."""
+        """The patterns of names; none: every name."""
         return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
 
     def takes(self, name: str, kind: ParamKind) -> bool:
@@ -207,7 +207,8 @@ class ParamGroupConfig(Section):
 
 
 def is_hidden(name: str, kind: ParamKind) -> bool:
-    """Whether Muon moves a parameter: matrices of the blocks, not tables, heads, routers and adapters."""
+    """Whether Muon updates a parameter: matrices of the blocks, except tables, heads, routers and
+    adapters."""
     return kind == "matrix" and name.startswith("decoder.layers.")
 
 
@@ -239,16 +240,17 @@ class OptimizerConfig(Section):
 
     @property
     def names(self) -> set[str]:
-        """All optimizers in use."""
+        """The names of all optimizers in use."""
         return {self.name, *(group.optimizer or self.name for group in self.groups)}
 
     @property
     def num_states(self) -> int:
-        """Float32 tensors of a parameter's shape that it keeps for each parameter, at most."""
+        """The largest number of float32 tensors that the optimizer keeps per parameter, each of its shape."""
         return max(OPTIMIZERS.traits(name).states for name in self.names)
 
     def states_of(self, name: str, kind: ParamKind) -> int:
-        """Float32 tensors of its shape that the optimizer of parameter ``name`` keeps for it."""
+        """The number of float32 tensors that the optimizer of parameter ``name`` keeps for it, each of its
+        shape."""
         own = next((group.optimizer for group in self.groups if group.takes(name, kind)), None)
         traits = OPTIMIZERS.traits(own or self.name)
         few = traits.matrix_states if is_hidden(name, kind) else None

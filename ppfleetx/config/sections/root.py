@@ -47,12 +47,12 @@ class RunConfig(Section):
 
     @property
     def plan(self) -> ParallelPlan:
-        """Parallel degrees of the run."""
+        """The parallel degrees of the run."""
         return plan_of(self)
 
     @property
     def batch(self) -> BatchPlan:
-        """Batch sizes of the run.
+        """The batch sizes of the run.
 
         Raises:
             RuntimeError: the configuration was not made by ``load_config``.
@@ -63,12 +63,12 @@ class RunConfig(Section):
 
     @property
     def origins(self) -> dict[str, str]:
-        """Where each given value was written: dotted key -> ``file:line`` or ``-o override n``."""
+        """The place of each given value: dotted key -> ``file:line`` or ``-o override n``."""
         return dict(self._origins)
 
     @property
     def derived(self) -> frozenset[str]:
-        """Keys that got their values from other keys and the number of processes."""
+        """The keys whose values were derived from other keys and the number of processes."""
         return self._derived
 
     @property
@@ -77,11 +77,11 @@ class RunConfig(Section):
         return self._warnings
 
     def changed(self, section: str, **values: Any) -> RunConfig:
-        """A copy with other values in one section, which are not validated."""
+        """A copy with different values in one section, which are not validated."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def __eq__(self, other: object) -> bool:
-        """Equal values, wherever they were written."""
+        """Compare values, wherever they were written."""
         if not isinstance(other, RunConfig):
             return NotImplemented
         return self.model_dump() == other.model_dump()
@@ -90,7 +90,7 @@ class RunConfig(Section):
 
 
 def plan_of(cfg: RunConfig) -> ParallelPlan:
-    """The parallel plan a configuration asks for; an open ``dp_degree`` is 1."""
+    """The parallel plan of a configuration; an open ``dp_degree`` is taken as 1."""
     distributed, sharding = cfg.Distributed, cfg.Distributed.sharding
     return ParallelPlan(
         dp=distributed.dp_degree or 1,
@@ -110,7 +110,7 @@ def plan_of(cfg: RunConfig) -> ParallelPlan:
 
 
 def data_sets(cfg: RunConfig, mode: str = "Eval") -> dict[str | None, RunConfig]:
-    """{name: configuration whose ``Data.<mode>`` is that set alone}, in the order of the file.
+    """One configuration per named dataset of ``Data.<mode>``, by name, in the order of the file.
 
     A section without named sets is one set with the name None; without ``Data.<mode>`` there are none.
     """

@@ -79,8 +79,8 @@ class RopeScalingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Say why a type is not there, and fill in what it has by default, so that equal functions are equal
-        sections."""
+        """Refuse unsupported types with the reason, and fill in defaults, so that equal functions are
+        equal sections."""
         if not isinstance(values, dict) or not isinstance(values.get("type"), str):
             return values
         if values["type"] in REFUSED_TYPES:
