@@ -54,7 +54,7 @@ class BeamOptions:
 
     @property
     def group_size(self) -> int:
-        """N."""
+        """The number of beams in a group, N."""
         return self.num_beams // self.num_groups
 
 
@@ -65,7 +65,7 @@ def beam_search(
     options: BeamOptions,
     num_results: int = 1,
 ) -> list[Row]:
-    """The best continuations of every prompt, ``num_results`` rows each, best first.
+    """Find the best continuations of every prompt, ``num_results`` rows each, best first.
 
     Args:
         session: the prompts.
@@ -140,7 +140,7 @@ def _take_step(
 
 
 def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -> paddle.Tensor:
-    """``[b * N, V]``: how much each token's score drops because beams of earlier groups have ``taken`` it."""
+    """The penalties ``[b * N, V]`` of tokens that beams of earlier groups have ``taken``."""
     counts = np.stack([np.bincount(tokens, minlength=vocab) for tokens in taken])
     penalty = (options.diversity_rate * counts).astype(np.float32)
     return paddle.to_tensor(np.repeat(penalty, options.group_size, axis=0))
@@ -156,7 +156,7 @@ class _Candidates:
 
 
 def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
-    """The likeliest continuations, by log-probabilities ``[groups * N, V]`` of the next token."""
+    """Select the likeliest continuations, given log-probabilities ``[groups * N, V]`` of the next token."""
     vocab = scores.shape[-1]
     size, looked_at = groups[0].options.group_size, max(2, 1 + len(groups[0].end_ids))
     so_far = paddle.to_tensor(np.concatenate([group.scores for group in groups]))
@@ -170,7 +170,7 @@ def _best(scores: paddle.Tensor, groups: Sequence[_Group]) -> list[_Candidates]:
 
 
 def _results(groups: Sequence[_Group], count: int) -> list[Row]:
-    """The best ``count`` results of each prompt, from all its groups."""
+    """Collect the best ``count`` results of each prompt from all its groups."""
     found: dict[int, list[tuple[float, Row]]] = {}
     for group in groups:
         found.setdefault(group.prompt, []).extend(group.finished)

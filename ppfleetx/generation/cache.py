@@ -34,7 +34,7 @@ class GrowingCache:
 
     @property
     def length(self) -> int:
-        """Columns held, n."""
+        """The number of columns held, n."""
         return self._length
 
     def extend(self, num_new: int, visible: np.ndarray) -> None:
@@ -126,7 +126,7 @@ class GrowingCache:
 
 
 def _lengthened(held: paddle.Tensor, length: int, room: int) -> paddle.Tensor:
-    """The first ``length`` columns of ``held [b, g, k, d]``, followed by ``room`` columns of zeros."""
+    """Copy the first ``length`` columns of ``held [b, g, k, d]``, followed by ``room`` columns of zeros."""
     rows, groups, _, size = held.shape
     zeros = paddle.zeros([rows, groups, room, size], dtype=held.dtype)
     return paddle.concat([held[:, :, :length], zeros], axis=2)

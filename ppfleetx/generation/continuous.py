@@ -49,7 +49,7 @@ class JoinableCache(GrowingCache):
         self._length = columns
 
     def copy_of(self, row: int, columns: np.ndarray) -> Layers:
-        """A copy of the keys and values ``[1, g, m, d]`` of one row's ``columns [m]``."""
+        """Copy the keys and values ``[1, g, m, d]`` of one row's ``columns [m]``."""
         index = paddle.to_tensor(columns)
         return {
             layer: tuple(held[row : row + 1].index_select(index, axis=2) for held in pair)
@@ -82,7 +82,7 @@ class JoinableCache(GrowingCache):
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
-    """The first ``length`` columns of ``tensor [b, g, k, d]``, zero-padded on the left."""
+    """Copy the first ``length`` columns of ``tensor [b, g, k, d]``, zero-padded on the left."""
     if tensor.shape[2] == length == columns:
         return tensor
     rows, groups, _, size = tensor.shape
@@ -177,7 +177,7 @@ class ContinuousBatch:
         self._newcomers: list[tuple[list[int], int]] = []
 
     def _step(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Logits ``[(1 + s) * b, V]`` for the rows in the cache, see :meth:`logits_with_guesses`."""
+        """Compute logits ``[(1 + s) * b, V]`` for the rows in the cache; see :meth:`logits_with_guesses`."""
         self._take_out_unused()
         width = 1 + max(map(len, guesses))
         rows = self.history[: len(guesses)]

@@ -96,12 +96,12 @@ class FusedBlocks:
         penalty: paddle.Tensor | None,
         memory: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """:func:`ppfleetx.nn.cpu_ops.fused_blocks.run` with the angles of the positions."""
+        """Call :func:`ppfleetx.nn.cpu_ops.fused_blocks.run` with the angles of the positions."""
         angles = self.angles(position_ids)
         return fused_blocks.run(hidden, column, penalty, angles, memory, weights, self._epsilon)
 
     def make_weights(self, add_linear: AddLinear) -> fused_blocks.BlockWeights | None:
-        """All weights in order; None if ``add_linear`` fails."""
+        """Pass all weights in order to ``add_linear``; None if it fails."""
         made = fused_blocks.BlockWeights()
         made.begin(_sizes(self._blocks[0]), len(self._blocks))
         for block in self._blocks:
@@ -115,7 +115,7 @@ class FusedBlocks:
 
 
 def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
-    """The blocks and the final norm of a model as one operation; None if no operation does the same."""
+    """Build the blocks and the final norm of a model as one operation; None if no operation does the same."""
     if not fused_blocks.are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -123,7 +123,7 @@ def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
 
 
 def can_fuse(layers: Sequence[nn.Layer]) -> bool:
-    """Whether the operator does what these layers do, regardless of how their matrices are stored."""
+    """Whether the operator supports these layers, regardless of how their matrices are stored."""
     *blocks, final_norm = layers
     if not blocks or type(final_norm) is not FinalNorm or not all(map(_is_plain_block, blocks)):
         return False
@@ -158,7 +158,8 @@ def _has_hooks(layer: nn.Layer) -> bool:
 
 
 def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
-    """In the order of :meth:`~ppfleetx.nn.cpu_ops.fused_blocks.BlockWeights.add_norm`."""
+    """The norms of a block in the order of
+    :meth:`~ppfleetx.nn.cpu_ops.fused_blocks.BlockWeights.add_norm`."""
     attention = block.attention
     return (
         block.input_norm,
@@ -171,7 +172,8 @@ def _norms(block: Block) -> tuple[nn.Layer | None, ...]:
 
 
 def linears_of(block: Block) -> tuple[nn.Layer, ...]:
-    """In the order of :meth:`~ppfleetx.nn.cpu_ops.fused_blocks.BlockWeights.add_linear`."""
+    """The linears of a block in the order of
+    :meth:`~ppfleetx.nn.cpu_ops.fused_blocks.BlockWeights.add_linear`."""
     return block.attention.qkv, block.attention.out_proj, block.mlp.fc1, block.mlp.fc2
 
 

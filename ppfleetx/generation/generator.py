@@ -60,7 +60,7 @@ class Batch:
 
     @property
     def streams(self) -> list[tuple[int, int]]:
-        """(prompt of the batch, copy) of each row."""
+        """The random streams of the rows: (prompt of the batch, copy) for each row."""
         copies = self.cfg.num_return_sequences
         return [(i, copy) for i in range(len(self.max_new_tokens)) for copy in range(copies)]
 
@@ -78,22 +78,22 @@ class Batch:
 
     @property
     def _all_streams(self) -> list[tuple[int, int]]:
-        """(prompt of the whole list, copy) of each row."""
+        """The random streams of the rows: (prompt of the whole list, copy) for each row."""
         return [(self.first_prompt + prompt, copy) for prompt, copy in self.streams]
 
     def exponentials(self, vocab_size: int) -> np.ndarray:
-        """``[rows, steps, n]`` float32: the random numbers of all steps, see `RandomStream`."""
+        """The random numbers of all steps, ``[rows, steps, n]`` float32; see `RandomStream`."""
         steps = max(self.max_new_tokens)
         streams = [RandomStream(self.seed, *stream, vocab_size) for stream in self._all_streams]
         return np.stack([stream.numbers(0, steps) for stream in streams])
 
     def uniforms(self) -> np.ndarray:
-        """``[rows, steps]`` float32: the random numbers that programs exported in format 2 draw with."""
+        """The random numbers that programs exported in format 2 draw with, ``[rows, steps]`` float32."""
         steps = max(self.max_new_tokens)
         return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
 
     def choose(self, vocab_size: int) -> Choose:
-        """The function that chooses the rows' tokens from ids below ``vocab_size``."""
+        """Return the function that chooses the rows' tokens from ids below ``vocab_size``."""
         if self.is_greedy:
             return greedy
         return Sampler(self.seed, self._all_streams, vocab_size, self.options)
@@ -101,7 +101,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Generation:
-    """One continuation of a prompt. Rounding may differ in equal ones.
+    """One continuation of a prompt. Values of equal ones may differ by rounding.
 
     Attributes:
         text: the new text, without the prompt, the end token and the stop string.
@@ -119,7 +119,7 @@ class Generation:
 
 
 class TextGenerator(ABC):
-    """What all ways of continuing prompts share: token ids, limits, batches and text.
+    """Base class of generators: token ids, limits, batches and text.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -135,7 +135,7 @@ class TextGenerator(ABC):
 
     @property
     def max_positions(self) -> int:
-        """Limit of tokens in a prompt and its continuation together."""
+        """The limit of tokens in a prompt and its continuation together."""
         return self._max_positions
 
     def generate(
@@ -217,7 +217,7 @@ class TextGenerator(ABC):
         return ids or [self._tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
-        """How many tokens a prompt may get: ``max_dec_len`` if it was set, or else as many as fit."""
+        """The limit of new tokens of a prompt: ``max_dec_len`` if it was set, or else as many as fit."""
         room = self._max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len
@@ -262,7 +262,7 @@ class Generator(TextGenerator):
 
     @property
     def next_token_model(self) -> NextTokenModel:
-        """Computes the logits; for your own decoding loop (the model is in `eval` mode)."""
+        """The model that computes the logits, in `eval` mode, for use in your own decoding loop."""
         return self._next_token
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
@@ -301,7 +301,7 @@ class Generator(TextGenerator):
         )
 
     def _search(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
-        """Beam search. Which tokens stay is known only at the end, so all text is emitted then."""
+        """Run beam search. The final tokens are known only at the end, so all text is emitted then."""
         cfg = batch.cfg
         options = BeamOptions(
             cfg.num_beams, cfg.length_penalty, cfg.early_stopping, cfg.num_beam_groups, cfg.diversity_rate

@@ -20,7 +20,7 @@ _WHITESPACE = r" |\n {0,20}"
 
 
 class Grammar:
-    """Says which tokens may come next in a row. Rows may share it.
+    """Determines which tokens may come next in a row. Rows may share it.
 
     Args:
         grammar: a grammar of llguidance.
@@ -44,7 +44,7 @@ class Grammar:
     def of(
         cls, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> Grammar:
-        """The grammar for the form of a continuation, whose end is one of ``end_ids``.
+        """Build the grammar for a form of continuation that ends with one of ``end_ids``.
 
         Raises:
             ConfigError: the library is missing, the form cannot be had, or there is no end token.

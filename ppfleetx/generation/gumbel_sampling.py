@@ -25,7 +25,7 @@ _NUMBERS_PER_COUNTER = 2 * _WORDS_PER_COUNTER
 
 
 def race_size(vocab_size: int) -> int:
-    """n: one random number for each place in a block, and one for each block."""
+    """The number of random numbers per draw, n: one for each place in a block, and one for each block."""
     return BLOCK + -(-vocab_size // BLOCK)
 
 
@@ -79,7 +79,7 @@ def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
 
 
 def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """:func:`draw` on any device and in an exported program."""
+    """Like :func:`draw`, on any device and in an exported program."""
     vocab_size = weights.shape[-1]
     num_blocks = -(-vocab_size // BLOCK)
     missing = num_blocks * BLOCK - vocab_size
@@ -96,7 +96,7 @@ def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> p
 
 
 def _draw_on_host(weights: np.ndarray, exponentials: np.ndarray) -> np.ndarray:
-    """:func:`draw` with NumPy, which needs fewer steps."""
+    """Like :func:`draw`, with NumPy, which needs fewer steps."""
     rows, vocab_size = weights.shape
     missing = -vocab_size % BLOCK
     if missing:

@@ -35,7 +35,7 @@ def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: 
 
 
 def forbid(logits: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
-    """``logits [b, V]`` with probability 0 for the tokens ``ids [e]`` int64."""
+    """Give the tokens ``ids [e]`` int64 probability 0 in ``logits [b, V]``."""
     columns = is_any_of(paddle.arange(logits.shape[-1]), ids)
     return paddle.where(columns, paddle.full([], -np.inf, dtype=logits.dtype), logits)
 
@@ -46,7 +46,7 @@ def is_any_of(tokens: paddle.Tensor, ids: paddle.Tensor) -> paddle.Tensor:
 
 
 def force(logits: paddle.Tensor, token_id: int, rows: paddle.Tensor) -> paddle.Tensor:
-    """``logits [b, V]`` with all probability on one token, in the rows where ``rows [b]`` is true."""
+    """Put all probability of ``logits [b, V]`` on one token, in the rows where ``rows [b]`` is true."""
     column = paddle.arange(logits.shape[-1]) == token_id
     forced = paddle.where(
         column, paddle.zeros([], dtype=logits.dtype), paddle.full([], -np.inf, dtype=logits.dtype)
@@ -118,7 +118,8 @@ def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
 
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:
-    """``probabilities [b, m]`` of tokens ``ids [b, m]`` as ``[b, vocab_size]``, with 0 for all others.
+    """Scatter ``probabilities [b, m]`` of tokens ``ids [b, m]`` into ``[b, vocab_size]``, with 0 for all
+    other tokens.
 
     In the order of ids, two almost equally likely tokens do not swap places when their probabilities change
     in the last bits.
@@ -128,7 +129,7 @@ def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> 
 
 
 def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """The ``count`` largest values in each row of ``values [b, m]``, descending, and their columns."""
+    """Find the ``count`` largest values in each row of ``values [b, m]``, descending, and their columns."""
     if not _is_on_host(values):
         return paddle.topk(values, count, axis=-1)
     # Paddle's CPU kernel sorts whole rows; NumPy selects first, which is several times faster.
@@ -143,7 +144,8 @@ def largest(values: paddle.Tensor, count: int) -> tuple[paddle.Tensor, paddle.Te
 
 
 def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
-    """``log_softmax`` of ``logits [b, V]``; Paddle's own kernel takes a second for 8 rows on a CPU."""
+    """Compute ``log_softmax`` of ``logits [b, V]``; Paddle's own kernel takes a second for 8 rows on a
+    CPU."""
     shifted = logits - logits.max(-1, keepdim=True)
     return shifted - shifted.exp().sum(-1, keepdim=True).log()
 
@@ -154,7 +156,7 @@ def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.T
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
-    """Top-p for probabilities ``[b, V]`` in the order of ids; of equal ones the lower ids are kept.
+    """Apply top-p to probabilities ``[b, V]`` in the order of ids; of equal ones the lower ids are kept.
 
     There are four implementations: our own operator, NumPy where that has not been compiled, a sort on a GPU,
     and :mod:`ppfleetx.deploy.static.token_choice` in an exported program, which has no NumPy. All keep the
@@ -173,7 +175,7 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """:func:`nucleus` of ``[V]``: only the bucket of values in which p is reached is sorted."""
+    """Apply :func:`nucleus` to one row ``[V]``: only the bucket of values in which p is reached is sorted."""
     top_p = _in_float32(top_p)
     # Buckets by exponent and the top 8 bits of the fraction, which sort like the numbers: none is negative.
     bucket = probabilities.view(np.int32) >> 15
@@ -203,7 +205,7 @@ def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[pad
 
 
 def keep_from(probabilities: paddle.Tensor, smallest: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """``probabilities [b, V]`` with all but the ``count`` largest zero; ``smallest`` is the last kept."""
+    """Zero all but the ``count`` largest of ``probabilities [b, V]``; ``smallest`` is the last one kept."""
     kept = probabilities >= smallest
     too_many = kept.astype("int64").sum(-1, keepdim=True) - count
     if bool((too_many > 0).any()):
@@ -220,7 +222,8 @@ def _before(falling: paddle.Tensor) -> paddle.Tensor:
 
 
 def _in_float32(top_p: float | paddle.Tensor) -> float | paddle.Tensor:
-    """``top_p`` rounded to float32, as our operator and exported programs have it; tensors in float64."""
+    """Round ``top_p`` to float32, as our operator and exported programs do; tensors are returned in
+    float64."""
     return np.float32(top_p).item() if isinstance(top_p, float) else top_p.astype("float64")
 
 

@@ -1,4 +1,4 @@
-"""The options by which a row's tokens are chosen, and the table of what each of them does to logits.
+"""The options for choosing a row's tokens, and the table of their effects on logits.
 
 A new option is a key of :class:`~ppfleetx.config.sections.generation.TokenOptions`, a field of
 :class:`RowOptions` and a row of :data:`PROCESSORS`: the command line, Python, the server and all plans then
@@ -53,7 +53,7 @@ class RowOptions:
     def of(
         cls, options: TokenOptions, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> RowOptions:
-        """The options of a section or a request.
+        """Build the options of a section or a request.
 
         Args:
             end_ids: tokens that end a row.
@@ -79,7 +79,7 @@ class RowOptions:
 
     @property
     def change_logits(self) -> bool:
-        """Whether any of :data:`PROCESSORS` has something to do."""
+        """Whether any of :data:`PROCESSORS` would change logits."""
         return any(getattr(self, name) != getattr(PLAIN, name) for name in PROCESSORS)
 
 
@@ -88,7 +88,7 @@ PLAIN = RowOptions()
 
 
 def chosen(logits: paddle.Tensor, options: RowOptions, exponentials: np.ndarray | None) -> paddle.Tensor:
-    """One token per row of processed ``logits [b, V]``.
+    """Choose one token per row of processed ``logits [b, V]``.
 
     Args:
         exponentials: ``[b, n]`` numbers of the rows' `RandomStream`; not needed at temperature 0.
@@ -107,7 +107,7 @@ def chosen(logits: paddle.Tensor, options: RowOptions, exponentials: np.ndarray 
 
 
 def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) -> None:
-    """Raise ConfigError unless all ``ids`` of the key are the tokenizer's."""
+    """Raise ConfigError unless all ``ids`` of the key are in the tokenizer."""
     wrong = next((one for one in ids if one >= tokenizer.vocab_size), None)
     if wrong is not None:
         raise ConfigError(
@@ -118,7 +118,7 @@ def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) 
 def ended_by(
     options: TokenOptions, end_ids: tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> tuple[int, ...]:
-    """The tokens that end a row of a model whose own are ``end_ids``.
+    """The tokens that end a row: those of ``options``, or else the model's own ``end_ids``.
 
     Raises:
         ConfigError: one is not the tokenizer's.
@@ -129,7 +129,8 @@ def ended_by(
 
 
 def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) -> list[tuple[int, ...]]:
-    """The token sequences of a bad word: inside a text, and after a space if that begins another token."""
+    """The token sequences of a bad word: inside a text and, if a space before it changes its tokens, after
+    a space."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (
@@ -152,7 +153,7 @@ class RowTokens:
 
 
 def processed(logits: paddle.Tensor, options: RowOptions, rows: Sequence[RowTokens]) -> paddle.Tensor:
-    """``logits [b, V]`` after all :data:`PROCESSORS`; beam search passes log-probabilities."""
+    """Apply all :data:`PROCESSORS` to ``logits [b, V]``; beam search passes log-probabilities."""
     for name, processor in PROCESSORS.items():
         value = getattr(options, name)
         if value != getattr(PLAIN, name):
@@ -181,7 +182,7 @@ def _penalize_frequency(logits: paddle.Tensor, amount: float, rows: Sequence[Row
 
 
 def _counts(rows: Sequence[RowTokens], vocab_size: int) -> np.ndarray:
-    """``[b, V]`` float32: how often each token is among a row's new ones."""
+    """Count how often each token is among a row's new ones, ``[b, V]`` float32."""
     counts = [np.bincount(np.asarray(row.new, np.int64), minlength=vocab_size) for row in rows]
     return np.stack(counts).astype(np.float32)
 

@@ -69,7 +69,7 @@ class TokenScore:
 
 
 def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """The scores of ``tokens`` under ``logits [b, V]``, each with the ``num_top`` likeliest tokens."""
+    """Score ``tokens`` by ``logits [b, V]``, each with the ``num_top`` likeliest tokens."""
     scores = log_probabilities(logits)
     chosen = paddle.take_along_axis(scores, paddle.to_tensor(np.array(tokens)[:, None]), axis=1)
     own = chosen.flatten().numpy().tolist()
@@ -82,7 +82,7 @@ def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> 
 
 
 def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """The score of each token of a text, given those before it; the first has none.
+    """Score each token of a text, given those before it; the first has no score.
 
     Args:
         model: computes the logits.
@@ -97,7 +97,8 @@ def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> 
 
 
 def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
-    """``[h]`` float32: the hidden state after the last token before the head, scaled to length 1."""
+    """Compute the embedding ``[h]`` float32 of a text: the last hidden state before the head, scaled to
+    length 1."""
     for _start, _size, *inputs in _parts(tokens):
         hidden = model.hidden_states(*inputs)
     vector = hidden[-1, 0].astype("float32").numpy()
@@ -107,7 +108,7 @@ def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
 def _parts(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
-    """(first token, number of tokens, and the arguments of a pass) of each part of a text."""
+    """Split a text into parts: (first token, number of tokens, and the arguments of a pass) of each."""
     cache = GrowingCache()
     for start in range(0, len(tokens), _COLUMNS):
         part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]

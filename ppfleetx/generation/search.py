@@ -46,7 +46,7 @@ class Rules:
     forced_eos_id: int | None = None
 
     def change(self, num_new: int, limit: int) -> bool:
-        """Whether they may change the logits of a row with ``num_new`` of its ``limit`` tokens."""
+        """Whether the rules may change the logits of a row with ``num_new`` of its ``limit`` tokens."""
         return (
             self.options.change_logits
             or (bool(self.end_ids) and num_new < self.min_new_tokens)

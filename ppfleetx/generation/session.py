@@ -66,7 +66,7 @@ class NextTokenModel:
         cache: GrowingCache,
         num_last: int = 1,
     ) -> paddle.Tensor:
-        """Logits after new ``tokens [b, s]``; ``cache`` with its n columns is extended by them.
+        """Compute the logits after new ``tokens [b, s]``, which extend the n columns of ``cache``.
 
         Args:
             tokens, position_ids: ``[b, s]`` int64.
@@ -89,7 +89,7 @@ class NextTokenModel:
     def hidden_states(
         self, tokens: paddle.Tensor, position_ids: paddle.Tensor, visible: np.ndarray, cache: GrowingCache
     ) -> paddle.Tensor:
-        """The hidden states ``[s, b, h]`` before the head; arguments as for :meth:`with_cache`."""
+        """Compute the hidden states ``[s, b, h]`` before the head; arguments as for :meth:`with_cache`."""
         state = (tokens, position_ids)
         if not cache.length and not visible.all():
             state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
@@ -121,7 +121,7 @@ class NextTokenModel:
     def without_cache(
         self, tokens: paddle.Tensor, position_ids: paddle.Tensor, document_start: paddle.Tensor | None
     ) -> paddle.Tensor:
-        """The logits from a plain forward pass over all ``tokens [b, n]``, the reference result."""
+        """Compute the logits in a plain forward pass over all ``tokens [b, n]``, as a reference."""
         logits = self.model(tokens, position_ids, document_start)
         return self._all_columns(logits[-1])
 
@@ -135,13 +135,14 @@ class NextTokenModel:
 
 
 def document_starts(padding: np.ndarray, num_positions: int) -> paddle.Tensor:
-    """``[b, n]`` int32: the first column a position may attend to, with ``padding [b]`` on the left."""
+    """The first column each position may attend to, ``[b, n]`` int32, with ``padding [b]`` on the left."""
     starts = np.broadcast_to(padding[:, None], (len(padding), num_positions))
     return paddle.to_tensor(starts.astype(np.int32))
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as one array ``[b, n]`` int64, and the number of padding columns before each ``[b]`` int64.
+    """Stack prompts as one array ``[b, n]`` int64; also return the number of padding columns before each
+    ``[b]`` int64.
 
     Padding columns hold the row's own first token: the model does not attend to it, and it does not distort
     statistics of which tokens have occurred.

@@ -17,7 +17,7 @@ Prompt = str | Sequence[int]
 
 
 def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
-    """A list of prompts, and whether a single prompt was given.
+    """Return a list of prompts, and whether a single prompt was given.
 
     Args:
         given: a text, token ids (a list, an array or a tensor ``[n]``), or a list of these (``[b, n]``).
@@ -40,7 +40,7 @@ def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
 
 
 def as_texts(given: Any) -> list[str]:
-    """A text, or a list of texts, as a list. Raises DataError for anything else."""
+    """Return a text, or a list of texts, as a list. Raises DataError for anything else."""
     if isinstance(given, str):
         return [given]
     texts = list(given) if isinstance(given, Iterable) else [given]
@@ -95,7 +95,7 @@ class NoTokenizer:
         self.vocab_size = vocab_size
 
     def encode_prompt(self, text: str) -> NoReturn:
-        """Raises ConfigError."""
+        """Refuse a prompt given as text: raises ConfigError."""
         raise ConfigError(
             "the model has no tokenizer: give token ids in place of texts, or name a tokenizer with "
             "Data.tokenizer.dir",
@@ -104,19 +104,19 @@ class NoTokenizer:
 
     @property
     def start_id(self) -> NoReturn:
-        """Raises DataError."""
+        """Refuse an empty prompt, because no token can begin it: raises DataError."""
         raise DataError("a prompt has no token ids, and without a tokenizer nothing says how a text begins")
 
     def stream_decoder(self, **_options: Any) -> NoTokenizer:
-        """A decoder that gives no text."""
+        """Return a decoder that gives no text."""
         return self
 
     def feed(self, _token_id: int) -> str:
-        """No text."""
+        """Return no text."""
         return ""
 
     def finish(self) -> str:
-        """No text."""
+        """Return no text."""
         return ""
 
 
