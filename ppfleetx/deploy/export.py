@@ -79,7 +79,7 @@ def check_adapters(cfg: RunConfig) -> None:
 
 
 def check_experts(cfg: RunConfig) -> None:
-    """Whether every matrix is multiplied for every token, as a program needs it.
+    """Check that every matrix is multiplied for every token, as an exported program requires.
 
     Raises:
         ConfigError: the model is a mixture of experts.

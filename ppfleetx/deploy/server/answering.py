@@ -61,7 +61,7 @@ class TextLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        """The lists for the next tokens."""
+        """Build the lists for the next tokens."""
         offsets = []
         for score in scores:
             offsets.append(self._offset)
@@ -228,11 +228,11 @@ class Answer(ABC):
 
     @abstractmethod
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
-        """The piece of a stream before the first token of choice ``index``; None: there is none."""
+        """The piece of a stream before the first token of choice ``index``, or None."""
 
     @abstractmethod
     def piece(self, event: Progress) -> Any | None:
-        """The piece of a stream for a new token; None: there is none."""
+        """The piece of a stream for a new token, or None."""
 
     @abstractmethod
     def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 class ChatPrompt(BaseModel):
-    """What a chat template makes a prompt of."""
+    """The part of a chat request that a template turns into a prompt."""
 
     messages: Annotated[list[dict[str, Any]], BeforeValidator(_messages)] = Field(default_factory=list)
     tools: Annotated[list[dict[str, Any]], BeforeValidator(tools_of)] = Field(default_factory=list)
@@ -78,7 +78,7 @@ class ChatPrompt(BaseModel):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The variables of the template, but for the messages."""
+        """The variables of the template, except the messages."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {"tools": self.offered_tools or None, **effort, **self.chat_template_kwargs}
 

@@ -43,7 +43,7 @@ class PromptReader:
         self._special_texts = [text for one in special if (text := self._tokenizer.decode([one]))]
 
     def of_completion(self, request: CompletionRequest) -> list[Job]:
-        """One job per prompt.
+        """Make one job per prompt.
 
         Raises:
             ApiError: 400, the request does not fit the model.
@@ -53,7 +53,7 @@ class PromptReader:
         return self._jobs(request, encoded, request.stop)
 
     def of_chat(self, request: ChatRequest) -> list[Job]:
-        """The job that answers a conversation.
+        """Make the job that answers a conversation.
 
         Raises:
             ApiError: 400, the template refuses the conversation, or it does not fit the model.
@@ -63,7 +63,7 @@ class PromptReader:
         return self._jobs(request, [ids], (*request.stop, *self._template.stops))
 
     def of_embedding(self, request: EmbeddingRequest) -> list[Job]:
-        """One job per text.
+        """Make one job per text.
 
         Raises:
             ApiError: 400, a text does not fit the model.
@@ -101,7 +101,7 @@ class PromptReader:
         return self._encode_text(text, "messages", add=False, parse=True)
 
     def _refuse_special(self, request: ChatPrompt) -> None:
-        """Refuse special tokens in messages and tools, which could not be told from those of the template."""
+        """Refuse special tokens in messages and tools, where they would look like the template's own."""
         parts = {f"messages.{number}": one for number, one in enumerate(request.messages)}
         parts |= {f"tools.{number}": one for number, one in enumerate(request.offered_tools)}
         for name, part in parts.items():
@@ -153,7 +153,7 @@ class PromptReader:
         ]
 
     def _options(self, request: GenerationRequest) -> tuple[tuple[int, ...], RowOptions]:
-        """What ends an answer, and how its tokens are chosen."""
+        """The options of an answer: the tokens that end it, and how its tokens are chosen."""
         param, form = request.form
         asked = request.model_copy(update={"structured_outputs": form})
         try:
@@ -177,7 +177,7 @@ class PromptReader:
         return self.checked(prompt, param)
 
     def checked(self, ids: Sequence[int], param: str = "tokens") -> Sequence[int]:
-        """``ids``, all of which are the tokenizer's.
+        """Return ``ids`` after checking that the tokenizer has all of them.
 
         Raises:
             ApiError: 400, one is not.

@@ -1,4 +1,4 @@
-"""What the routes share: errors in OpenAI's format, sampling parameters, and unsupported parameters."""
+"""Shared by the routes: errors in OpenAI's format, sampling parameters, and unsupported parameters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def to_json(content: Any) -> str:
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A mistake in a request."""
+    """Make the error for a mistake in a request."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -86,7 +86,8 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _nothing(value: Any) -> None:
-    """For unsupported parameters of OpenAI's API: clients may send values that change nothing."""
+    """Refuse an unsupported parameter of OpenAI's API, unless its value changes nothing: some clients send
+    those."""
     if value not in (0, {}, "", False, []):
         raise ValueError("is not supported; leave it out")
 
@@ -104,7 +105,7 @@ class StreamOptions(BaseModel):
 
 
 def _format(value: Any) -> Any:
-    """OpenAI's ``response_format`` as :class:`StructuredOutputs`."""
+    """Convert OpenAI's ``response_format`` to :class:`StructuredOutputs`."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text" and len(value) == 1:
         return None
@@ -120,7 +121,7 @@ def _format(value: Any) -> Any:
 
 
 class Request(BaseModel):
-    """What all bodies have in common: unknown parameters are refused."""
+    """Base class of request bodies: unknown parameters are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -160,29 +161,29 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def form(self) -> tuple[str, StructuredOutputs | None]:
-        """The parameter that gives the form of the answer, and the form."""
+        """The parameter that determines the form of the answer, and the form."""
         if self.response_format is not None:
             return "response_format", self.response_format
         return "structured_outputs", self.structured_outputs
 
     @property
     def token_limit(self) -> int | None:
-        """Limit of new tokens; None: as many as there is room for."""
+        """The limit of new tokens; None: as many as there is room for."""
         raise NotImplementedError
 
     @property
     def must_have_room(self) -> bool:
-        """Whether the client set the limit, so that it must fit."""
+        """Whether the answer must fit in full, because the client set its limit."""
         raise NotImplementedError
 
     @property
     def num_top(self) -> int | None:
-        """How many alternatives to list for each token; None: no token scores at all."""
+        """The number of alternatives to list for each token; None: no token scores at all."""
         raise NotImplementedError
 
     @property
     def candidates(self) -> int:
-        """How many continuations of each prompt to generate; ``n`` of them are returned."""
+        """The number of continuations to generate per prompt, of which ``n`` are returned."""
         return self.n
 
     @property
@@ -243,7 +244,7 @@ def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
 
 
 def quoted(text: str) -> str:
-    """A client's text, quoted for a message and shortened: it may be as long as the body."""
+    """Quote a client's text for a message, and shorten it: it may be as long as the body."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
 
 

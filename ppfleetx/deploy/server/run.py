@@ -58,7 +58,7 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """The key that requests must send; None: they need none.
+    """Read the key that requests must send; None: they need none.
 
     Raises:
         ConfigError: the variable named by the user is not set, or the key is empty.

@@ -79,7 +79,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Limit of sequences that are waiting or running."""
+        """The limit of sequences that are waiting or running."""
         return self._cfg.max_batch_size + self._cfg.max_waiting
 
     def submit(self, work: Work) -> None:

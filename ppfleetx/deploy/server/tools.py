@@ -48,7 +48,7 @@ def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:
 def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
-    """The form of an answer that must call tools; None: it need not.
+    """The form of an answer that must call tools; None if it need not.
 
     Args:
         several: whether it may be more than one call.
@@ -78,7 +78,8 @@ def forced_form(
 
 
 def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose ``tool_calls`` have their arguments as objects, which templates expect, not as JSON.
+    """Copy a message with the arguments of its ``tool_calls`` as objects, which templates expect, instead
+    of JSON.
 
     Raises:
         ValueError: they are something else.
@@ -135,7 +136,7 @@ class AnswerText:
         return len(self._text) - held
 
     def _calls(self) -> tuple[int, list[dict[str, Any]]]:
-        """Where the first call begins, and the calls in OpenAI's form."""
+        """Find the place of the first call, and return the calls in OpenAI's form."""
         blocks = [found.group(1) for found in _CALL.finditer(self._text)]
         begin = self._text.index(_OPEN) if blocks else 0
         calls: list[dict[str, Any]] = []

@@ -407,7 +407,8 @@ class GenerationProgram(nn.Layer):
         min_new_tokens: paddle.Tensor,
         repetition_penalty: paddle.Tensor,
     ) -> paddle.Tensor:
-        """As :func:`ppfleetx.generation.search.process`, in one branch, as each costs about a millisecond."""
+        """Apply :func:`ppfleetx.generation.search.process` in one branch, because each branch costs about
+        a millisecond."""
         is_early = step < min_new_tokens
         if paddle.logical_or(is_early, repetition_penalty != 1.0):
             logits = penalize_repetition(logits, history, repetition_penalty)
@@ -433,7 +434,7 @@ class GenerationProgram(nn.Layer):
     def _sample(
         self, logits: paddle.Tensor, exponentials: paddle.Tensor, top_k: paddle.Tensor, top_p: paddle.Tensor
     ) -> paddle.Tensor:
-        """As :func:`~ppfleetx.generation.processors.candidates` followed by ``draw``."""
+        """Sample like :func:`~ppfleetx.generation.processors.candidates` followed by ``draw``."""
         if paddle.logical_and(top_k > 0, top_k < self.vocab_size):
             values, ids = paddle.topk(logits, top_k, axis=-1)
             kept = keep_top_p(F.softmax(values, axis=-1), _no_limit_at_one(top_p))
@@ -452,5 +453,5 @@ def _of_step(exponentials: paddle.Tensor, step: paddle.Tensor) -> paddle.Tensor:
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """``top_p``, but 2 instead of 1: sums may be rounded up to 1, and top_p = 1 must keep everything."""
+    """Replace ``top_p`` = 1 by 2: sums may be rounded up to 1, and top_p = 1 must keep everything."""
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

@@ -41,18 +41,19 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
 
 
 def follow(history: paddle.Tensor, place: paddle.Tensor, count: paddle.Tensor) -> paddle.Tensor:
-    """The ``[count]`` tokens that followed ``place``, repeated as a cycle if the history ends before."""
+    """Return the ``[count]`` tokens that followed ``place``, repeated as a cycle if the history ends
+    before."""
     steps = paddle.arange(count) % (history.shape[0] - 1 - place)
     return history.gather(place + 1 + steps)
 
 
 def accept(likeliest: paddle.Tensor, guesses: paddle.Tensor) -> paddle.Tensor:
-    """How many of ``guesses [k]``, counted from the first, agree with the model's ``likeliest [k + 1]``."""
+    """Count how many of ``guesses [k]``, from the first on, agree with the model's ``likeliest [k + 1]``."""
     return (likeliest[:-1] == guesses).astype("int64").cumprod(0).sum().reshape([1])
 
 
 def next_width(width: paddle.Tensor, right: paddle.Tensor, most: paddle.Tensor) -> paddle.Tensor:
-    """:func:`ppfleetx.generation.prompt_lookup.next_width` for tensors ``[1]``."""
+    """Like :func:`ppfleetx.generation.prompt_lookup.next_width`, for tensors ``[1]``."""
     return paddle.where(right >= width, paddle.minimum(2 * width, most), right.clip(min=1))
 
 
@@ -60,7 +61,8 @@ _BUCKETS = 1 << 13
 
 
 def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """:func:`~ppfleetx.generation.processors.nucleus` of ``probabilities [b, V]`` with ``top_p [1]``."""
+    """Apply :func:`~ppfleetx.generation.processors.nucleus` to ``probabilities [b, V]`` with ``top_p
+    [1]``."""
     # The fourth root spreads typical probabilities, from 1 down to 1e-10, over the buckets.
     bucket = (probabilities.sqrt().sqrt() * (_BUCKETS - 1)).astype("int64")
     top_p = top_p.astype("float64")
@@ -87,7 +89,7 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
 
 
 def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
-    """``[b, m]``: the values of ``values [b, V]`` under ``mask``, packed to the left, then zeros."""
+    """Pack the elements of ``values [b, V]`` under ``mask`` to the left, followed by zeros: ``[b, m]``."""
     there = paddle.nonzero(mask)
     row = there[:, 0]
     counts = mask.astype("int64").sum(-1)
@@ -98,7 +100,7 @@ def _gathered(values: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
 
 
 def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.Tensor:
-    """``[b, buckets]`` float64: the sum of the probabilities in each bucket."""
+    """Sum the probabilities in each bucket, ``[b, buckets]`` float64."""
     rows = paddle.arange(probabilities.shape[0]).unsqueeze(-1)
     place = (bucket + rows * _BUCKETS).flatten()
     # One more entry of weight 0 in the last bucket makes the result long enough.
