@@ -46,14 +46,14 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def config_source(config: Configuration) -> ConfigSource:
-    """The configuration in a form that :func:`~ppfleetx.config.loader.load_config` accepts."""
+    """Convert a configuration to a form that :func:`~ppfleetx.config.loader.load_config` accepts."""
     if isinstance(config, RunConfig):
         return Sections(_written(config, "", config), _PLACE)
     return Sections(_tree(config), _PLACE) if isinstance(config, Mapping) else config
 
 
 def _written(section: Section, prefix: str, cfg: RunConfig) -> dict[str, Any]:
-    """The values of a section except derived ones, which will be derived again."""
+    """The values of a section, except derived ones, which will be derived again."""
     values = section.model_dump()
     for name in type(section).model_fields:
         key, value = f"{prefix}{name}", getattr(section, name)
@@ -65,7 +65,7 @@ def _written(section: Section, prefix: str, cfg: RunConfig) -> dict[str, Any]:
 
 
 def _tree(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested sections; dotted keys are split."""
+    """Build nested sections; dotted keys are split."""
     tree: dict[str, Any] = {}
     for key, value in _leaves(config, ""):
         *sections, name = key.split(".")

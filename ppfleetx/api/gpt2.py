@@ -113,7 +113,7 @@ class GPT2LMHeadModel:
 
 
 def _is_text(ids: np.ndarray, pad_id: int | None) -> np.ndarray:
-    """``[b, s]``: False for the padding at the end of each sequence."""
+    """The mask of text ``[b, s]``: False for the padding at the end of each sequence."""
     if pad_id is None:
         return np.ones(ids.shape, bool)
     from_end = np.flip(ids != pad_id, axis=1)

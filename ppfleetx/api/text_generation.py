@@ -61,7 +61,7 @@ class TextGenerationPipeline:
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _of_strategy(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """``chosen`` without sampling options if ``do_sample`` is False; MindFormers ignores them, too.
+        """Drop sampling options from ``chosen`` if ``do_sample`` is False; MindFormers ignores them, too.
 
         Raises:
             ConfigError: there is a sampling option, but sampling was not requested.
@@ -283,7 +283,8 @@ class Trainer:
         return pipeline(TASK, model, self._tokenizer)(input_data, **options)
 
     def _native(self, overrides: list[Override], *, starts: bool = True) -> NativeTrainer:
-        """Our trainer. With ``starts``, it starts from the weights in the model's directory by default."""
+        """Make our own trainer. With ``starts``, it starts from the weights in the model's directory by
+        default."""
         config: Configuration = str(self._place)
         tokenizer = self._tokenizer
         if Path(self._place).exists():

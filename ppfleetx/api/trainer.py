@@ -31,7 +31,7 @@ TEXT_COLUMN = "text"
 
 
 def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> str:
-    """The prefix of a ``.bin/.idx`` pair with ``data``; if necessary the pair is created in ``directory``.
+    """Return the prefix of a ``.bin/.idx`` pair with ``data``, creating it in ``directory`` if necessary.
 
     Its name is derived from the contents, so that a resumed run finds the same corpus.
 

@@ -1,4 +1,4 @@
-"""What the program is doing, for the watchdog."""
+"""Track what the program is doing, for the watchdog."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class CallRecord:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Context for calls that only ask whether other ranks are done, which is no progress."""
+        """Context for calls that only ask whether other ranks are done, which does not count as progress."""
         before, self._asks = self._asks, True
         try:
             yield
@@ -119,7 +119,7 @@ class CallRecord:
         return error is self._failure
 
     def begin(self, operation: str, group: Any, arguments: tuple[Any, ...]) -> Call:
-        """Record the begin of a call."""
+        """Record the beginning of a call."""
         counts = self._counts.get(id(group))
         if counts is None:  # keeping the group keeps its id unique
             counts = self._counts[id(group)] = [group, 0, defaultdict(int), defaultdict(int)]
@@ -165,14 +165,15 @@ class CallRecord:
         return call
 
     def record_class(self, cls: type, names: Iterable[str]) -> None:
-        """Record the calls of those of these methods that ``cls`` has."""
+        """Record the calls of the methods ``names`` of ``cls``; names that it lacks are skipped."""
         for name in names:
             method = getattr(cls, name, None)
             if method is not None and not hasattr(method, "__wrapped__"):
                 setattr(cls, name, self.recorded(method, operation_of(name)))
 
     def totals(self) -> Mapping[int, tuple[Any, int, Mapping[int, int], Mapping[int, int]]]:
-        """For each group: the group, and its numbers of collectives and of messages to and from each peer."""
+        """For each group: the group, its number of collectives, and the numbers of messages to and from
+        each peer."""
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:

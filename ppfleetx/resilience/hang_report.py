@@ -60,7 +60,7 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key in :attr:`Report.counts` under which the other participants count it."""
+        """The key in :attr:`Report.counts` under which the other participants count this call."""
         if self.peer < 0:
             return str(self.group_id)
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"
@@ -256,7 +256,7 @@ class _Groups:
         }
 
     def of(self, group: Any) -> tuple[int, tuple[int, ...]]:
-        """The id and the ranks of a process group."""
+        """Look up the id and the ranks of a process group."""
         known = self._known.get(id(group))
         return known or (getattr(group, "group_id", -1), tuple(getattr(group, "ranks", ())))
 
@@ -280,7 +280,7 @@ class _Groups:
         )
 
     def counts(self) -> dict[str, int]:
-        """:attr:`Report.counts`."""
+        """The value of :attr:`Report.counts`."""
         found: dict[str, int] = {}
         for group, count, to, back in self._record.totals().values():
             number, ranks = self.of(group)

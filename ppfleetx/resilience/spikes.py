@@ -96,7 +96,7 @@ class Spike:
         return text + again + done
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
-        """The spike with its outcome.
+        """A copy of the spike with its outcome.
 
         Args:
             to_step: the step that the run went back to; None if it did not, which turns a rewind into a skip.
@@ -163,7 +163,7 @@ class SpikeGuard:
         return self._in_a_row > self._options.max_in_a_row
 
     def gives_up_at(self, spike: Spike) -> str:
-        """Why the run must end after a spike; empty if it need not."""
+        """Why the run must end after a spike; empty if it can continue."""
         if spike.to_step is not None:
             count = self._rewinds[spike.to_step] = self._rewinds.get(spike.to_step, 0) + 1
             if count > self._options.max_in_a_row:
@@ -191,7 +191,8 @@ class SpikeGuard:
         self._in_a_row = in_a_row
 
     def _agreed(self, loss: float, grad_norm: float) -> str | None:
-        """What has jumped, if it has on any rank (their sums may differ in the last bit)."""
+        """The name of the value that jumped on any rank, or None; sums may differ between ranks in the
+        last bit."""
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"

@@ -71,7 +71,7 @@ class Peers:
 
     @staticmethod
     def own() -> tuple[str, int, float]:
-        """This process's entry."""
+        """The entry of this process."""
         return machine(), os.getpid(), birth_of(os.getpid())
 
     def states(self, own: int) -> dict[int, str]:
@@ -139,7 +139,8 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet(self) -> float:
-        """Seconds since the last progress; 0 while ranks meet at the start, which has its own time limit."""
+        """The seconds since the last progress; 0 while ranks meet at the start, which has its own time
+        limit."""
         if self._progress.place == MEETING:
             return 0.0
         latest = max(time.monotonic() - self._silence(), self._excused)

@@ -33,7 +33,7 @@ _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.
 
 
 def cpu_obstacle(dtype: str) -> str | None:
-    """Why runs on this machine's CPU cannot compute in ``float16`` or ``bfloat16``; None: they can, once the
+    """Why this machine's CPU cannot compute in ``float16`` or ``bfloat16``; None if it can once the
     operators are compiled."""
     if dtype != "bfloat16":
         return f"on a CPU the 16-bit type is bfloat16, not {dtype}"
@@ -129,8 +129,8 @@ def is_served(kind: str) -> bool:
 
 
 def of_recipe(kind: str) -> tuple[str, str]:
-    """``Global.device`` for a recipe that names a kind of card, and the reason if it differs: recipes for
-    cards that the installed Paddle does not support run on whatever there is."""
+    """Choose ``Global.device`` for a recipe that names a kind of card, and the reason if it differs:
+    recipes for cards that the installed Paddle does not support run on whatever there is."""
     if is_served(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"

@@ -44,7 +44,7 @@ class Kernel:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Types that are used but not registered for a GPU."""
+        """The types that are used but not registered for a GPU."""
         return tuple(dtype for dtype in self.used if dtype not in self.gpu)
 
 
@@ -58,7 +58,7 @@ def used_kernels(table: Path = TABLE) -> dict[str, Kernel]:
 
 
 def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]:
-    """The table's kernels that plugins' devices are asked for, with their types.
+    """The table's kernels that a plugin's device is used with, and their types.
 
     Flash attention, fused operators and products with biases run on GPUs only, ``all_reduce`` is left to the
     host's process groups, and ``ppfleetx.distributed.device.lacks_kernel`` lists types computed in float32
@@ -69,7 +69,7 @@ def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]
 
 
 def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKENDS) -> set[str]:
-    """Element types that a build has for a GPU, or for other ``backends``.
+    """The element types that a build has for a GPU, or for other ``backends``.
 
     Args:
         keys: of one kernel, as ``paddle.base.core._get_registered_phi_kernels("function")`` writes them:
@@ -80,8 +80,8 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
 
 
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
-    """What a run on Ascend computes on the host, with copies, because the plugin has no kernel: a sentence
-    for each key. ``docs/devices/ascend.md`` has the full list."""
+    """Describe, in a sentence per key, what a run on Ascend computes on the host, with copies, because the
+    plugin has no kernel. ``docs/devices/ascend.md`` has the full list."""
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

@@ -103,7 +103,7 @@ class _FirstLog:
             self._copy, self._shown_by_launcher = os.dup(file.fileno()), file
 
     def show(self) -> None:
-        """Show what the launcher has not shown."""
+        """Show new lines of the log that the launcher has not shown."""
         with self._lock:
             while self._copy is not None and (content := os.read(self._copy, 1 << 16)):
                 sys.stdout.write(content.decode("utf-8", "replace"))
@@ -221,7 +221,7 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """What the launcher waits for, with advice, and whether another program answers instead."""
+        """Describe what the launcher waits for, with advice, and whether another program answers instead."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
@@ -245,7 +245,7 @@ class _Meeting:
         return "Is the first node's launcher started, is the address right, does a firewall block it?"
 
     def _entries(self) -> list[dict[str, Any]]:
-        """The entries of the nodes that have come.
+        """The entries of the nodes that have arrived.
 
         Raises:
             OSError: nothing answers.

@@ -29,7 +29,7 @@ def read_cpuinfo(path: Path = CPUINFO) -> str:
 
 
 def flags_in(cpuinfo: str) -> frozenset[str]:
-    """The instruction sets of the first CPU in such a description, by the kernel's names."""
+    """The instruction sets of the first CPU in ``cpuinfo``, by the kernel's names."""
     return frozenset(cpuinfo.partition("flags")[2].partition("\n")[0].split())
 
 
@@ -137,7 +137,7 @@ def state_of(pid: int, born: float) -> str:
 
 
 def birth_of(pid: int) -> float:
-    """When a process started, in clock ticks since the machine booted; 0 if unknown."""
+    """The start time of a process, in clock ticks since the machine booted; 0 if unknown."""
     fields = _stat(pid)
     return float(fields[19]) if fields else 0.0
 
@@ -157,7 +157,7 @@ def machine() -> str:
 
 
 def killed_for_memory() -> int:
-    """How many processes the kernel has killed since boot because memory ran out."""
+    """The number of processes that the kernel has killed since boot because memory ran out."""
     return _numbers(Path("/proc/vmstat")).get("oom_kill", 0)
 
 

@@ -24,7 +24,7 @@ _START_SECONDS = 600.0
 
 
 def start_timeout() -> float:
-    """How many seconds the nodes, and then the ranks, of a job wait for each other at the start
+    """The number of seconds that the nodes, and then the ranks, of a job wait for each other at the start
     (``PPFLEETX_START_TIMEOUT``, default 600).
 
     Raises:
@@ -34,7 +34,7 @@ def start_timeout() -> float:
 
 
 def seconds_in(variable: str, default: float, *, least: float = 0.0) -> float:
-    """The seconds that an environment variable sets; 0 is allowed if ``least`` is 0.
+    """Read a number of seconds from an environment variable; 0 is allowed if ``least`` is 0.
 
     Raises:
         ConfigError: it is not a number, or less than ``least``.

@@ -63,7 +63,7 @@ def _import(name: str, named_by: str) -> None:
 
 
 def _failed(error: BaseException, name: str, named_by: str) -> ConfigError:
-    """What was raised, and where, in one sentence instead of a traceback."""
+    """Describe in one sentence, instead of a traceback, what was raised and where."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

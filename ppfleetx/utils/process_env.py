@@ -132,7 +132,7 @@ def _set_contiguous_copies() -> str:
 
 
 def _is_theirs(name: str) -> bool:
-    """Whether the user, not an earlier call, has set a variable."""
+    """Whether a variable was set by the user rather than by an earlier call."""
     return os.environ.get(name) not in (None, _ours.get(name))
 
 
