@@ -49,7 +49,7 @@ class Fact:
     of_node: bool = False
 
     def of(self, target: Target) -> Values | None:
-        """This process's values; None if another process of the node reads them."""
+        """The fact's value in this process; None if another process of the node reads it."""
         if self.of_node and target.local_rank != 0:
             return None
         try:
@@ -142,7 +142,7 @@ def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
 def in_full(
     target: Target, names: Sequence[str], announce: Callable[[str], None]
 ) -> dict[str, Values | None]:
-    """The values of the named facts; ``announce`` is as in :func:`digests`."""
+    """The full values of the named facts; ``announce`` is as in :func:`digests`."""
     found: dict[str, Values | None] = {}
     for fact in FACTS:
         if fact.name in names:

@@ -96,7 +96,7 @@ def _uneven_all_to_all(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
 
 
 def _uneven_ends(member: Member, count: int) -> np.ndarray:
-    """Where the parts of ``count`` rows end: each member gets more than the one before it."""
+    """The ends of the parts of ``count`` rows: each member gets more than the one before it."""
     return count * np.arange(1, member.size + 1).cumsum() // (member.size * (member.size + 1) // 2)
 
 
@@ -174,7 +174,7 @@ def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
 
 
 def _problem(result: paddle.Tensor, expected: np.ndarray, dtype: str) -> str:
-    """What is wrong with a result; empty if it is correct."""
+    """Describe what is wrong with a result; empty if it is correct."""
     found = result.astype("float32").numpy()
     wrong = ~np.isclose(found, expected, rtol=_ROUNDING.get(dtype, 0.0), atol=0.0)
     if not wrong.any():

@@ -19,7 +19,8 @@ from ppfleetx.utils.machine import available_bytes
 
 
 def plan(target: Target) -> Iterator[Row]:
-    """Whether the plan matches the number of processes, and which keys are unsupported or have no effect."""
+    """Check whether the plan matches the number of processes, and which keys are unsupported or have no
+    effect."""
     cfg = target.cfg
     wanted, there = cfg.plan.world_size, target.world_size
     if wanted == there:
@@ -44,7 +45,7 @@ def plan(target: Target) -> Iterator[Row]:
 
 
 def start(target: Target) -> Iterator[Row]:
-    """Whether a run may start in the output directory."""
+    """Check whether a run may start in the output directory."""
     if target.cfg.Data.Train is None:
         yield skipped("start", "the configuration trains nothing (no Data.Train)")
         return
@@ -81,7 +82,8 @@ def memory(target: Target) -> Iterator[Row]:
 
 
 def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
-    """Whether ``needed`` bytes fit into the ``there`` bytes of the device called ``name``."""
+    """The row that says whether ``needed`` bytes fit into the ``there`` bytes of the device called
+    ``name``."""
     text = f"the fullest device needs about {needed / GIB:.1f} GiB: {verdict(needed, there, name)}"
     if needed <= there:
         return ok("memory", text, needed_gib=needed / GIB, there_gib=there / GIB)
@@ -92,7 +94,7 @@ def memory_row(needed: float, there: float, name: str, *, cpu: bool) -> Row:
 
 
 def _there(target: Target) -> tuple[float, str] | None:
-    """The bytes of one device, and its name; None if unknown."""
+    """The memory of one device in bytes, and its name; None if unknown."""
     if is_card(target.device):
         return total_memory()
     return (available_bytes() or 0) / target.local_size, "this machine's free memory, shared by its processes"

@@ -76,7 +76,7 @@ def _sets(cfg: RunConfig) -> Iterator[tuple[str, str | None, RunConfig]]:
 
 
 def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
-    """Describe the data of a mode, and append corpora without checksums to ``unguarded``."""
+    """Describe the data of a mode, and add corpora without checksums to ``unguarded``."""
     if not getattr(cfg.Data, mode).dataset.is_corpus:
         yield f"{len(build_dataset(cfg, mode)):,} examples"
         return
@@ -137,7 +137,7 @@ def _blocks(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, bytes]]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most ``most`` numbers below ``count``, evenly spread, including the first and the last."""
+    """Choose at most ``most`` numbers below ``count``, evenly spread, including the first and the last."""
     if count <= most:
         return list(range(count))
     return [(count - 1) * number // (most - 1) for number in range(most)]
@@ -288,7 +288,8 @@ def room(target: Target) -> Iterator[Row]:
 
 
 def room_row(free: float, each: float, count: int, place: Path) -> Row:
-    """Whether ``count`` checkpoints of ``each`` bytes fit into the ``free`` bytes of ``place``."""
+    """The row that says whether ``count`` checkpoints of ``each`` bytes fit into the ``free`` bytes of
+    ``place``."""
     numbers = {"free_bytes": free, "needed_bytes": each * count}
     text = f"{bytes_text(free)} free in {place}; {counted(count, 'checkpoint')} of {bytes_text(each)}"
     if free < each:

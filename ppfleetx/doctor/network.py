@@ -169,7 +169,7 @@ def reach(address: tuple[str, int], seconds: float) -> str:
 
 @contextlib.contextmanager
 def receiving() -> Iterator[int]:
-    """Within the block, a port of this machine receives what :func:`send` sends."""
+    """Context in which a port of this machine receives what :func:`send` sends."""
     with socket.create_server(("", 0), backlog=1024) as listener:
         threading.Thread(target=_serve, args=(listener,), name="links", daemon=True).start()
         yield listener.getsockname()[1]
@@ -206,7 +206,7 @@ def send(connection: socket.socket, count: int) -> float:
 
 
 def try_link(address: tuple[str, int]) -> dict[str, Any]:
-    """The ``problem`` and ``fix`` of a link; an empty dictionary if it works."""
+    """Try a link. Returns its ``problem`` and ``fix``, or an empty dictionary if it works."""
     if problem := reach(address, _REACH_SECONDS):
         return {"problem": problem, "fix": _OPEN_FIX}
     done = 0
@@ -389,7 +389,7 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """What is wrong with the address that the launcher announces; None if nothing is.
+    """The row for a bad address announced by the launcher; None if the address is good.
 
     Args:
         own: that address.

@@ -41,7 +41,8 @@ def registered(target: Target) -> Iterator[Row]:
 
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
-    """Whether a card other than a GPU has the kernels. The host computes missing ones if it can."""
+    """The row that says whether a card other than a GPU has the kernels. The host computes missing ones if
+    it can."""
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]
@@ -104,7 +105,7 @@ def kernels_row(
     wanted: Mapping[str, Iterable[str]],
     backends: Collection[str],
 ) -> Row:
-    """Whether the registry has the wanted kernels.
+    """The row that says whether the registry has the wanted kernels.
 
     Args:
         place: name of the device for the row.

@@ -21,7 +21,7 @@ _LEAST_PATIENCE = 30.0  # machines are busy when jobs start
 
 
 class Need(Enum):
-    """What a check needs in order to run."""
+    """A requirement of a check."""
 
     NOTHING = "nothing"
     CONFIG = "a configuration"

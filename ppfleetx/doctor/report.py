@@ -33,7 +33,7 @@ _MARGIN = 8  # width of the status column
 
 
 def exit_code(rows: Iterable[Row]) -> int:
-    """1 if anything failed, else 0."""
+    """The exit code: 1 if anything failed, else 0."""
     return int(any(row.status is Status.FAIL for row in rows))
 
 
