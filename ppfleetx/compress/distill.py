@@ -78,8 +78,8 @@ class Distillation(WrappedTask):
         mask: paddle.Tensor,
         factory: LayerFactory,
     ) -> paddle.Tensor:
-        """The weighted sum of the cross entropy ``hard`` and the divergence of ``student [s, b, V]`` from
-        ``teacher`` where ``mask [b, s]`` counts."""
+        """Add up the weighted cross entropy ``hard`` and the weighted divergence of ``student [s, b, V]``
+        from ``teacher`` where ``mask [b, s]`` counts."""
         cfg = self._distill
         each = divergence(student, teacher, self.cfg.Model.vocab_size, cfg.temperature, factory.group)
         soft = (each * mask.transpose([1, 0]).astype(each.dtype)).sum().astype(hard.dtype)
@@ -92,7 +92,7 @@ class Distillation(WrappedTask):
 
 
 class _PiecesOfBoth(LogitsInPieces):
-    """The student's logits in pieces, whose loss takes the teacher's same piece into account."""
+    """The student's logits in pieces; the loss of each piece includes the teacher's same piece."""
 
     def __init__(
         self, student: LogitsInPieces, teacher: LogitsInPieces, add: Callable[..., paddle.Tensor]
@@ -166,7 +166,7 @@ def _model_of(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
-    """How the weights are stored; None if they are not quantised."""
+    """How a checkpoint's weights are stored; None if they are not quantised."""
     compress = checkpoint.manifest.config.get("Compress") or {}
     weights = compress.get("Weights")
     return None if weights is None else section_of(WeightsConfig, weights)
@@ -175,7 +175,8 @@ def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
 def divergence(
     student: paddle.Tensor, teacher: paddle.Tensor, true_vocab: int, temperature: float, group: Any
 ) -> paddle.Tensor:
-    """KL(p || q) at each position ``[s, b]``, from logits ``[s, b, V]`` or this rank's columns of them.
+    """Compute KL(p || q) at each position ``[s, b]``, from logits ``[s, b, V]`` or this rank's columns of
+    them.
 
     Args:
         student: logits of q, which get the gradient.

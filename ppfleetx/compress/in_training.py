@@ -68,7 +68,7 @@ class PruningInTraining:
         _check_optimizer(cfg)
 
     def before_step(self, step: int) -> None:
-        """Prune what the schedule says for ``step``; in most steps that is nothing.
+        """Apply the schedule's pruning for ``step``; in most steps there is none.
 
         The first call always checks the model, and so does the first one after a rollback: the run may have
         been resumed from a checkpoint that was not pruned.
@@ -123,7 +123,7 @@ class PruningInTraining:
         return zero / total
 
     def _counts(self, share: float) -> tuple[int, int]:
-        """How many groups and units of each layer make up ``share``."""
+        """The number of groups and units of each layer that make up ``share``."""
         part, model = self._options.part, self._model
         groups = parts_out(model.kv_heads, share) if part != "mlp" else 0
         return groups, parts_out(model.ffn_size, share) if part != "heads" else 0
@@ -167,7 +167,8 @@ class PruningInTraining:
                     )
 
     def _take_out(self, scores: list[Scores], out: tuple[int, int]) -> int:
-        """Set the parts with the smallest scores to zero. Returns how many per layer were not zero before."""
+        """Set the parts with the smallest scores to zero. Returns the number per layer that were not zero
+        before."""
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
         gone, num_new = [], 0

@@ -61,7 +61,7 @@ _ROWS = 4  # windows per pass
 
 @dataclass(frozen=True)
 class Options:
-    """How to quantise a checkpoint.
+    """The options for quantising a checkpoint.
 
     Attributes:
         weights: how to store weights.
@@ -212,7 +212,7 @@ class Quantizer:
     def _quantize(
         self, stage: Stage, layer: nn.Layer, parameters: Mapping[str, paddle.Tensor]
     ) -> dict[str, Stored]:
-        """What to store for each quantised parameter of a stage."""
+        """The tensors to store for each quantised parameter of a stage."""
         forms: dict[str, Form] = {}
         for name, parameter in parameters.items():
             linear = name.removesuffix(".weight")
@@ -305,7 +305,7 @@ class Quantizer:
 
 @dataclass
 class _Inputs:
-    """Within this context, collects statistics of the inputs of a layer's linears.
+    """Context that collects statistics of the inputs of a layer's linears.
 
     Attributes:
         layer: a stage.
@@ -345,7 +345,7 @@ class _Inputs:
             self.sums[linear], self.largest[linear] = product, largest
 
     def divide(self, factors: Mapping[str, np.ndarray]) -> None:
-        """The same for inputs divided by ``factors``."""
+        """Convert the statistics to those of inputs divided by ``factors``."""
         for linear, factor in factors.items():
             self.sums[linear] /= np.outer(factor, factor)
             self.largest[linear] /= factor

@@ -102,7 +102,7 @@ def quantize(weight: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
 
 
 def dequantize(levels: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The float32 values of integers ``[k, n]``.
+    """Convert integers ``[k, n]`` back to float32 values.
 
     Raises:
         ValueError: the scales do not fit the matrix.
@@ -112,7 +112,7 @@ def dequantize(levels: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _grouped(matrix: np.ndarray, groups: int) -> np.ndarray:
-    """``[k, n]`` as ``[g, k / g, n]``."""
+    """Reshape ``[k, n]`` to ``[g, k / g, n]``."""
     rows, columns = matrix.shape
     return matrix.reshape(groups, rows // groups, columns)
 
@@ -169,7 +169,8 @@ class Stored:
     form: Form
 
     def packed(self) -> np.ndarray:
-        """The elements as a checkpoint stores them: int8, or two 4-bit elements per uint8, ``[k / 2, n]``."""
+        """Pack the elements as a checkpoint stores them: int8, or two 4-bit elements per uint8, ``[k / 2,
+        n]``."""
         if self.form.bits == 8:
             return self.levels
         nibbles = (self.levels & 15).astype(np.uint8)
@@ -187,7 +188,8 @@ class Stored:
 
 
 def method_of_scales(form: Form) -> ScaleMethod:
-    """The method for computing scales: few bits gain by clipping the largest numbers, 8 bits do not."""
+    """Choose how scales are computed: with few bits, clipping the largest numbers reduces the error; with
+    8 it does not."""
     return "mse" if form.bits < 8 else "absmax"
 
 
@@ -276,7 +278,8 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
 def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
-    """The linear's weight ``[k, n]`` as training rounded it.
+    """The linear's weight ``[k, n]`` as training rounded it. None if training did not round it, or rounded
+    it to more bits than are stored.
 
     None if training did not round it, or rounded it to more bits than are stored.
 
