@@ -53,7 +53,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Parts:
-    """How a layer's tensor is divided into groups or units.
+    """The division of a layer's tensor into groups or units.
 
     Attributes:
         of_groups: whether the parts are groups; otherwise they are units.
@@ -71,7 +71,7 @@ class Parts:
 
 
 def parts_of(own: str, shape: Sequence[int], model: ModelConfig) -> Parts | None:
-    """How a layer's tensor is divided; None if it does not belong to particular groups or units.
+    """Return the division of a layer's tensor; None if it does not belong to particular groups or units.
 
     Args:
         own: the tensor's name within the layer.

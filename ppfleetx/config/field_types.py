@@ -63,7 +63,7 @@ def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What an annotation contains: a section, items or values of a type, and whether keys are free."""
+    """The contents of an annotation: a section, items or values of a type, and whether keys are free."""
 
     section: type[Section] | None
     item: Any

@@ -36,7 +36,7 @@ _SEPARATE_BELOW = 0.80  # the last epoch is shuffled apart when less than this p
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How many times a split is read to yield the requested samples.
+    """The number of times a split is read to yield the requested samples.
 
     Attributes:
         tokens_per_epoch: tokens of the split.

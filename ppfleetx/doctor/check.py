@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """How a check ended."""
+    """The outcome of a check."""
 
     OK = "ok"
     WARN = "warn"

@@ -86,7 +86,7 @@ def open_meeting(
 
 @dataclass
 class _Seen:
-    """What the host knows about a guest: its last activity, and when it last made progress."""
+    """The host's knowledge of a guest: its last activity, and when it last made progress."""
 
     line: Line
     place: str = "its start"

@@ -34,7 +34,7 @@ _COPY = -1e9
 
 @dataclass(frozen=True)
 class BeamOptions:
-    """How beams compete.
+    """Options of beam search.
 
     Attributes:
         num_beams: beams per prompt, in all groups together.

@@ -126,7 +126,7 @@ class _GuessedRow:
 
 
 def next_width(width: int, right: int, most: int, all_right: bool) -> int:
-    """How many tokens to guess next, after ``right`` of at most ``width`` guesses were right.
+    """Choose how many tokens to guess next, after ``right`` of at most ``width`` guesses were right.
 
     :func:`ppfleetx.deploy.static.token_choice.next_width` does the same for tensors.
     """
@@ -134,7 +134,8 @@ def next_width(width: int, right: int, most: int, all_right: bool) -> int:
 
 
 def worthwhile(counts: Sequence[int]) -> int:
-    """How many guesses to verify per row, given ``counts [b]`` guesses, to get the most tokens per second.
+    """Choose how many guesses to verify per row, given ``counts [b]`` guesses, to get the most tokens per
+    second.
 
     In a pass all rows have the same number of positions, even if they have fewer guesses.
     """

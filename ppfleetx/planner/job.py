@@ -241,7 +241,7 @@ class Job:
         return tuple(sorted(dict.fromkeys(self.layers), key=itemgetter(1)))
 
     def layer_kinds(self, stage: int) -> dict[Layer, int]:
-        """How many equal layers of each kind are on pipeline stage ``stage``."""
+        """The number of equal layers of each kind on pipeline stage ``stage``."""
         if len(self.kinds) == 1 and self.plan.pp_layers is None:
             return {self.kinds[0]: self.model.num_layers // self.plan.pp}
         return dict(Counter(self.layers[n] for chunk in self.layers_of_stage(stage) for n in chunk))
@@ -332,7 +332,7 @@ def sequence_length(cfg: RunConfig) -> int:
 
 
 def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
-    """What each layer recomputes in the backward pass."""
+    """The recomputation of each layer in the backward pass."""
     kind = model.recompute_granularity or "full"
     return tuple(kind if model.is_recomputed(layer) else "none" for layer in range(model.num_layers))
 

@@ -44,7 +44,7 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
 
 @dataclass(frozen=True)
 class Failures:
-    """What failures and checkpoints cost a run.
+    """The cost of failures and checkpoints to a run.
 
     Attributes:
         mtbf: mean seconds between two failures of the job.
@@ -114,7 +114,7 @@ def ramp_seconds(job: Job, cluster: Cluster, ramp: BatchRamp) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class Questions:
-    """What the command line asks about the whole run; None means not asked."""
+    """The questions about the whole run on the command line; None means not asked."""
 
     price: float | None
     node_mtbf_hours: float | None

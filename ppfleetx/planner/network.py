@@ -56,7 +56,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Group:
-    """How a group of ranks is spread over nodes.
+    """The spread of a group of ranks over nodes.
 
     Attributes:
         size: ranks.

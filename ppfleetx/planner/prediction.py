@@ -19,7 +19,7 @@ from ppfleetx.planner.utilization import model_flops_utilization, step_flops, tf
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner predicts for ``job`` on ``cluster``. Each part is computed on first use."""
+    """The prediction for ``job`` on ``cluster``. Each part is computed on first use."""
 
     job: Job
     cluster: Cluster

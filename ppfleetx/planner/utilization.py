@@ -56,7 +56,7 @@ def model_flops_utilization(job: Job, seconds: float, card: Card) -> float:
 
 @dataclass(frozen=True)
 class Utilization:
-    """How well a run uses its devices.
+    """The share of its devices' peak that a run reaches.
 
     Attributes:
         job: the run.

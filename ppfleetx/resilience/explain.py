@@ -153,7 +153,7 @@ def _elsewhere(ranks: Sequence[int], reports: Mapping[int, Report], silent: Coll
 
 
 def _places(ranks: Sequence[int], reports: Mapping[int, Report], *, name: bool | None = None) -> str:
-    """Where each of the ranks is."""
+    """The place in the program of each of the ranks."""
     by_place: dict[str, list[int]] = {}
     for rank in ranks:
         by_place.setdefault(_place(reports[rank]), []).append(rank)
@@ -179,7 +179,7 @@ def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """What the kernel says about silent ranks, according to the other ranks."""
+    """The kernel's state of silent ranks, according to the other ranks."""
     by_state: dict[str, list[int]] = {}
     for rank in ranks:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]

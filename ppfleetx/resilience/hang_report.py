@@ -135,7 +135,7 @@ class Report:
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:
-        """The file's content."""
+        """The report as JSON, the content of its file."""
         tree = asdict(self)
         tree["format"] = FORMAT
         return json.dumps(tree, indent=1)

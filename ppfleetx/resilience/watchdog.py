@@ -75,7 +75,7 @@ class Peers:
         return machine(), os.getpid(), birth_of(os.getpid())
 
     def states(self, own: int) -> dict[int, str]:
-        """What the kernel says about the processes on this machine."""
+        """The kernel's states of the processes on this machine."""
         here = machine()
         return {
             rank: state_of(pid, born)
@@ -302,7 +302,7 @@ class Watchdog:
             time.sleep(self._tick / 2)
 
     def _patience(self, timeout: float) -> float:
-        """How many seconds to wait for the reports of the other ranks."""
+        """The number of seconds to wait for the reports of the other ranks."""
         return min(max(_GATHERING * timeout, _GATHERING_LEAST), _GATHERING_MOST) + 2 * self._tick
 
     def _print(self, text: str, explanation: Explanation, written: Sequence[Path]) -> None:

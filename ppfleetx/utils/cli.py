@@ -1,4 +1,4 @@
-"""How programs end: errors become one message and an exit code."""
+"""End programs: errors become one message and an exit code."""
 
 from __future__ import annotations
 

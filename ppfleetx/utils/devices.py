@@ -86,7 +86,7 @@ def expected_device(wanted: str, place: str | None = None) -> str:
 
 
 def how_to_get(wanted: str) -> str:
-    """What to do if Paddle does not support this kind of device, as the beginning of a sentence."""
+    """Advice for when Paddle does not support this kind of device, as the beginning of a sentence."""
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
     meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"

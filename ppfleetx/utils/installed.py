@@ -40,7 +40,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def not_installed(error: ModuleNotFoundError) -> NotInstalledError | None:
-    """What the user can do about a failed import; None if it is a bug of the program."""
+    """Advice for the user about a failed import; None if it is a bug of the program."""
     missing = (error.name or "").partition(".")[0]
     if missing == "paddle":
         return NotInstalledError(

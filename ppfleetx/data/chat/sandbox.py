@@ -171,7 +171,8 @@ class _GenerationBlocks(Extension):
 
 
 class _BoundedCode(CodeGenerator):
-    """Concatenation with ``~`` goes through the environment, like ``+``."""
+    """Generates code in which concatenation with ``~`` goes through the environment, as ``+`` does, so
+    that its size is limited."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (as Jinja has it)
         self.write("environment.concatenate((")

@@ -97,7 +97,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream contains in addition to text."""
+    """Options for what a stream contains in addition to text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

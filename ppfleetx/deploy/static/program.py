@@ -55,7 +55,7 @@ from ppfleetx.nn.latent_attention import LatentAttention
 
 @contextlib.contextmanager
 def quick_conversion() -> Iterator[None]:
-    """Within this context Paddle converts methods once per class, and searches its list once per function."""
+    """Context in which Paddle converts methods once per class, and searches its list once per function."""
     with contextlib.ExitStack() as stack:
         cache = getattr(program_translator, "_FUNCTION_CACHE", None)
         if hasattr(cache, "convert_with_cache"):
