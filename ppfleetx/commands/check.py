@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from ppfleetx.commands.start_process import refuse_foreign_weights
-from ppfleetx.config.config_notes import absent_loggers, missing, not_supported_reasons
+from ppfleetx.config.config_notes import absent_loggers, missing
 from ppfleetx.config.counts import counted
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.mesh import Mesh
@@ -28,7 +28,7 @@ from ppfleetx.models.gpt.spec import (
 from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.report import memory_lines
-from ppfleetx.utils.devices import GPU
+from ppfleetx.utils.devices import CPU, GPU, cpu_obstacle, not_supported_reasons
 from ppfleetx.utils.gpu_operators import on_the_host
 
 _MAX_GROUPS_SHOWN = 2
@@ -81,28 +81,24 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         *_model_lines(cfg),
         *_batch_lines(cfg),
         *_ramp_lines(cfg),
-        _line("precision", _precision(cfg)),
+        _line("precision", _precision(cfg, device)),
         *_offload_lines(cfg),
         *_group_lines(cfg),
         _line("recompute", _recompute(cfg.Model)),
-        *_memory_lines(cfg, device),
+        *(_line("" if number else "memory", text) for number, text in enumerate(memory_lines(cfg, device))),
         _line("learning rate", _schedule(cfg)),
         _line("run", _run(cfg)),
     ]
     lines += [
         _line("note", note) for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, device))
     ]
-    lines += [_line("missing", reason) for reason in (*missing(cfg), *_missing_loggers(cfg))]
+    lines += [_line("missing", reason) for reason in missing(cfg)]
+    lines += [
+        _line("missing", f"Engine.loggers: {name} needs {wanted}")
+        for name, wanted in absent_loggers(cfg).items()
+    ]
     lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
     return "\n".join([*lines, "The configuration is valid."])
-
-
-def _missing_loggers(cfg: RunConfig) -> list[str]:
-    return [f"Engine.loggers: {name} needs {wanted}" for name, wanted in absent_loggers(cfg).items()]
-
-
-def _memory_lines(cfg: RunConfig, device: str) -> list[str]:
-    return [_line("" if number else "memory", text) for number, text in enumerate(memory_lines(cfg, device))]
 
 
 def human_count(number: int) -> str:
@@ -250,10 +246,12 @@ def _batch_lines(cfg: RunConfig) -> list[str]:
     return lines
 
 
-def _precision(cfg: RunConfig) -> str:
+def _precision(cfg: RunConfig, device: str) -> str:
     precision = cfg.Engine.mix_precision
     if not precision.enable:
         return "float32"
+    if precision.enable == "auto" and device == CPU and (obstacle := cpu_obstacle(precision.dtype)):
+        return f"float32 (Engine.mix_precision.enable is auto: {obstacle})"
     text = f"{precision.dtype} {precision.level}"
     if precision.dtype == "float16":
         kind = "dynamic, starting at" if precision.use_dynamic_loss_scaling else "constant"

@@ -51,7 +51,8 @@ def run(options: LmEval) -> None:
 
 
 def _check(options: LmEval) -> None:
-    require_lm_eval()
+    if find_spec("lm_eval") is None:
+        raise ConfigError("this program needs lm-evaluation-harness: pip install 'ppfleetx[lm_eval]'")
     for key, value, least in (
         ("--batch-size", options.batch_size, 1),
         ("--num-fewshot", options.num_fewshot, 0),
@@ -63,16 +64,6 @@ def _check(options: LmEval) -> None:
         check_output(Path(options.output), mark=b'"alias": ')
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise ConfigError("there is no such directory", key="--include-path", value=options.include_path)
-
-
-def require_lm_eval() -> None:
-    """Check that lm-evaluation-harness is installed.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if find_spec("lm_eval") is None:
-        raise ConfigError("this program needs lm-evaluation-harness: pip install 'ppfleetx[lm_eval]'")
 
 
 def load_model(cfg: RunConfig, ctx: Any, batch_size: int) -> HarnessModel:
@@ -157,7 +148,7 @@ def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[d
     if samples:
         drawn = {"decode_strategy": "sampling", "temperature": temperature or 1.0}
         return {"top_k": DEFAULTS["top_k"], **options, **drawn}, stops
-    for key in ("top_k", "top_p"):
+    for key in ("top_k", "top_p", "min_p", "typical_p"):
         options.pop(key, None)
     if beams:
         options.setdefault("length_penalty", DEFAULTS["length_penalty"])
@@ -167,6 +158,9 @@ def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[d
 _SAME_MEANING = {
     "top_k": "top_k",
     "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
     "repetition_penalty": "repetition_penalty",
     "num_beams": "num_beams",
     "length_penalty": "length_penalty",

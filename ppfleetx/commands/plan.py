@@ -13,7 +13,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.planner.alternatives import why_not
 from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import Card, load_card
-from ppfleetx.planner.job import Job, job_of
+from ppfleetx.planner.job import job_of
 from ppfleetx.planner.long_run import Questions, answers
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.plan_option import UnresolvedConfig, parse_plan, read_unresolved, write_config
@@ -67,9 +67,8 @@ def _questions_of(options: Plan) -> Questions:
         ConfigError: a number is out of range.
     """
     for name in ("price", "mtbf", "save_seconds", "restart_seconds"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError("must be greater than 0", key=f"--{name.replace('_', '-')}", value=value)
+        if (value := getattr(options, name)) is not None:
+            _positive(value, f"--{name.replace('_', '-')}")
     ramp = None
     if options.ramp is not None:
         numbers = _numbers(options.ramp, "--ramp")
@@ -167,11 +166,9 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
     """Tokens of the whole run: ``--tokens``, or the configuration's steps."""
-    return _run_tokens(written.cfg.Engine.max_steps, prediction.job, options.tokens)
-
-
-def _run_tokens(steps: int, job: Job, tokens: float | None) -> float:
-    return float(steps * job.tokens) if tokens is None else _positive(tokens, "--tokens")
+    if options.tokens is not None:
+        return _positive(options.tokens, "--tokens")
+    return float(written.cfg.Engine.max_steps * prediction.job.tokens)
 
 
 def _json(

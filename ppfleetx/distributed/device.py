@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.devices import CPU, GPU, PLUGINS_ROOT, XPU, how_to_get, no_such_card
+from ppfleetx.utils.devices import CPU, GPU, PLUGINS_ROOT, XPU, cpu_obstacle, how_to_get, no_such_card
 from ppfleetx.utils.gpu_operators import GPU_BACKENDS, PLUGIN_BACKENDS, registered_types
 
 if TYPE_CHECKING:
@@ -212,11 +212,13 @@ def capability(device: str) -> tuple[int, int]:
 def computes_in(dtype: str) -> bool:
     """Whether this process's device computes in ``dtype``, ``float16`` or ``bfloat16``.
 
-    A product is tried: where the device, or Paddle's ``auto_cast`` on it, does not, Paddle computes in
-    float32 with a warning that is soon out of sight, or has no kernel.
+    On a card a product is tried: where the device, or Paddle's ``auto_cast`` on it, does not, Paddle computes
+    in float32 with a warning that is soon out of sight, or has no kernel. A CPU's flags tell.
     """
     import paddle
 
+    if not on_card():
+        return cpu_obstacle(dtype) is None
     try:
         with warnings.catch_warnings(), paddle.no_grad(), paddle.amp.auto_cast(dtype=dtype):
             warnings.simplefilter("ignore")

@@ -20,6 +20,7 @@ import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
 
+from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.matmul import Matmul
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
@@ -112,7 +113,7 @@ class PieceHead(nn.Layer):
             weight, bias, is_transposed = self.matrix()
         for begin, end in _edges(whole.shape[0], self.num_pieces):
             with paddle.no_grad():
-                piece = _logits(whole[begin:end], weight, bias, is_transposed)
+                piece = self._matmul.apart(whole[begin:end], weight, bias, is_transposed, weight)
             yield piece
 
     def run_pieces(self, whole: paddle.Tensor, target: PieceTarget) -> Any:
@@ -123,7 +124,7 @@ class PieceHead(nn.Layer):
             head = _HeadMatrix(weight, bias, is_transposed, self._matmul)
             return _LossInPieces.apply(whole, weight, bias, head, target, self.num_pieces)
         return [
-            target.function(_logits(piece, weight, bias, is_transposed), labels, mask)
+            target.function(self._matmul.apart(piece, weight, bias, is_transposed, weight), labels, mask)
             for piece, labels, mask in _pieces(whole, target, self.num_pieces)
         ]
 
@@ -140,7 +141,14 @@ class _HeadMatrix:
     def values(self) -> list[paddle.Tensor]:
         """Detached copies of weight and bias, so that no hook on the parameters runs before the backward
         pass."""
-        return [_leaf(self.matmul.value(one), one.stop_gradient) for one in self.parameters]
+        value = paddle.Tensor.detach if bfloat16.are_entered() else self.matmul.value
+        return [_leaf(value(one), one.stop_gradient) for one in self.parameters]
+
+    def logits(
+        self, hidden: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None
+    ) -> paddle.Tensor:
+        """The product of ``hidden`` and such leaves."""
+        return self.matmul.apart(hidden, weight, bias, self.is_transposed, self.parameters[0])
 
 
 class _LossInPieces(PyLayer):
@@ -159,7 +167,7 @@ class _LossInPieces(PyLayer):
         loss, of_whole, sums = None, [], [None] * len(head.parameters)
         for piece, labels, mask in _pieces(whole, target, num_pieces):
             leaves = [_leaf(piece, whole.stop_gradient), *head.values()]
-            part, gradients = _gradients(leaves, head.is_transposed, labels, mask, target.function)
+            part, gradients = _gradients(leaves, head, labels, mask, target.function)
             loss = part if loss is None else loss + part
             while len(gradients) > 1:  # each let go as soon as it has been added
                 index = len(gradients) - 2
@@ -195,25 +203,17 @@ def _leaf(tensor: paddle.Tensor, stop_gradient: bool) -> paddle.Tensor:
 
 def _gradients(
     leaves: Sequence[paddle.Tensor],
-    is_transposed: bool,
+    head: _HeadMatrix,
     labels: paddle.Tensor,
     mask: paddle.Tensor,
     function: OfPiece,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
     """Return the loss of a piece and the gradients of those ``leaves`` (piece, weight, optional bias) that
     need one. Their ``grad`` is cleared afterwards."""
-    hidden, weight, bias = (*leaves, None)[:3]
     with paddle.enable_grad():
-        part = function(_logits(hidden, weight, bias, is_transposed), labels, mask)
+        part = function(head.logits(*leaves), labels, mask)
         part.backward()  # not paddle.grad, which leaves what PyLayers have saved to the garbage collector
     return part.detach(), [leaf.grad for leaf in leaves]
-
-
-def _logits(
-    hidden: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None, is_transposed: bool
-) -> paddle.Tensor:
-    logits = paddle.matmul(hidden, weight, transpose_y=is_transposed)
-    return logits if bias is None else logits + bias
 
 
 def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddle.Tensor | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import paddle
 from paddle import nn
 
+from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.grouped_matmul import Counts
 from ppfleetx.nn.matmul import Matmul
 
@@ -27,7 +28,7 @@ class Linear(nn.Layer):
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """``x [..., in]`` to ``[..., out]``."""
-        if self.bias is not None and trains_on_cpu(x):
+        if self.bias is not None and trains_on_cpu(x) and not bfloat16.are_entered():
             return _add_bias(self.linear(x, self.weight), self.bias)
         return self.linear(x, self.weight, self.bias)
 

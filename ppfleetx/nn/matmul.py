@@ -9,6 +9,9 @@ A run's options change four things about a product, each of them on its own:
 - *when*: in the backward pass, or after it, when a pipeline rank would otherwise wait (``defers``; Qi et al.,
   "Zero Bubble Pipeline Parallelism", 2023).
 
+On a CPU, whose Paddle multiplies in float32 alone, :mod:`ppfleetx.nn.cpu_ops.bfloat16` computes the products
+while its ``products`` is entered: of operands in bfloat16, with results and gradients in float32.
+
 Only the fused sum changes numbers: it rounds nothing to 16 bits on its way. Apart from that each product is
 the one that Paddle's backward pass computes, a bias is added before the product is rounded, and the gradients
 of a weight are added in the order of the micro batches.
@@ -29,6 +32,7 @@ from paddle.autograd import PyLayer
 from paddle.base.framework import EagerParamBase
 
 from ppfleetx.nn import grouped_matmul
+from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 
 Finish = Callable[[], paddle.Tensor]
@@ -104,6 +108,22 @@ class Matmul:
         gradient."""
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
+    def apart(
+        self,
+        x: paddle.Tensor,
+        leaf: paddle.Tensor,
+        bias: paddle.Tensor | None,
+        is_transposed: bool,
+        parameter: paddle.Tensor,
+    ) -> paddle.Tensor:
+        """The product with ``leaf``, which has the values of ``parameter`` and gets the gradient instead."""
+        if bfloat16.are_entered():
+            return _Matmul.apply(
+                x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
+            )
+        product = paddle.matmul(x, leaf, transpose_y=is_transposed)
+        return product if bias is None else product + bias
+
     def grouped(
         self,
         x: paddle.Tensor,
@@ -131,6 +151,7 @@ class Matmul:
     ) -> paddle.Tensor:
         if not paddle.in_dynamic_mode():  # a program that is exported
             return _product(x, weight, bias, is_transposed)
+        on_cpu = bfloat16.are_entered()
         weight, bias = self._low(weight), None if bias is None else self._low(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         adds = trains and self.adds_to_main_gradient(weight)
@@ -138,10 +159,13 @@ class Matmul:
         defers, overlaps = self.defers and trains and goes_on, exchange is not None and goes_on
         if exchange is not None and not overlaps:
             x, exchange = exchange.whole(x), None
-        if not (adds or defers or overlaps):
+        if not (on_cpu or adds or defers or overlaps):
             return _product(x, weight, bias, is_transposed)
         self.uses["overlapped"] += overlaps
-        work = _Work(weight, is_transposed, exchange, self._add if adds else None)
+        if on_cpu:
+            work = _CpuWork(weight, self.value(weight), is_transposed, exchange)
+        else:
+            work = _Work(weight, is_transposed, exchange, self._add if adds else None)
         return _Matmul.apply(x, bias, None if defers else weight, work, self._defer if defers else None)
 
     # -- 16-bit copies of weights
@@ -168,13 +192,15 @@ class Matmul:
         copy = self._copies.get(id(parameter))
         if copy is None:
             self.uses["casts"] += 1
-            copy = self._copies[id(parameter)] = parameter.detach().astype(self._dtype)
+            cast = bfloat16.cast if bfloat16.are_entered() else partial(paddle.cast, dtype=self._dtype)
+            copy = self._copies[id(parameter)] = cast(parameter.detach())
         self.uses["weight_cast"] += 1
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """The tensor of :meth:`value`, through which the gradient still reaches the parameter."""
-        if self._dtype is None or self._copies is None:
+        """The tensor of :meth:`value`, through which the gradient still reaches the parameter; in bfloat16 on
+        a CPU the parameter itself."""
+        if self._dtype is None or self._copies is None or bfloat16.are_entered():
             return parameter
         value = self.value(parameter)
         return parameter if value.dtype == parameter.dtype else _Copy.apply(parameter, _Holder(value))
@@ -264,8 +290,20 @@ class _Work:
     def gathers_again(self) -> bool:
         return self.exchange is not None and self.exchange.gathers_again
 
+    def operand(self, x: paddle.Tensor) -> paddle.Tensor:
+        """The product's input as it is multiplied."""
+        return x
+
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
         return _product(x, self.weight, bias, self.is_transposed)
+
+    def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
+        """What the gradient of the weight needs of the input."""
+        return _in(x.detach(), result.dtype)
+
+    def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
+        """The gradient of the product as it is multiplied; and that of the bias, if it comes with it."""
+        return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
         """Return the input's gradient."""
@@ -284,6 +322,43 @@ class _Work:
     def of_bias(self, upstream: paddle.Tensor) -> paddle.Tensor:
         """Return the bias gradient."""
         return upstream.reshape([-1, upstream.shape[-1]]).sum(0)
+
+
+class _CpuWork(_Work):
+    """A product in bfloat16 on a CPU. Input, weight and upstream gradient are rounded once each.
+
+    Args:
+        value: the weight's copy in bfloat16; in float32 it is rounded for each product.
+    """
+
+    def __init__(
+        self, weight: paddle.Tensor, value: paddle.Tensor, is_transposed: bool, exchange: Exchange | None
+    ) -> None:
+        super().__init__(weight, is_transposed, exchange, None)
+        self._copy = value if value.dtype == paddle.bfloat16 else None
+
+    def operand(self, x: paddle.Tensor) -> paddle.Tensor:
+        return bfloat16.cast(x)
+
+    def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
+        return bfloat16.matmul(x, self._matrix(), bias, transpose_y=self.is_transposed)
+
+    def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
+        return x
+
+    def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
+        return bfloat16.cast_and_sum(gradient)
+
+    def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
+        return bfloat16.matmul(upstream, self._matrix(), transpose_y=not self.is_transposed)
+
+    def of_weight(self, x: paddle.Tensor, upstream: paddle.Tensor) -> paddle.Tensor:
+        left, right = (upstream, x) if self.is_transposed else (x, upstream)
+        left, right = (tensor.reshape([-1, tensor.shape[-1]]) for tensor in (left, right))
+        return bfloat16.matmul(left, right, transpose_x=True)
+
+    def _matrix(self) -> paddle.Tensor:
+        return self.weight.detach() if self._copy is None else self._copy
 
 
 class _GroupedWork(_Work):
@@ -333,6 +408,7 @@ class _Matmul(PyLayer):
         defer: Callable[[_WeightGradient], None] | None,
     ) -> paddle.Tensor:
         whole = x if work.exchange is None else work.exchange.whole(x)
+        whole = work.operand(whole)
         result = work.product(whole, bias)
         ctx.tensors = (bias is not None, weight is not None)
         ctx.wants_x, ctx.x_dtype = not x.stop_gradient, x.dtype
@@ -340,18 +416,19 @@ class _Matmul(PyLayer):
         # The weight itself, not what it holds now: sharding stage 3 brings its values back for the backward
         # pass.
         ctx.work, ctx.defer = work, defer
-        ctx.x = x.detach() if work.gathers_again else _in(whole.detach(), result.dtype)
+        ctx.x = x.detach() if work.gathers_again else work.kept(whole, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         with paddle.amp.auto_cast(enable=False):
             work = ctx.work
+            upstream, of_bias = work.upstream(upstream)
             of_input, of_weight = _backward(ctx, upstream)
             has_bias, has_weight = ctx.tensors
             gradients = [of_input]
             if has_bias:
-                gradients.append(_of_bias(work, upstream, ctx.bias_dtype))
+                gradients.append(_of_bias(work, upstream, ctx.bias_dtype, of_bias))
             if has_weight:
                 gradients.append(of_weight)
         return tuple(gradients)
@@ -377,9 +454,13 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
     return (of_input if finish is None else finish()), of_weight
 
 
-def _of_bias(work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None) -> paddle.Tensor | None:
-    """Return the bias gradient; None if the bias is frozen."""
-    return None if dtype is None else _in(_in(work.of_bias(upstream), upstream.dtype), dtype)
+def _of_bias(
+    work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None, known: paddle.Tensor | None
+) -> paddle.Tensor | None:
+    """Return the bias gradient, ``known`` if it is; None if the bias is frozen."""
+    if dtype is None or known is not None:
+        return None if dtype is None else known
+    return _in(_in(work.of_bias(upstream), upstream.dtype), dtype)
 
 
 class _Given(PyLayer):

@@ -3,6 +3,8 @@
 O1: parameters and gradients are float32; ``auto_cast`` runs the operations of its list in 16 bits.
 O2: parameters are 16-bit, as is all between them unless the model says otherwise; the optimizer updates
 float32 master weights from float32 gradients. Loss and softmax are float32 in both.
+On a CPU both levels are the same, because Paddle has no 16-bit kernels there: products with weights round
+their operands to bfloat16 and sum in float32, and all else is float32, parameters and gradients included.
 
 float16 has few exponents: the loss is multiplied by a scale before the backward pass and the gradients
 divided by it after. bfloat16 has float32's exponents and needs no scale.
@@ -20,9 +22,12 @@ import paddle
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.distributed.device import computes_in, on_card, on_gpu
+from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.optims.grad_clip import scale_all
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
+from ppfleetx.utils.devices import cpu_obstacle
+from ppfleetx.utils.log import get_logger
 
 MIN_SCALE, GROWTH, BACKOFF = 1.0, 2.0, 0.5
 # What auto_cast asks of a GPU.
@@ -108,26 +113,35 @@ class Precision:
 
     Attributes:
         scaler: the loss scale; None where none is needed.
+        products_alone: 16 bits are those of a CPU, for products with weights alone.
         keeps_casts: entered with :meth:`autocast`; what conversions of weights are kept in.
 
     Raises:
-        ConfigError: the device has no kernels for the type.
+        ConfigError: the device has no kernels for the type, and ``enable`` is not ``auto``.
     """
 
     def __init__(self, cfg: MixedPrecisionConfig | None = None) -> None:
         self._cfg = cfg = cfg or MixedPrecisionConfig()
         self.scaler: LossScaler | None = None
         self.keeps_casts: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.products_alone = False
         if not cfg.enable:
             return
-        if not has_kernels(cfg.dtype):
-            needs = _NEEDS[cfg.dtype] if on_gpu() else ""
-            raise ConfigError(
-                f"{paddle.get_device()} does not compute in {cfg.dtype}{needs}; "
-                "-o Engine.mix_precision.enable=False computes in float32",
-                key="Engine.mix_precision.dtype",
-                value=cfg.dtype,
+        has_all = has_kernels(cfg.dtype)
+        self.products_alone = not has_all and has_products(cfg.dtype)
+        if not has_all and not self.products_alone:
+            obstacle = f"{paddle.get_device()} does not compute in {cfg.dtype}{_why(cfg.dtype)}"
+            if cfg.enable != "auto":
+                raise ConfigError(
+                    f"{obstacle}; -o Engine.mix_precision.enable=False computes in float32",
+                    key="Engine.mix_precision.dtype",
+                    value=cfg.dtype,
+                )
+            get_logger().info(
+                f"the run computes in float32: {obstacle} (Engine.mix_precision.enable is auto)"
             )
+            self._cfg = cfg.model_copy(update={"enable": False})
+            return
         if cfg.dtype == "float16":
             self.scaler = LossScaler(
                 cfg.scale_loss, cfg.incr_every_n_steps, cfg.hysteresis, cfg.use_dynamic_loss_scaling
@@ -139,9 +153,15 @@ class Precision:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
+    def types(self) -> tuple[str, ...]:
+        """Types of the tensors between layers, that of parameters at O1 first."""
+        has_both = self._cfg.enable and not self.products_alone
+        return ("float32", self._cfg.dtype) if has_both else ("float32",)
+
+    @property
     def lowers_parameters(self) -> bool:
         """Whether parameters are 16-bit and need master weights."""
-        return self._cfg.enable and self._cfg.level == "O2"
+        return bool(self._cfg.enable) and self._cfg.level == "O2" and not self.products_alone
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -151,6 +171,11 @@ class Precision:
         """
         if not self._cfg.enable:
             yield
+            return
+        if self.products_alone:
+            black = {*self._cfg.custom_black_list} & {"matmul", "linear_v2"}
+            with nullcontext() if black else bfloat16.products(), self.keeps_casts():
+                yield
             return
         casts = paddle.amp.auto_cast(
             custom_white_list=self._cfg.custom_white_list or None,
@@ -205,3 +230,17 @@ class Precision:
 def has_kernels(dtype: str) -> bool:
     """Whether the device has kernels for ``dtype``."""
     return on_card() and computes_in(dtype)
+
+
+def has_products(dtype: str) -> bool:
+    """Whether the device, a CPU, computes products with weights in ``dtype``."""
+    return not on_card() and computes_in(dtype) and bfloat16.are_available()
+
+
+def _why(dtype: str) -> str:
+    if on_gpu():
+        return _NEEDS[dtype]
+    if on_card():
+        return ""
+    missing = "its operators are not compiled (python -m ppfleetx.nn.cpu_ops does that)"
+    return f": {cpu_obstacle(dtype) or missing}"

@@ -293,8 +293,9 @@ class PassKey:
 def job_of(cfg: RunConfig, card: Card) -> Job:
     """The job that ``cfg`` describes, on ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
-    precision = Precision()
-    if mixed.enable:
+    precision = Precision()  # on a CPU, whose 16 bits are for products alone, as the slower and larger choice
+    has_type = card.kernels != "cpu" and (mixed.enable is True or mixed.dtype in card.peak_tflops)
+    if mixed.enable and has_type:
         precision = Precision(mixed.dtype, mixed.level == "O2", mixed.main_grad_fp32)
     return Job(
         model=model,

@@ -33,14 +33,14 @@ MEMORY_GROUP = Path("/sys/fs/cgroup/memory")
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of hang.
+    """A kind of hang.
 
     Attributes:
         name: of the fault in ``hang_program.py``.
-        rank: that it befalls.
-        said: pattern of the sentence; "": the ranks say none.
+        rank: the rank that hangs.
+        said: pattern of the sentence that a rank prints; "" if none does.
         codes: exit codes that the launcher may end with.
-        reported: pattern of what ``ppfleetx hang-report`` says later; "": of the same, None: nothing.
+        reported: pattern of what ``ppfleetx hang-report`` says later; "" for the same, None for nothing.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Shared by the campaigns: a command line, damaged bytes, and jobs in which one rank halts."""
+"""What the campaigns share: a command line, damaged bytes, and jobs in which one rank halts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def flipped(content: bytes, rng: random.Random, times: int = 1) -> bytes:
 
 @contextlib.contextmanager
 def damaged(path: Path, content: bytes) -> Iterator[None]:
-    """Within the context, ``path`` has other content."""
+    """Within the context, ``path`` contains ``content``; afterwards it is restored."""
     sound = path.read_bytes()
     path.write_bytes(content)
     try:

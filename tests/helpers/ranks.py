@@ -299,8 +299,8 @@ class Pools:
         return pool
 
     def run(self, plan: ParallelPlan, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
-        """:meth:`RankPool.run` with as many ranks as ``plan`` has; ``target`` is called with ``plan`` (its
-        fields) and ``world_size`` too."""
+        """Run ``target`` in the ranks of ``plan``, as :meth:`RankPool.run` does; ``plan`` (its fields) and
+        ``world_size`` are among its arguments."""
         size = plan.world_size
         return self(size).run(target, timeout=timeout, plan=fields_of(plan), world_size=size, **arguments)
 

@@ -19,7 +19,6 @@ GATHERS = {**SCATTERS, "Distributed.recompute_allgather": True}
 ADAPTERS = {"Model.lora.rank": 2}
 CHUNKS = {"Model.loss_chunks": 3}
 RECOMPUTES = {"Model.use_recompute": True, "Model.hidden_dropout_prob": 0.1}
-SEQUENCE = ["Distributed.mp_degree=2", "Model.sequence_parallel=True"]
 VIRTUAL = ["Distributed.pp_degree=2", "Model.virtual_pp_degree=2", "Model.num_layers=4"]
 # With biases the product must not be rounded before they are added.
 HALVES = [

@@ -7,7 +7,9 @@ batches and ranks; the first and last numbers compared are evaluations.
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
+from ppfleetx.nn.cpu_ops import bfloat16
 from tests.parity import qat
+from tests.parity.comparison import BFLOAT16_TOLERANCE, IN_BFLOAT16
 
 MP, SP, SEP, PP = Plan(mp=2), Plan(mp=2, sequence_parallel=True), Plan(sep=2), Plan(pp=2)
 STAGE_3, INTERLEAVED = Plan(sharding=2, sharding_stage=3), Plan(pp=2, virtual_pp_degree=2)
@@ -214,3 +216,30 @@ def test_what_two_ranks_hold_by_stage_of_sharding(comparison, stage, divided):
             assert first[what] == pytest.approx(0.5, abs=0.02)
         else:
             assert first[what] == second[what] == 1.0
+
+
+@pytest.mark.skipif(not bfloat16.are_available(), reason="this CPU has no bfloat16 products")
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        (Plan(mp=2, sequence_parallel=True), "llama"),
+        (Plan(pp=2), "gpt"),
+        (Plan(sharding=2, sharding_stage=3), "gpt"),
+        (Plan(pp=2, dp=2, pp_schedule="zb_h1"), "llama"),
+        (Plan(dp=2), "moe"),
+    ],
+    ids=str,
+)
+def test_products_in_bfloat16(comparison, plan, model):
+    difference = comparison.run(plan, model, "sgd", extra=IN_BFLOAT16)
+    assert difference.first == 0
+    assert 0 < difference.worst <= BFLOAT16_TOLERANCE, difference
+
+
+@pytest.mark.skipif(not bfloat16.are_available(), reason="this CPU has no bfloat16 products")
+@pytest.mark.parametrize("plan", [Plan(), Plan(sharding=2, sharding_stage=3)], ids=str)
+def test_a_resumed_run_in_bfloat16_repeats_every_bit(comparison, tmp_path, plan):
+    whole = comparison.train_part(plan, 0, 4, extra=IN_BFLOAT16, save_to=str(tmp_path / "whole"))
+    first = comparison.train_part(plan, 0, 2, extra=IN_BFLOAT16, save_to=str(tmp_path / "half"))
+    half = str(next((tmp_path / "half").glob("epoch*")))
+    assert first + comparison.train_part(plan, 2, 4, extra=IN_BFLOAT16, load_from=half) == whole

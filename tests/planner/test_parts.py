@@ -241,6 +241,15 @@ def test_one_plan_as_json(capsys):
     assert found["plan"].startswith("dp=2,mp=2,pp=2")
 
 
+def test_states_of_each_optimizer():
+    card, found = load_card("A100-80GB"), {}
+    for name in ("AdamW", "Muon", "SGD"):
+        cfg = load_config(CONFIG, [f"Optimizer.name={name}"], world_size=8)
+        found[name] = job_of(cfg, card).moments
+    assert found["AdamW"] == 2 and found["SGD"] == 0
+    assert 1 < found["Muon"] < 2  # one for the matrices of the blocks, two for the rest
+
+
 @pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_no_start_takes_more_than_a_step(stage, offload):
     """Of 1.3 billion parameters; before, a start took 6 bytes of each on every rank."""

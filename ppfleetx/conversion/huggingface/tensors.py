@@ -108,21 +108,22 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
     Raises:
         UserError: ``config.json`` is not that of a network of ours.
     """
-    family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(_model(hf_config)).items()
+    family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config)}
     return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]
 
 
-def loads(hf_config: Mapping[str, Any]) -> dict[str, LazyTensor]:
+def loads(model: ModelConfig) -> dict[str, LazyTensor]:
     """Initial loads of the experts, which a balancing loss may need and no file has."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
-        for name, spec in parameter_specs(_model(hf_config)).items()
+        for name, spec in parameter_specs(model).items()
         if spec.kind == _LOAD
     }
 
 
-def _model(hf_config: Mapping[str, Any]) -> ModelConfig:
+def network(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """The network of a ``config.json``, without padding in its vocabulary."""
     return section_of(ModelConfig, model_keys(hf_config) | {"vocab_size_divisible_unit": 1})
 
 

@@ -40,6 +40,7 @@ _HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of C
 SOURCE = Path(__file__).with_name("kernels.cc")
 QUANTIZED_SOURCE = Path(__file__).with_name("quantized.cc")
 FUSED_BLOCKS_SOURCE = Path(__file__).with_name("fused_blocks.cc")
+BFLOAT16_SOURCE = Path(__file__).with_name("bfloat16.cc")
 BUILT = Path(__file__).with_name("built")
 
 
