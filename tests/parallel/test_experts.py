@@ -11,7 +11,6 @@ import pytest
 
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.helpers.ranks import fields_of
 from tests.parity.training import CONFIG, VOCAB, overrides
 
 STEPS = "tests.parallel.test_experts:steps"
