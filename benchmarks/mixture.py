@@ -81,7 +81,8 @@ def compare(peer: str, weights: Path, args: argparse.Namespace) -> None:
             worker.start()
         rounds.append([worker.result() for worker in workers])
         if number == 0:
-            print(f"{peer}: losses of the first step {[round(one['loss'], 5) for one in rounds[0]]}")
+            losses = [round(one["loss"], 5) for one in rounds[0]]
+            print(f"{peer}: losses of the first step {losses}", flush=True)
     for worker in workers:
         worker.close()
     for what in ("step", "passes"):
