@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import numpy as np
 
 from ppfleetx.api.configuration import Configuration, Overrides, config_source, settings_of
-from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.generation.text import as_prompts
-from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.devices import expected_device, not_supported_reasons
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
 if TYPE_CHECKING:

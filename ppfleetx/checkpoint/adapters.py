@@ -109,7 +109,7 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     if is_taken(output):
         raise CheckpointError(f"--output {output} is there already; name a new or empty directory")
     refuse_unwritable(output, "--output")
-    with naming("--input", path):
+    with naming("CHECKPOINT", path):
         trained = read_ppfleetx(path, masters=True, few_bits=True)
     model = _model(path)
     tensors = _widened({**_frozen(path, model, base), **trained.tensors})

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
+from ppfleetx.checkpoint.foreign import foreign_formats
 from ppfleetx.checkpoint.manifest import (
     BEST_FILE,
     LATEST_FILE,
@@ -69,7 +68,7 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
         return _follow(path, verify)
     if not path.is_dir():
-        what = _conversion("detect").described(path)
+        what = foreign_formats().described(path)
         raise CheckpointError(what or f"there is no directory {path}{_newest(path.parent)}")
     step = path.resolve().parent if is_rank_directory(path.name) else path
     if _has_manifest(step):
@@ -82,14 +81,14 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
 
 def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
     """Resolve a directory that holds no complete checkpoint of ours."""
-    is_fleetx = _conversion("fleetx").is_fleetx
-    if is_fleetx(path):
+    is_readable = foreign_formats().is_readable
+    if is_readable(path):
         return path
-    if steps := [child for child in step_directories(path) if is_fleetx(child)]:
+    if steps := [child for child in step_directories(path) if is_readable(child)]:
         return max(steps, key=lambda child: parse_step_directory(child.name))
     if parse_step_directory(step.name):
         return _sound(step, step.parent, verify)  # raises: it is incomplete
-    what = _conversion("detect").described(path)
+    what = foreign_formats().described(path)
     raise CheckpointError(what or f"there is no complete checkpoint in {path}")
 
 
@@ -101,18 +100,13 @@ def open_resolved(path: str | Path) -> Checkpoint:
         CheckpointError: as `open_checkpoint` and `read_fleetx` do.
     """
     path = Path(path)
-    if not _has_manifest(path) and _conversion("fleetx").is_fleetx(path):
-        return _conversion("fleetx").open_fleetx(path)
+    if not _has_manifest(path) and foreign_formats().is_readable(path):
+        return foreign_formats().open(path)
     return open_checkpoint(path)
 
 
 def _has_manifest(path: Path) -> bool:
     return (path / MANIFEST_FILE).exists() or (path / MARKER_FILE).exists()
-
-
-def _conversion(module: str) -> ModuleType:
-    """A module of the converters, which are imported for directories that are not ours, and only then."""
-    return import_module(f"ppfleetx.conversion.{module}")
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:

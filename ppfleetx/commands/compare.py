@@ -49,7 +49,7 @@ class Compare(Command):
         ppfleetx compare -c FILE --commit-a main --commit-b HEAD --bitwise
         ppfleetx compare --metrics-a output_a --metrics-b output_b --plot losses.png
 
-    Exit code 0: equal (bitwise, or within --rtol); 1: not; 2: a mistake in what was asked for.
+    Exit code 0: equal (bitwise, or within --rtol); 1: different; 2: a mistake on the command line.
     """
 
     config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
@@ -67,7 +67,7 @@ class Compare(Command):
     work_dir: str | None = option("keep outputs and logs here", metavar="DIR")
 
     def run(self) -> int:
-        """Run what has to be run, and compare."""
+        """Run the sides that are not finished runs, and compare."""
         if not self.config and not (self.metrics_a and self.metrics_b):
             raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
         if self.plot:
@@ -145,7 +145,7 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
 
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
-    """A directory with the files of ``commit``; None, for this package as it is, without one.
+    """A directory with the files of ``commit``; None without a commit: the package as it is.
 
     Raises:
         UserError: there is no repository or no such commit.
@@ -193,7 +193,7 @@ def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
 
 
 def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:
-    """Both loss curves above, their relative difference below.
+    """Draw both loss curves, and their relative difference below.
 
     Raises:
         UserError: matplotlib is not installed.

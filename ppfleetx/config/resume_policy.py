@@ -209,6 +209,14 @@ def network(
     }
 
 
+def first_difference(key: str, then: Any, now: Any) -> Change:
+    """The first key below ``key`` whose values differ; ``key`` itself unless both values are sections."""
+    while isinstance(then, Section) and isinstance(now, Section):
+        name = next(name for name in type(then).model_fields if getattr(then, name) != getattr(now, name))
+        key, then, now = f"{key}.{name}", getattr(then, name), getattr(now, name)
+    return Change(key, then, now)
+
+
 def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect]) -> list[Change]:
     """The keys of these effects whose values differ between a checkpoint's configuration and this one.
 

@@ -17,7 +17,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, DataError, show
 from ppfleetx.config.fields import Section
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.config.resume_policy import network
+from ppfleetx.config.resume_policy import first_difference, network
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
@@ -135,8 +135,9 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
         else:
             differs = value is not None and said not in (None, value)
         if differs:
+            change = first_difference(f"Model.{key}", said, value)
             raise CheckpointError(
-                f"--config says Model.{key} = {value!r}, {weights.place} says {shown(said)}"
+                f"--config says {change.key} = {change.now!r}, {weights.place} says {shown(change.then)}"
             )
     return given
 
@@ -247,7 +248,7 @@ def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> 
     if model.lora is not None:
         raise CheckpointError(
             f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "
-            f"ppfleetx merge --input {job.input} --output DIR"
+            f"ppfleetx merge {job.input} --output DIR"
         )
     if model.task.classifies:
         raise CheckpointError(

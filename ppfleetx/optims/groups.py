@@ -6,10 +6,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig
+from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig, is_hidden
 from ppfleetx.nn.param_spec import ParamSpec
 
 
@@ -30,7 +29,7 @@ def takes_all(spec: ParamSpec) -> bool:
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
     """Whether it is a matrix of a block. Embeddings, heads, routers and adapters are not."""
-    return spec.kind == "matrix" and spec.name.startswith("decoder.layers.")
+    return is_hidden(spec.name, spec.kind)
 
 
 MUON_RULES: dict[str, Callable[[ParamSpec], bool]] = {"Muon": is_hidden_matrix, "AdamW": takes_all}
@@ -45,13 +44,6 @@ def layer_factor(name: str, decay: float, num_layers: int) -> float:
     if block:
         return decay ** (num_layers - int(block[1]))
     return decay ** (num_layers + 1) if name.startswith("embedding.") else 1.0
-
-
-def fits(group: ParamGroupConfig, spec: ParamSpec) -> bool:
-    """Whether a parameter belongs to a group of the section, where no earlier one has it."""
-    if group.kinds and spec.kind not in group.kinds:
-        return False
-    return not group.patterns or any(fnmatchcase(spec.name, pattern) for pattern in group.patterns)
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,10 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     for spec in specs:
         if spec.trains:
-            number = next((n for n, group in enumerate(cfg.groups) if fits(group, spec)), len(cfg.groups))
+            number = next(
+                (n for n, group in enumerate(cfg.groups) if group.takes(spec.name, spec.kind)),
+                len(cfg.groups),
+            )
             members[number].append(spec)
     rows = []
     for number, found in enumerate(members):

@@ -5,7 +5,6 @@ import pytest
 from tests.device.conftest import PLANS_IN_A_PROCESS
 from tests.device.place import place
 from tests.device.reference import environment
-from tests.e2e.resumption import write_corpus
 from tests.helpers.ranks import Pools
 from tests.planner.machine import compare_device_memory
 from tests.planner.plans import DEVICE_PLANS, O2, SHORT_DEVICE_PLANS, device_plan_name, world_size
@@ -14,13 +13,6 @@ pytestmark = pytest.mark.device
 
 TOLERANCE = 0.05 if place().is_reference else 0.25
 """Of predictions; what cuBLAS takes to work in is not predicted."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("corpus") / "toy"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")

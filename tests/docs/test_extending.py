@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -53,13 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
 def titled() -> list[Block]:
     return [block for block in BLOCKS if block.title]
 
@@ -98,6 +90,7 @@ def losses(pools: Pools, plan: Plan, folder: Path, plugin: str, name: str, **mor
     values = {
         **program.SETTINGS,
         **program.plan_overrides(plan),
+        "Model.num_layers": 2,
         "Data.Train.dataset.input_dir": str(folder / "data"),
         "Data.Eval.dataset.input_dir": str(folder / "data"),
         "Engine.save_load.output_dir": str(output),

@@ -9,9 +9,9 @@ from typing import Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.field_types import field_types, is_text_only, item_type, section_in
+from ppfleetx.config.field_types import annotation_at, is_text_only, item_type
 from ppfleetx.config.fields import Section
-from ppfleetx.config.reading.parse import MAX_DEPTH, key_problem, parse_yaml
+from ppfleetx.config.reading.parse import key_problem, parse_yaml
 from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, plain_value, same_value
 
 
@@ -86,13 +86,11 @@ def _read(text: str, place: str, root: type[Section]) -> _Read:
             hint="Example: Engine.max_steps=10.",
         )
     path = _path_of(key, place)
-    return _Read(key, path, _read_value(value, _annotation_at(root, path), key, place))
+    return _Read(key, path, _read_value(value, annotation_at(root, path), key, place))
 
 
 def _path_of(key: str, place: str) -> tuple[str, ...]:
     path = tuple(key.split("."))
-    if len(path) > MAX_DEPTH:
-        raise ConfigError(f"names more than {MAX_DEPTH} levels", key=key, place=place)
     for part in path:
         if problem := key_problem(part):
             raise ConfigError(problem, key=key, place=place)
@@ -131,17 +129,6 @@ def _keeps(later: _Read, earlier: _Read) -> bool:
         else:
             return False
     return node is not None and same_value(node, earlier.node)
-
-
-def _annotation_at(root: type[Section], path: Sequence[str]) -> Any:
-    """Type of the field at ``path``; None where the schema has no such field."""
-    annotation: Any = root
-    for part in path:
-        section = section_in(annotation)
-        annotation = field_types(section).get(part) if section else item_type(annotation)
-        if annotation is None:
-            return None
-    return annotation
 
 
 def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:

@@ -95,11 +95,6 @@ def shown_path(path: Path) -> str:
     return text if text.isprintable() and len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}"
 
 
-MAX_DEPTH = 40
-"""Mappings and lists within each other."""
-MAX_VALUES = 20_000
-"""Values of one file, counting what aliases repeat; a resolved configuration has about 300."""
-
 _PLAIN = "plain"  # the tag of an unquoted scalar without a tag of its own
 _TAG = "tag:yaml.org,2002:"
 _TEXT_TAG = f"{_TAG}str"
@@ -153,6 +148,7 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
+        return None if root is None else _Tree(place, with_lines, is_ours).node(root, ())
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
@@ -166,7 +162,6 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
         ) from None
     except RecursionError:
         raise ConfigError("is nested too deeply", place=place) from None
-    return None if root is None else _Tree(place, with_lines, is_ours).node(root, ())
 
 
 class _Loader(yaml.SafeLoader):
@@ -183,16 +178,10 @@ class _Tree:
 
     def __init__(self, place: str, with_lines: bool, is_ours: bool) -> None:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours
-        self._num_values = 0
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
         """``node`` and everything below it; ``path`` holds the keys and indices that lead to it."""
         where = self._where(node)
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            _refuse(f"here are more than {MAX_VALUES:,} values", path, where)
-        if len(path) > MAX_DEPTH:
-            _refuse(f"is nested too deeply, in more than {MAX_DEPTH} levels", path, where)
         if node.tag not in _TAGS:
             _refuse(f"the tag {shown(node.tag)} is not allowed; write plain values", path, where)
         if isinstance(node, yaml.MappingNode):
