@@ -51,9 +51,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("index", "corpora:Index", "build the index maps of a configuration ahead of a run"),
         Verb("compare", "compare:Compare", "compare the losses of two runs"),
         Verb("plot", "compare:Plot", "draw the loss curves of a run"),
-        Verb(
-            "report", "train_verbs:Report", "describe a run on one page: curves, samples, speed, cost"
-        ),
+        Verb("report", "train_verbs:Report", "describe a run on one page: curves, samples, speed, cost"),
     ),
     "use a model": (
         Verb("generate", "model_verbs:Generate", "continue prompts with a checkpoint"),
