@@ -67,11 +67,12 @@ def _class_bodies(module_file: str) -> dict[str, list[ast.stmt]]:
 
 
 def field_docs(section: type[Section]) -> dict[str, str]:
-    """Field -> the string below its declaration, on one line."""
+    """Field -> the string below its declaration, on one line, inherited fields included."""
+    base = section.__base__
+    docs = field_docs(base) if base is not None and issubclass(base, Section) and base is not Section else {}
     module_file = sys.modules[section.__module__].__file__
     assert module_file is not None
     body = _class_bodies(module_file)[section.__name__]
-    docs = {}
     for field, below in pairwise(body):
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue

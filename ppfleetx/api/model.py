@@ -284,9 +284,9 @@ class GPT:
                 ``max_dec_len=50, temperature=0.8, top_k=5``.
 
         Returns:
-            A :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``, ``finish_reason``) for
-            one prompt, or a list of them if ``num_return_sequences`` is above 1; for a list of prompts a list
-            of these.
+            A :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``, ``finish_reason``, and
+            ``logprobs`` or the ``score`` of beam search) for one prompt, or a list of them if
+            ``num_return_sequences`` is above 1; for a list of prompts a list of these.
 
         Raises:
             ConfigError: an option is unknown, has a wrong value, or is not used by the strategy (such as

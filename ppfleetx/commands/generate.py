@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.directory import named_checkpoint, resolve_checkpoint
 from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
@@ -93,8 +93,6 @@ def continue_together(
     Raises:
         UserError: on every rank when there is one on any.
     """
-    from ppfleetx.generation.generator import Generation
-
     start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
     results: list[list[Generation]] = []
     # Within, tensor-parallel ranks communicate: they have the same prompts and find the same mistakes.
@@ -105,7 +103,18 @@ def continue_together(
     speaks = ctx.rank_on("mp") == 0
     parts = gather(ctx, [[asdict(one) for one in each] for each in results] if speaks else [])
     everything = [each for part in parts for each in part]
-    return [[Generation(**{**one, "ids": tuple(one["ids"])}) for one in each] for each in everything]
+    return [[_generation(one) for one in each] for each in everything]
+
+
+def _generation(fields: dict[str, Any]) -> Generation:
+    """A :class:`Generation` from its fields, as another rank sent them."""
+    from ppfleetx.generation.generator import Generation
+    from ppfleetx.generation.sampling import TokenScore
+
+    scores = fields["logprobs"]
+    if scores is not None:
+        scores = tuple(TokenScore(**{**one, "top": tuple(map(tuple, one["top"]))}) for one in scores)
+    return Generation(**{**fields, "ids": tuple(fields["ids"]), "logprobs": scores})
 
 
 def check_plan(cfg: RunConfig) -> None:
@@ -402,7 +411,9 @@ def _write(path: Path, prompts: Sequence[str], results: Sequence[Sequence[Genera
     try:
         with atomic_write(path, "w") as file:
             for prompt, generations in zip(prompts, results, strict=True):
-                line = {"prompt": prompt, "generations": [asdict(one) for one in generations]}
+                found = [asdict(one) for one in generations]
+                found = [{key: value for key, value in one.items() if value is not None} for one in found]
+                line = {"prompt": prompt, "generations": found}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", key="--output", value=str(path)) from error

@@ -148,7 +148,7 @@ def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[d
     if samples:
         drawn = {"decode_strategy": "sampling", "temperature": temperature or 1.0}
         return {"top_k": DEFAULTS["top_k"], **options, **drawn}, stops
-    for key in ("top_k", "top_p"):
+    for key in ("top_k", "top_p", "min_p", "typical_p"):
         options.pop(key, None)
     if beams:
         options.setdefault("length_penalty", DEFAULTS["length_penalty"])
@@ -158,6 +158,9 @@ def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[d
 _SAME_MEANING = {
     "top_k": "top_k",
     "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
     "repetition_penalty": "repetition_penalty",
     "num_beams": "num_beams",
     "length_penalty": "length_penalty",

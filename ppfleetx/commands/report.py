@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ppfleetx.checkpoint.directory import complete_checkpoints
-from ppfleetx.checkpoint.inspect import open_for_inspection, size_text, summary
+from ppfleetx.checkpoint.inspect import open_for_inspection, summary
 from ppfleetx.checkpoint.ownership import read_run
 from ppfleetx.commands.check import check_report
 from ppfleetx.commands.curves import (
@@ -25,6 +25,7 @@ from ppfleetx.commands.curves import (
     save_figure,
     series_of,
 )
+from ppfleetx.config.counts import bytes_text
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig, data_sets
@@ -296,7 +297,7 @@ def _checkpoints(directory: Path) -> list[Section]:
     rows = []
     for path in complete_checkpoints(directory):
         facts = summary(open_for_inspection(path))
-        size = size_text(facts["model_bytes"] + facts["optimizer_bytes"])
+        size = bytes_text(facts["model_bytes"] + facts["optimizer_bytes"])
         rows.append((path.name, f"{facts['step']:,}", facts["saved_at"] or "", size))
     return [Section("Checkpoints", table=[("directory", "step", "saved", "size"), *rows])] if rows else []
 

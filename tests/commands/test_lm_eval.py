@@ -51,8 +51,8 @@ def test_options_of_tasks_in_words_of_ours() -> None:
     assert (options, stops) == (beams, [])
     with pytest.raises(ConfigError, match="num_beams = 3"):
         generation_options({"num_beams": 3, "do_sample": True}, 9)
-    with pytest.raises(ConfigError, match=r"typical_p = 0\.2"):
-        generation_options({"typical_p": 0.2}, 9)
+    with pytest.raises(ConfigError, match=r"eta_cutoff = 0\.2"):
+        generation_options({"eta_cutoff": 0.2}, 9)
 
 
 @pytest.fixture(scope="module")

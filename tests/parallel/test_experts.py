@@ -58,6 +58,19 @@ def test_experts_train_as_on_one_card(comparison, one_card, tmp_path, plan, ep):
     assert written.count("toy.gain") == 1 and written.count("toy.experts") == ep
 
 
+@pytest.mark.parametrize("plan", [Plan(), Plan(dp=2, ep=2)], ids=str)
+def test_a_run_whose_tokens_all_go_to_one_expert_goes_on_and_says_so(comparison, plan):
+    call = "tests.parallel.test_experts:all_to_one_expert"
+    (one,) = comparison.pools(1).run(call, plan={}, world_size=1)
+    found = comparison.pools.run(plan, call) if plan.world_size > 1 else [one]
+    for rank in found:
+        np.testing.assert_allclose(rank["losses"], one["losses"], rtol=1e-6)
+        assert rank["loads"] == [4.0] * 22
+    said, *others = [[text for text in rank["said"] if "without a position" in text] for rank in found]
+    assert [text.partition(":")[0] for text in said] == ["layer 0", "layer 1"]  # once each, on the first rank
+    assert "3 of 4 get none" in said[0] and not any(others)
+
+
 # -- in the ranks
 
 EXPERTS, WIDTH, TOKENS = 4, 6, 8
@@ -180,3 +193,38 @@ def steps(
             if which == "moment1"
         ]
     return {"path": str(path), "norms": norms, "loaded": loaded, "written": names}
+
+
+def all_to_one_expert(plan: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """22 steps of a model whose routers give all experts the same score, so that the first one is chosen, and
+    what the run says. Nothing is learned."""
+    import logging
+
+    import paddle
+
+    from ppfleetx.utils.log import get_logger
+    from tests.parity import training
+
+    said: list[str] = []
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    moe = "{num_experts: 4, expert_ffn_size: 32, top_k: 1, aux_loss: {kind: none}}"
+    extra = {"Model.num_layers": 2, "Model.hidden_dropout_prob": 0.0, "Model.moe": moe}
+    cfg, ctx, runner = training.build(plan, world_size, "llama", "sgd", 2, extra)
+    for name, parameter in runner.named_parameters():
+        if name.endswith("router.weight"):
+            parameter.set_value(paddle.zeros_like(parameter))
+    batches, handler = training.micro_batches(0, cfg, ctx), Said(logging.WARNING)
+    get_logger().addHandler(handler)
+    try:
+        steps = [runner.train_step(batches, step=n, lr=0.0, weight_decay=0.0) for n in range(1, 23)]
+    finally:
+        get_logger().removeHandler(handler)
+    return {
+        "losses": [step.loss for step in steps],
+        "loads": [step.metrics["expert_load"].mean for step in steps],
+        "said": said,
+    }
