@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 MODEL_HELP = (
-    "a run's directory, one of its checkpoints, a directory of Hugging Face or FleetX, or hf:ORG/NAME, which "
-    "is downloaded from the Hugging Face hub"
+    "a run's directory, one of its checkpoints, a directory of Hugging Face or FleetX, a GGUF file, or "
+    "hf:ORG/NAME, which is downloaded from the Hugging Face hub"
 )
 
 
