@@ -1,11 +1,11 @@
-"""Finding checkpoints: what a configuration or a path means, which are complete, which is the newest good."""
+"""Finds checkpoints: those of a configuration or a path, the complete ones, the newest good one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ppfleetx.checkpoint.foreign import foreign_formats
+from ppfleetx.checkpoint.foreign_formats import foreign_formats
 from ppfleetx.checkpoint.manifest import (
     BEST_FILE,
     LATEST_FILE,
@@ -51,12 +51,12 @@ def named_checkpoint(cfg: RunConfig) -> str:
 
 @os_errors(CheckpointError)
 def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
-    """The step directory that `path` means.
+    """The step directory that `path` refers to.
 
     `path` is a step directory, a rank directory in one, an output directory, or the file `latest` or `best`
-    of an output directory. An output directory means what its `latest` names, or its newest complete
+    of an output directory. An output directory stands for what its `latest` names, or for its newest complete
     checkpoint if it has no such file. A directory of FleetX (`model.pdparams`, or rank directories with one)
-    means itself, and an output directory of FleetX its last step.
+    stands for itself, and an output directory of FleetX for its last step.
 
     Marker, manifest, file sizes and headers are checked; with `verify` all data too.
 
@@ -195,12 +195,12 @@ def _sound(path: Path, output_dir: Path, verify: bool) -> Path:
 
 
 def _instead(output_dir: Path, bad: Path | None = None) -> str:
-    """What to use instead of a bad checkpoint of ``output_dir``, as the end of a sentence."""
+    """The end of a sentence that says what to use instead of a bad checkpoint of ``output_dir``."""
     return _newest(output_dir, bad) or f"; there is no other good checkpoint in {output_dir}"
 
 
 def _newest(output_dir: Path, bad: Path | None = None) -> str:
-    """The newest good checkpoint of ``output_dir`` but ``bad``, as the end of a sentence; "" without one."""
+    """The end of a sentence that names the newest good checkpoint other than ``bad``; "" without one."""
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""

@@ -1,4 +1,4 @@
-"""Rewriting a checkpoint in other files: merged into one rank directory, or cut for a plan."""
+"""Rewriting a checkpoint: merged into one rank directory, or divided for a plan."""
 
 from __future__ import annotations
 

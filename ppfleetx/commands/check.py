@@ -319,7 +319,7 @@ def _schedule(cfg: RunConfig) -> str:
     lr = cfg.Optimizer.lr
     if lr.decay_steps is None:
         return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
-    warmup = counted(math.ceil(lr.num_warmup_steps), "warm-up step")
+    warmup = counted(math.ceil(round(lr.num_warmup_steps, 6)), "warm-up step")
     text = f"{warmup} to {lr.max_lr:g}, {lr.decay_style}"
     decays = SCHEDULES.traits(lr.decay_style).decays
     return f"{text} to {lr.min_lr:g} at step {lr.decay_steps}" if decays else text

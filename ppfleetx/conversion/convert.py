@@ -1,4 +1,4 @@
-"""A conversion from start to end, and its check: ``ppfleetx convert``."""
+"""``ppfleetx convert``: a whole conversion, and the check of its logits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SOURCES, TARGETS = ("hf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf")
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert, and how.
+    """A conversion to do.
 
     Attributes:
         source, target: formats, of SOURCES and TARGETS.

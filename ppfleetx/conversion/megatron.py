@@ -23,11 +23,10 @@ from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.weights import Weights, network_of
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.fused import join_parts
 from ppfleetx.conversion.huggingface.tensors import loads
 from ppfleetx.conversion.megatron_experts import apart, expert_name, moe_section, of_rank, stacked
+from ppfleetx.conversion.parts import check_complete, join_parts, joined, ranks_of_stage
 from ppfleetx.conversion.pickles import Record, flatten, reading
-from ppfleetx.conversion.ranks import check_complete, joined, ranks_of_stage
 from ppfleetx.conversion.torch_file import read_torch_file
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.utils.foreign_files import read_bounded

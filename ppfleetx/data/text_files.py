@@ -1,4 +1,4 @@
-"""Text files, compressed or not, as a stream of bytes or of JSON records; damaged files are errors."""
+"""Reads text files, compressed or not, as bytes, lines or JSON records. A damaged file is an error."""
 
 from __future__ import annotations
 

@@ -127,7 +127,9 @@ class Precision:
         self.products_alone = False
         if not cfg.enable:
             return
-        if not has_kernels(cfg.dtype):
+        has_all = has_kernels(cfg.dtype)
+        self.products_alone = not has_all and has_products(cfg.dtype)
+        if not has_all and not self.products_alone:
             obstacle = f"{paddle.get_device()} does not compute in {cfg.dtype}{_why(cfg.dtype)}"
             if cfg.enable != "auto":
                 raise ConfigError(
@@ -140,7 +142,6 @@ class Precision:
             )
             self._cfg = cfg.model_copy(update={"enable": False})
             return
-        self.products_alone = computes_products_alone()
         if cfg.dtype == "float16":
             self.scaler = LossScaler(
                 cfg.scale_loss, cfg.incr_every_n_steps, cfg.hysteresis, cfg.use_dynamic_loss_scaling
@@ -227,13 +228,13 @@ class Precision:
 
 
 def has_kernels(dtype: str) -> bool:
-    """Whether the device computes in ``dtype``."""
-    return computes_in(dtype) and (on_card() or bfloat16.are_available())
+    """Whether the device has kernels for ``dtype``."""
+    return on_card() and computes_in(dtype)
 
 
-def computes_products_alone() -> bool:
-    """Whether 16 bits are for products with weights alone here."""
-    return not on_card()
+def has_products(dtype: str) -> bool:
+    """Whether the device, a CPU, computes products with weights in ``dtype``."""
+    return not on_card() and computes_in(dtype) and bfloat16.are_available()
 
 
 def _why(dtype: str) -> str:

@@ -11,7 +11,6 @@ import pytest
 from ppfleetx.checkpoint.inspect import (
     differences,
     open_for_inspection,
-    size_text,
     summary,
     table,
     tensors_of,
@@ -50,10 +49,6 @@ def test_summary_and_table(tmp_path):
     for text in ("step               7", "max_lr 0.001", "12x4", "mp 2"):
         assert text in shown.stdout
     assert json.loads(inspect(tmp_path, "--json").stdout)["step"] == 7
-
-
-def test_sizes():
-    assert [size_text(n) for n in (5, 1024, 3 * 2**20, 5 * 2**40)] == ["5 B", "1.0 KiB", "3.0 MiB", "5.0 TiB"]
 
 
 def test_verify_tells_sound_from_damaged(tmp_path):

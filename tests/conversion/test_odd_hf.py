@@ -81,15 +81,3 @@ def test_an_index_that_lies(tmp_path):
     words = r"index\.json names 'model-00002-of-00003\.safetensors', which is missing beside it"
     with pytest.raises(CheckpointError, match=words):
         read_hf(directory)
-
-
-def test_a_name_of_the_tokenizer_that_is_no_file(tmp_path):
-    for name, make, words in (
-        ("tokenizer.json", lambda path: path.mkdir(), r"tokenizer\.json is a directory"),
-        ("vocab.json", lambda path: path.symlink_to("nowhere"), r"vocab\.json is a dangling link"),
-    ):
-        directory = hf_dirs.write(tmp_path / f"of {name}", "hf_gpt2")
-        (directory / name).unlink(missing_ok=True)
-        make(directory / name)
-        with pytest.raises(CheckpointError, match=words):
-            read_hf(directory)

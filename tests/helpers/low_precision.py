@@ -65,7 +65,6 @@ def emulated() -> Iterator[None]:
             stack.enter_context(mock.patch.object(paddle.Tensor, method, wrapped))
         stack.enter_context(mock.patch.object(paddle.amp, "auto_cast", _auto_cast))
         stack.enter_context(mock.patch.object(precision, "has_kernels", lambda _: True))
-        stack.enter_context(mock.patch.object(precision, "computes_products_alone", lambda: False))
         for module in (linear, norm):
             stack.enter_context(mock.patch.object(module, "trains_on_cpu", lambda _: False))
         yield

@@ -1,4 +1,4 @@
-"""Single values over those of the files: ``-o Section.key=value``, and what other options give."""
+"""Values that override those of the files: ``-o Section.key=value``, and the values of other options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, pla
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that an option other than ``-o``, or an argument in Python, gives to a key.
+    """A value that a key gets from an option other than ``-o``, or from an argument in Python.
 
     Attributes:
         key: dotted.
@@ -55,7 +55,7 @@ class _Read:
 def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Section]) -> Node:
     """``tree`` with the overrides applied in order; unknown keys are found when the result is validated.
 
-    What an override says holds in the end: a later one may say the same or more, but not something else.
+    Overrides must agree: a later one may repeat or extend an earlier one, but not contradict it.
 
     Raises:
         ConfigError: an override cannot be read, contradicts another, or does not fit the tree.
@@ -98,7 +98,7 @@ def _path_of(key: str, place: str) -> tuple[str, ...]:
 
 
 def _refuse_contradictions(read: Sequence[_Read]) -> None:
-    """Raise where a later override takes back what an earlier one has set."""
+    """Raise ConfigError where a later override contradicts an earlier one."""
     latest: dict[tuple[str, ...], _Read] = {}
     below: dict[tuple[str, ...], list[_Read]] = {}
     for one in read:
@@ -118,7 +118,7 @@ def _refuse_contradictions(read: Sequence[_Read]) -> None:
 
 
 def _keeps(later: _Read, earlier: _Read) -> bool:
-    """Whether what ``earlier`` set is still there when the value of ``later`` stands at its own path."""
+    """Whether the value of ``later`` still contains what ``earlier`` set."""
     node: Node | None = later.node
     for part in earlier.path[len(later.path) :]:
         inner = node.value if node is not None else None

@@ -21,9 +21,9 @@ _OF_A_MODEL = "the model in "
 
 @dataclass(frozen=True)
 class MadeFile:
-    """A configuration file that a program has written for itself.
+    """A configuration file that a program has generated.
 
-    The user has never seen it, so messages name ``place``, where the values come from.
+    The user has not seen the file, so messages name ``place``, the origin of its values.
     """
 
     path: Path
@@ -32,7 +32,7 @@ class MadeFile:
 
 @dataclass(frozen=True)
 class Sections:
-    """A configuration that is in no file, as nested sections.
+    """A configuration given as nested sections, without a file.
 
     Attributes:
         values: plain Python values.
@@ -90,7 +90,7 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
 
 
 def shown_path(path: Path) -> str:
-    """``path`` as a place in messages: escaped and cut if it is not printable."""
+    """``path`` for messages, escaped and cut if it is not printable or too long."""
     text = str(path)
     return text if text.isprintable() and len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}"
 

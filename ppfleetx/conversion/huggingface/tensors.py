@@ -18,10 +18,10 @@ import numpy as np
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.conversion.fused import join_parts, split_parts
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.family import Family
+from ppfleetx.conversion.parts import join_parts, split_parts
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.nn.param_spec import ParamSpec, Part, Shape
 
@@ -114,8 +114,7 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
 
 
 def loads(model: ModelConfig) -> dict[str, LazyTensor]:
-    """The shares of experts in the step before, which a balancing loss may count by and no file has: as
-    before the first step."""
+    """Initial loads of the experts, which a balancing loss may need and no file has."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
         for name, spec in parameter_specs(model).items()

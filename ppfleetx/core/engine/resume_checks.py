@@ -12,7 +12,8 @@ from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights import network_of
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.resume_policy import Change, Effect, changes, first_difference, network
-from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
+from ppfleetx.config.sections.engine import SaveLoadConfig
+from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.utils.log import get_logger
 
 Fingerprints = Mapping[str, str | None]

@@ -1,8 +1,8 @@
 """Products in bfloat16 on a CPU with AVX512-BF16 or AMX, by the oneDNN library in Paddle's wheel.
 
 Paddle has no bfloat16 products for CPUs. These round float32 operands to bfloat16, as a cast does, and sum in
-float32; the result is float32. They take 0.5 to 0.7 of the time of MKL's float32 products. ``bfloat16.cc``
-says how.
+float32; the result is float32. They take about half the time of MKL's float32 products. ``bfloat16.cc`` says
+how.
 """
 
 from __future__ import annotations
