@@ -101,7 +101,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Generation:
-    """One continuation of a prompt. Rounding may differ in equal ones.
+    """One continuation of a prompt. Scores, which rounding changes, do not count when two are compared.
 
     Attributes:
         text: the new text, without the prompt, the end token and the stop string.
