@@ -94,12 +94,13 @@ def in_batches(sample: Sample, prompts: list[list[int]], size: int, options: dic
 def sample_with(next_token: Any) -> Sample:
     import paddle
 
+    from ppfleetx.generation.row_options import RowOptions
     from ppfleetx.generation.search import Rules, Sampler, decode
     from ppfleetx.generation.session import DecodingSession
 
     def sample(prompts: list[list[int]], first: int, options: dict[str, Any]) -> list[list[int]]:
         streams = [(first + row, 0) for row in range(len(prompts))]
-        choose = Sampler(SEED, streams, VOCAB, **options)
+        choose = Sampler(SEED, streams, VOCAB, RowOptions(**options))
         with paddle.no_grad():
             session = DecodingSession(next_token, prompts, use_cache=True)
             return [row.ids for row in decode(session, choose, Rules(), [NEW] * len(prompts))]

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Training throughput on a CPU, in pairs against nanoGPT (PyTorch, float32, eager) at equal shapes.
+"""Training throughput on a CPU, in pairs against nanoGPT (PyTorch, eager) at equal shapes.
 
     python benchmarks/throughput.py --nanogpt DIR [--peer-python PYTHON] [--threads 1] [--pairs 3]
+                                    [--dtype bfloat16] [--peer-dtype bfloat16]
 
 DIR is a checkout of nanoGPT; PYTHON an interpreter that has PyTorch. Each pair runs both programs one
 after the other in processes of their own, on the same cores, and compares tokens per CPU second (time
@@ -36,6 +37,9 @@ def main() -> None:
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter with PyTorch")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=3)
+    types = ["float32", "bfloat16"]
+    parser.add_argument("--dtype", choices=types, default="float32", help="of this project's products")
+    parser.add_argument("--peer-dtype", choices=types, default="float32", help="bfloat16: by autocast")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each run, after two untimed")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--profile", action="store_true", help="say where the step's time goes")
@@ -78,7 +82,7 @@ def spawn(worker: str, python: str, shape: str, args: argparse.Namespace) -> dic
     """Run one worker in a process of its own and return what it measured."""
     environ = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "MKL_NUM_THREADS": str(args.threads)}
     command = [python, __file__, "--worker", worker, "--shapes", shape, "--steps", str(args.steps)]
-    command += ["--threads", str(args.threads)]
+    command += ["--threads", str(args.threads), "--dtype", args.dtype, "--peer-dtype", args.peer_dtype]
     if args.nanogpt:
         command += ["--nanogpt", str(args.nanogpt)]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
@@ -87,7 +91,7 @@ def spawn(worker: str, python: str, shape: str, args: argparse.Namespace) -> dic
 
 def run_ours(layers: int, hidden: int, heads: int, batch: int, args: argparse.Namespace) -> dict[str, float]:
     """Train steps of this project's runner, exactly as the engine calls it."""
-    return measure(make_step(make_runner(layers, hidden, heads), batch), batch * SEQ, args.steps)
+    return measure(make_step(make_runner(layers, hidden, heads, args.dtype), batch), batch * SEQ, args.steps)
 
 
 def make_step(runner, batch: int):
@@ -109,13 +113,13 @@ def make_step(runner, batch: int):
     return step
 
 
-def make_runner(layers: int, hidden: int, heads: int):
+def make_runner(layers: int, hidden: int, heads: int, dtype: str = "float32"):
     """A local runner of a GPT-2 of this shape; sets the process up as the tools do."""
     from ppfleetx.utils.process_env import import_paddle, prepare_process
 
     prepare_process()
     import_paddle()
-    from ppfleetx.config.sections.root import ModelConfig, OptimizerConfig, RunConfig
+    from ppfleetx.config.sections.root import EngineConfig, ModelConfig, OptimizerConfig, RunConfig
     from ppfleetx.core.module.gpt import GPTModule
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.parallel.parallelize import parallelize
@@ -129,7 +133,9 @@ def make_runner(layers: int, hidden: int, heads: int):
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    cfg = RunConfig(Model=model_cfg, Optimizer=OptimizerConfig(grad_clip={"clip_norm": 1.0}))
+    engine = EngineConfig(mix_precision={"enable": dtype == "bfloat16", "dtype": "bfloat16"})
+    optimizer = OptimizerConfig(grad_clip={"clip_norm": 1.0})
+    cfg = RunConfig(Model=model_cfg, Engine=engine, Optimizer=optimizer)
     return parallelize(GPTModule(cfg), cfg, ParallelContext.single(), train=True)
 
 
@@ -160,7 +166,8 @@ def run_nanogpt(
 
     def step(number: int) -> None:
         tokens = torch.randint(0, VOCAB, (batch, SEQ + 1))
-        _, loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.peer_dtype == "bfloat16"):
+            _, loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

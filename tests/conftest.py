@@ -1,4 +1,4 @@
-"""What goes for all tests: the order of their files, and what they inherit from the shell."""
+"""Options and fixtures that all tests share, and the order in which their files run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
+import ppfleetx.commands  # noqa: F401 - as in every program, checkpoints of other programs can be read
 from ppfleetx.utils.log import get_logger
 from tests.device.place import CARDS, DEVICE
 from tests.device.report import DeviceReport
+from tests.e2e.resumption import write_corpus
 from tests.helpers.leftovers import nothing_left
+from tests.helpers.ranks import Pools
 
 _LONG = ("parity/", "device/", "faults/", "e2e/", "deploy/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where the tests marked ``device`` run, and where their report goes."""
+    """Add the options for tests marked ``device``: where they run, and where their report goes."""
     group = parser.getgroup("device")
     group.addoption(
         "--device",
@@ -33,9 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let programs under test hear Ctrl-C: a shell that starts the tests with ``&`` has them ignore it."""
+    """Set up the device tests, and restore signals: a shell that starts pytest with ``&`` ignores Ctrl-C."""
     os.environ[DEVICE], os.environ[CARDS] = config.getoption("--device"), str(config.getoption("--cards"))
-    is_worker = hasattr(config, "workerinput")  # of pytest-xdist; the process without hears of all tests
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist; the main process collects all reports
     if config.getoption("--device") and not is_worker:
         report = DeviceReport(Path(config.getoption("--device-report")).absolute())
         config.pluginmanager.register(report, "device-report")
@@ -45,16 +48,32 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """``pools(n)``: a job of n ranks, shared by the tests of a file."""
+    made = Pools()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a small corpus whose next token can be learned."""
+    prefix = tmp_path_factory.mktemp("corpus") / "toy"
+    write_corpus(prefix)
+    return prefix
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
-    """A test that leaves a process behind fails, and the process is ended."""
+    """Fail a test that leaves a process running, and kill the process."""
     with nothing_left():
         yield
 
 
 @pytest.fixture(autouse=True)
 def _log_as_it_was() -> Iterator[None]:
-    """A program run in the tests' process sets the logger up; the next test must not inherit that."""
+    """Reset the logger, which a program that runs in the tests' process sets up."""
     _reset_log()
     yield
     _reset_log()
@@ -68,7 +87,7 @@ def _reset_log() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take minutes come first, so that two workers end at the same time."""
+    """Run files that take minutes first, so that all workers end at about the same time."""
     items.sort(key=_is_short)  # stable: otherwise the order stays
 
 

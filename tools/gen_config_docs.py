@@ -24,7 +24,7 @@ sys.path.insert(0, str(_ROOT))
 from ppfleetx.config.field_types import describe, field_types, item_type, section_in
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import LEGAL
-from ppfleetx.config.reading.parse import MAX_DEPTH, MAX_FILE_BYTES, MAX_VALUES
+from ppfleetx.config.reading.parse import MAX_FILE_BYTES
 from ppfleetx.config.resume_policy import Effect, keys_of
 from ppfleetx.config.sections.engine import CallbackConfig
 from ppfleetx.config.sections.root import RunConfig
@@ -43,8 +43,8 @@ replaces one value; the value is YAML, list items are named by index (`Data.Trai
 `null` or `None` clears a value. Unknown keys, wrong types, values that do not fit together, and one key given
 twice with different values are errors that name the place.
 
-A file has no tags, merge keys (`<<`) or second document, and at most {max_file} bytes, {max_depth} levels and
-{max_values} values. Aliases (`&name`, `*name`) are read.
+A file has no tags, merge keys (`<<`) or second document, and at most {max_file} bytes. Aliases
+(`&name`, `*name`) are read.
 
 Editors complete and check these files with the schema in `ppfleetx/configs/schema.json`: put
 `# yaml-language-server: $schema=<path to schema.json>` into the first line.
@@ -67,11 +67,12 @@ def _class_bodies(module_file: str) -> dict[str, list[ast.stmt]]:
 
 
 def field_docs(section: type[Section]) -> dict[str, str]:
-    """Field -> the string below its declaration, on one line."""
+    """Field -> the string below its declaration, on one line, inherited fields included."""
+    base = section.__base__
+    docs = field_docs(base) if base is not None and issubclass(base, Section) and base is not Section else {}
     module_file = sys.modules[section.__module__].__file__
     assert module_file is not None
     body = _class_bodies(module_file)[section.__name__]
-    docs = {}
     for field, below in pairwise(body):
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue
@@ -84,11 +85,7 @@ def config_markdown() -> str:
     """The text of ``docs/config.md``."""
     sections = "\n".join(_section_markdown(name, kind) for name, kind in _walk(RunConfig))
     rules = "\n".join(f"- {_without_numbers(rule.sentence)}" for rule in LEGAL)
-    head = _HEAD.format(
-        max_file=f"{MAX_FILE_BYTES:,}",
-        max_depth=MAX_DEPTH,
-        max_values=f"{MAX_VALUES:,}",
-    )
+    head = _HEAD.format(max_file=f"{MAX_FILE_BYTES:,}")
     return f"{head}\n{sections}\n## Legal parallel plans\n\n{rules}\n\n{_EFFECTS_HEAD}\n{_effect_rows()}\n"
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Pretrain or finetune the model of a YAML configuration.
 
-The same as `ppfleetx train`; the program is `ppfleetx/commands/train.py`.
+The same as `ppfleetx train`; the program is `ppfleetx/commands/train_verbs.py`.
 """
 
 import sys

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import numpy as np
 
 from ppfleetx.api.configuration import Configuration, Overrides, config_source, settings_of
-from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.generation.text import as_prompts
-from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.devices import expected_device, not_supported_reasons
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
 if TYPE_CHECKING:
@@ -285,9 +284,9 @@ class GPT:
                 ``max_dec_len=50, temperature=0.8, top_k=5``.
 
         Returns:
-            A :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``, ``finish_reason``) for
-            one prompt, or a list of them if ``num_return_sequences`` is above 1; for a list of prompts a list
-            of these.
+            A :class:`~ppfleetx.generation.generator.Generation` (``text``, ``ids``, ``finish_reason``, and
+            ``logprobs`` or the ``score`` of beam search) for one prompt, or a list of them if
+            ``num_return_sequences`` is above 1; for a list of prompts a list of these.
 
         Raises:
             ConfigError: an option is unknown, has a wrong value, or is not used by the strategy (such as

@@ -1,4 +1,4 @@
-"""LoRA adapters saved without their base weights: tied to the base by a fingerprint, and merged into it."""
+"""LoRA adapters saved without their base weights: tying them to the base, and merging them into it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
 
 
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
-    """Write the model that adapters and their base make up; return its step directory.
+    """Merge adapters into their base and write the resulting model; return its step directory.
 
     ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type, or in float32 if W is
     quantised.
@@ -109,7 +109,7 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     if is_taken(output):
         raise CheckpointError(f"--output {output} is there already; name a new or empty directory")
     refuse_unwritable(output, "--output")
-    with naming("--input", path):
+    with naming("CHECKPOINT", path):
         trained = read_ppfleetx(path, masters=True, few_bits=True)
     model = _model(path)
     tensors = _widened({**_frozen(path, model, base), **trained.tensors})
@@ -132,7 +132,7 @@ def _model(path: str | Path) -> ModelConfig:
 
 
 def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> dict[str, LazyTensor]:
-    """The tensors of the base, if the checkpoint does not hold them itself."""
+    """The tensors of the base; empty if the checkpoint holds them itself."""
     checkpoint = open_resolved(resolve_checkpoint(path))
     if checkpoint.manifest.fingerprints.get(BASE) is None:
         if base is not None:

@@ -1,12 +1,11 @@
-"""Finding checkpoints: what a configuration or a path means, which are complete, which is the newest good."""
+"""Finds checkpoints: those of a configuration or a path, the complete ones, the newest good one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
+from ppfleetx.checkpoint.foreign import foreign_formats
 from ppfleetx.checkpoint.manifest import (
     BEST_FILE,
     LATEST_FILE,
@@ -52,12 +51,12 @@ def named_checkpoint(cfg: RunConfig) -> str:
 
 @os_errors(CheckpointError)
 def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
-    """The step directory that `path` means.
+    """The step directory that `path` refers to.
 
     `path` is a step directory, a rank directory in one, an output directory, or the file `latest` or `best`
-    of an output directory. An output directory means what its `latest` names, or its newest complete
+    of an output directory. An output directory stands for what its `latest` names, or for its newest complete
     checkpoint if it has no such file. A directory of FleetX (`model.pdparams`, or rank directories with one)
-    means itself, and an output directory of FleetX its last step.
+    stands for itself, and an output directory of FleetX for its last step.
 
     Marker, manifest, file sizes and headers are checked; with `verify` all data too.
 
@@ -69,7 +68,7 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     if path.name in (LATEST_FILE, BEST_FILE) and path.is_file():
         return _follow(path, verify)
     if not path.is_dir():
-        what = _conversion("detect").described(path)
+        what = foreign_formats().described(path)
         raise CheckpointError(what or f"there is no directory {path}{_newest(path.parent)}")
     step = path.resolve().parent if is_rank_directory(path.name) else path
     if _has_manifest(step):
@@ -82,14 +81,14 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
 
 def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
     """Resolve a directory that holds no complete checkpoint of ours."""
-    is_fleetx = _conversion("fleetx").is_fleetx
-    if is_fleetx(path):
+    is_readable = foreign_formats().is_readable
+    if is_readable(path):
         return path
-    if steps := [child for child in step_directories(path) if is_fleetx(child)]:
+    if steps := [child for child in step_directories(path) if is_readable(child)]:
         return max(steps, key=lambda child: parse_step_directory(child.name))
     if parse_step_directory(step.name):
         return _sound(step, step.parent, verify)  # raises: it is incomplete
-    what = _conversion("detect").described(path)
+    what = foreign_formats().described(path)
     raise CheckpointError(what or f"there is no complete checkpoint in {path}")
 
 
@@ -101,18 +100,13 @@ def open_resolved(path: str | Path) -> Checkpoint:
         CheckpointError: as `open_checkpoint` and `read_fleetx` do.
     """
     path = Path(path)
-    if not _has_manifest(path) and _conversion("fleetx").is_fleetx(path):
-        return _conversion("fleetx").open_fleetx(path)
+    if not _has_manifest(path) and foreign_formats().is_readable(path):
+        return foreign_formats().open(path)
     return open_checkpoint(path)
 
 
 def _has_manifest(path: Path) -> bool:
     return (path / MANIFEST_FILE).exists() or (path / MARKER_FILE).exists()
-
-
-def _conversion(module: str) -> ModuleType:
-    """A module of the converters, which are imported for directories that are not ours, and only then."""
-    return import_module(f"ppfleetx.conversion.{module}")
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
@@ -201,12 +195,12 @@ def _sound(path: Path, output_dir: Path, verify: bool) -> Path:
 
 
 def _instead(output_dir: Path, bad: Path | None = None) -> str:
-    """What to use instead of a bad checkpoint of ``output_dir``, as the end of a sentence."""
+    """The end of a sentence that says what to use instead of a bad checkpoint of ``output_dir``."""
     return _newest(output_dir, bad) or f"; there is no other good checkpoint in {output_dir}"
 
 
 def _newest(output_dir: Path, bad: Path | None = None) -> str:
-    """The newest good checkpoint of ``output_dir`` but ``bad``, as the end of a sentence; "" without one."""
+    """The end of a sentence that names the newest good checkpoint other than ``bad``; "" without one."""
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""

@@ -6,7 +6,6 @@ output directories. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import yaml
 
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import CONFIG_FILE
 from ppfleetx.config.resume_policy import Effect, effect_of
 from ppfleetx.config.sections.root import ModelConfig, RunConfig
@@ -54,14 +52,14 @@ OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """Path in the checkpoint -> content, for a model with this configuration."""
+    """The documents of a model with this configuration: path in the checkpoint -> content."""
     texts = {} if tokenizer is None else {**tokenizer.files(), **_learnt_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
 
 
 def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The chat template that the model is trained with, if it is not the tokenizer's own."""
+    """The chat template that the model is trained with, unless it is the tokenizer's own."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != CHAT_DATASET:
         return {}
@@ -118,17 +116,8 @@ def _without_derived(section: dict[str, Any], prefix: str, cfg: RunConfig) -> di
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """The tokenizer files that ``directory`` has.
-
-    Raises:
-        CheckpointError: one of them is a directory or a dangling link.
-    """
-    files = [directory / name for name in TOKENIZER_FILES if os.path.lexists(directory / name)]
-    for file in files:
-        if not file.is_file():
-            what = "a directory" if file.is_dir() else "a dangling link"
-            raise CheckpointError(f"{file} is {what}, not a tokenizer file")
-    return files
+    """The tokenizer files that ``directory`` has."""
+    return [path for name in TOKENIZER_FILES if (path := directory / name).is_file()]
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

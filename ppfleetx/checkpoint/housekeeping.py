@@ -1,5 +1,5 @@
-"""Work in an output directory: locking, naming and replacing checkpoints, `latest` and `best`, cleaning up,
-and keeping the newest checkpoints of a run."""
+"""Maintenance of an output directory: its lock, publishing and replacing checkpoints, `latest` and `best`,
+removing leftovers and old checkpoints."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def output_lock(output_dir: Path) -> Iterator[None]:
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove what killed saves and deletions left. The caller holds the lock, so none of it is in use."""
+    """Remove leftovers of interrupted saves and deletions. The caller holds the lock, so none is in use."""
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames
@@ -111,7 +111,7 @@ def clear_leftovers(output_dir: Path) -> None:
 
 
 def make_way(target: Path, ownership: Ownership | None) -> None:
-    """Ensure that the run may publish a checkpoint as `target`.
+    """Make sure that the run may publish a checkpoint as `target`.
 
     A damaged checkpoint, whose owner cannot be determined, is renamed with a warning.
 

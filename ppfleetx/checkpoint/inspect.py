@@ -17,9 +17,9 @@ from ppfleetx.checkpoint.lazy import cast
 from ppfleetx.checkpoint.manifest import TensorEntry
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.slices import MODEL
+from ppfleetx.config.counts import bytes_text
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def summary_text(facts: Mapping[str, Any]) -> str:
         if value is None or value == {} or value == []:
             continue
         if key.endswith("_bytes"):
-            value = size_text(value)
+            value = bytes_text(value)
         elif isinstance(value, Mapping):
             value = ", ".join(f"{name} {part}" for name, part in value.items() if part is not None)
         elif isinstance(value, list):
@@ -113,20 +113,12 @@ def table(entries: list[TensorEntry]) -> str:
     for entry in entries:
         files = {piece.file for piece in entry.slices}
         shape = "x".join(map(str, entry.shape)) or "scalar"
-        size = size_text(entry.num_bytes)
+        size = bytes_text(entry.num_bytes)
         rows.append((label(entry), shape, entry.dtype, size, str(len(entry.slices)), str(len(files))))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
-
-
-def size_text(size: int) -> str:
-    """Bytes in the largest unit that leaves at least one."""
-    number, unit = float(size), 0
-    while number >= 1024 and unit < len(_UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.1f} {_UNITS[unit]}" if unit else f"{size} B"
 
 
 def differences(

@@ -1,4 +1,4 @@
-"""Rewriting a checkpoint in other files: merged into one rank directory, or cut for a plan."""
+"""Rewriting a checkpoint: merged into one rank directory, or divided for a plan."""
 
 from __future__ import annotations
 
@@ -149,6 +149,7 @@ def _follows(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
 def cut_dim(name: str) -> int | None:
     """The dimension in which tensor parallelism cuts the parameter of this canonical name, if it does."""
     fused = re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name)  # which FleetX can store apart
+    fused = re.sub(r"\.mlp\.(?:experts\.\d+|shared)\.", ".mlp.", fused)  # and Megatron each expert
     return _cut_dims().get(_LAYER_NUMBER.sub(".", fused))
 
 

@@ -1,4 +1,4 @@
-"""Tensors in files that are read one at a time, and conversions of their element types."""
+"""Tensors that are read from files on demand, and conversion of element types."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class LazyTensor:
 
 
 class KeptTensor:
-    """A tensor that stays in memory from the first of its readings to the last.
+    """A tensor that is read once and kept until it has been used a given number of times.
 
     Args:
-        tensor: what is read.
-        readings: how often it will be.
+        tensor: the tensor.
+        readings: how often it will be used.
     """
 
     def __init__(self, tensor: LazyTensor, readings: int) -> None:

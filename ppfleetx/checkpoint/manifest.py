@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds and where; and the small sealed files beside it.
+"""The manifest, which lists the contents of a checkpoint, and the small sealed files beside it.
 
-pydantic checks the types when a manifest is read, :func:`check_together` what types cannot say: each element
-of each tensor is in exactly one slice. `docs/checkpoint_format.md` specifies the format.
+When a manifest is read, pydantic checks the types; :func:`check_together` checks that each element of each
+tensor is in exactly one slice. `docs/checkpoint_format.md` specifies the format.
 """
 
 from __future__ import annotations

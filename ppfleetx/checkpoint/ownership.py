@@ -1,7 +1,7 @@
-"""Which run a checkpoint belongs to. A run deletes and replaces only its own checkpoints.
+"""Which run owns a checkpoint. A run deletes and replaces only its own checkpoints.
 
-A run draws an identity when it starts. It is in the manifests of its checkpoints and in the file `run_id` of
-its output directory; a run that resumes there keeps it. A checkpoint without one belongs to no run.
+A run gets a random identity when it starts. The manifests of its checkpoints and the file `run_id` of its
+output directory hold it; a run that resumes there keeps it. A checkpoint without one belongs to no run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""States of random number generators as JSON, of one process and of all ranks of a job.
+"""States of random number generators as JSON, for one process and for all ranks of a job.
 
 Python's and NumPy's states are numbers. Paddle's `GeneratorState` exposes seed, offset and the text form of
 its mt19937-64 engine through `__getstate__` and `__setstate__`.

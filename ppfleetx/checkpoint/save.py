@@ -203,7 +203,7 @@ class CheckpointManager:
 
 
 class BackgroundManager(CheckpointManager):
-    """A manager whose `save` returns at once. Wait for one save before starting the next.
+    """A manager that saves in the background: `save` returns at once. Only one save may run at a time.
 
     `poll` and `wait` say whether it succeeded. All ranks of a job call them in the same order and get the
     same answer. The manager holds one more copy, in host memory, of what this process writes.

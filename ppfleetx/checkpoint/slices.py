@@ -1,6 +1,6 @@
-"""Boxes and slices of global tensors: arithmetic only, no files.
+"""Slices of global tensors: arithmetic only, no files.
 
-Legend: a box is (offset, shape) in the global index space of a tensor; a slice of a tensor is a box of it.
+A box is (offset, shape) in the global index space of a tensor; a slice is the part of a tensor in a box.
 """
 
 from __future__ import annotations

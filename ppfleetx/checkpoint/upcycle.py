@@ -1,4 +1,4 @@
-"""A mixture of experts from a dense model, whose MLP every expert is a copy of (Komatsuzaki et al., 2023)."""
+"""A mixture of experts from a dense model: each expert is a copy of its MLP (Komatsuzaki et al., 2023)."""
 
 from __future__ import annotations
 

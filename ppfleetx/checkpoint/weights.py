@@ -1,4 +1,4 @@
-"""The weights of a model under our canonical names, read from whichever format holds them."""
+"""The weights of a model under our canonical names, whatever format they are read from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of ours without training state: the source and the target of conversions."""
+"""Native checkpoints without training state, which conversions read and write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: under a hidden name first, checked, then renamed, so that it is whole or absent.
+"""Writing a checkpoint under a hidden name, checking it, then renaming it, so that it is complete or absent.
 
 With several ranks, each calls `write_rank`, and one of them `commit` with what all ranks returned.
 """
@@ -179,7 +179,7 @@ def commit(
     ownership: Ownership | None = None,
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Turn what all ranks wrote and checked into a checkpoint: manifest, marker, name, `latest`, retention.
+    """Turn the files of all ranks into a checkpoint, point `latest` to it and delete old checkpoints.
 
     `ownership` and `documents` are those of `save_checkpoint`; the manifest gets the run and the checksums.
 

@@ -1,0 +1,33 @@
+"""The commands. They load FleetX's checkpoints too, and say how to convert those of other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppfleetx.checkpoint.foreign import read_also
+
+if TYPE_CHECKING:
+    from ppfleetx.checkpoint.reader import Checkpoint
+
+
+class _Converters:
+    """The converters, which are imported when a directory is not a checkpoint of ours, and only then."""
+
+    def described(self, path: Path) -> str | None:
+        from ppfleetx.conversion.detect import described
+
+        return described(path)
+
+    def is_readable(self, path: Path) -> bool:
+        from ppfleetx.conversion.fleetx import is_fleetx
+
+        return is_fleetx(path)
+
+    def open(self, path: Path) -> Checkpoint:
+        from ppfleetx.conversion.fleetx import open_fleetx
+
+        return open_fleetx(path)
+
+
+read_also(_Converters())

@@ -1,4 +1,4 @@
-"""The verb ``chat``: a conversation with a model, in a terminal or over a pipe."""
+"""The program of the verb ``chat``: a conversation with a model, in a terminal or over a pipe."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ppfleetx.commands.generate import (
     find_tokenizer,
     load_generator,
 )
-from ppfleetx.commands.model_options import ModelOptions
-from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, UserError
@@ -27,6 +25,7 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template
 
 if TYPE_CHECKING:
+    from ppfleetx.commands.model_verbs import Chat
     from ppfleetx.config.sections.generation import GenerationConfig
     from ppfleetx.generation.generator import TextGenerator
 
@@ -45,13 +44,13 @@ as you like, and commands and backslashes mean nothing. Ctrl-C stops an answer."
 
 @dataclass
 class Conversation:
-    """The turns so far, and how an answer is made.
+    """A conversation: its turns, and how the next answer is made.
 
     Attributes:
         generator: continues the rendered conversation.
         template: renders it.
         options: how text is continued; its ``max_dec_len`` is the most an answer may have.
-        seed: seed of the first answer; the following ones have the next numbers.
+        seed: seed of the first answer; each further answer adds 1.
     """
 
     generator: TextGenerator
@@ -66,9 +65,9 @@ class Conversation:
         self.system, self.turns = system, []
 
     def ask(self, text: str, on_text: Callable[[str], None]) -> Answer:
-        """Add a message and its answer to what was said.
+        """Add a message and its answer to the conversation.
 
-        Stopped by KeyboardInterrupt, an answer keeps what was made of it.
+        KeyboardInterrupt stops an answer; the text generated so far stays.
 
         Raises:
             ChatError: the template refuses the message, or it is too long; it is not added.
@@ -106,7 +105,7 @@ class Conversation:
         return Answer(left_out, was_stopped, reason == "length")
 
     def _prompt(self) -> tuple[list[int], int]:
-        """Ids of the conversation, and how many of the oldest messages had to be left out of it, for good."""
+        """The conversation's ids, and how many of its oldest messages were dropped to make room."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
         while True:
@@ -129,9 +128,9 @@ class Answer:
     """Notes about an answer.
 
     Attributes:
-        left_out: messages that the model no longer sees.
+        left_out: number of messages that the model no longer sees.
         was_stopped: by Ctrl-C.
-        is_cut: it got as long as answers may be.
+        is_cut: it reached the length limit.
     """
 
     left_out: int
@@ -144,53 +143,32 @@ def _stops(options: GenerationConfig) -> Sequence[str]:
     return (stop,) if isinstance(stop, str) else stop
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chat(ModelOptions):
-    """Talk with a model, in the terminal or over a pipe.
+def run(chat: Chat) -> None:
+    """Talk until the input ends."""
+    with chat.job() as job:
+        cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
+        Terminal(sys.stdin, sys.stdout, sys.stderr).talk(_begin(cfg, chat))
 
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Its chat
-    template is used, and its settings say how answers are made; -o Generation.KEY=VALUE changes them.
-    Each line is a message; /help lists the commands.
-    """
 
-    examples = """\
-examples:
-  ppfleetx chat output
-  ppfleetx chat output --system "You are brief." -o Generation.temperature=0.7 -o Generation.max_dec_len=200
-  echo "What is a list?" | ppfleetx chat output
-"""
-    system: str | None = option("the system message", metavar="TEXT")
-    template: str | None = option("one of the model's chat templates, or a file", metavar="NAME")
-
-    def run(self) -> None:
-        """Talk until the input ends."""
-        with self.job() as job:
-            conversation = self._begin(
-                load_config(job.config, job.overrides, world_size=world_size(os.environ))
-            )
-            Terminal(sys.stdin, sys.stdout, sys.stderr).talk(conversation)
-
-    def _begin(self, cfg: RunConfig) -> Conversation:
-        check_plan(cfg)
-        if cfg.plan.world_size > 1:
-            raise ConfigError(
-                f"a chat is one process with the whole model, which this plan ({cfg.plan}) is not"
-            )
-        check_checkpoint(cfg)
-        options = _options(cfg)
-        tokenizer = find_tokenizer(cfg, open_resolved(resolve_checkpoint(named_checkpoint(cfg))))
-        template = chosen_template(tokenizer, self.template, key="--template")
-        cfg, ctx = start_with(cfg)
-        generator = load_generator(cfg, ctx, tokenizer)
-        seed = cfg.Global.seed if cfg.Generation.seed is None else cfg.Generation.seed
-        return Conversation(generator, template, options, seed, self.system)
+def _begin(cfg: RunConfig, chat: Chat) -> Conversation:
+    check_plan(cfg)
+    if cfg.plan.world_size > 1:
+        raise ConfigError(f"a chat is one process with the whole model, which this plan ({cfg.plan}) is not")
+    check_checkpoint(cfg)
+    options = _options(cfg)
+    tokenizer = find_tokenizer(cfg, open_resolved(resolve_checkpoint(named_checkpoint(cfg))))
+    template = chosen_template(tokenizer, chat.template, key="--template")
+    cfg, ctx = start_with(cfg)
+    generator = load_generator(cfg, ctx, tokenizer)
+    seed = cfg.Global.seed if cfg.Generation.seed is None else cfg.Generation.seed
+    return Conversation(generator, template, options, seed, chat.system)
 
 
 def _options(cfg: RunConfig) -> GenerationConfig:
-    """The section ``Generation`` as answers need it.
+    """The ``Generation`` section for answers.
 
     Raises:
-        ConfigError: it asks for several continuations, searches, or has an option that would not be read.
+        ConfigError: it asks for several continuations or beam search, or sets an option that has no effect.
     """
     check_options(cfg)
     section = cfg.Generation
@@ -210,7 +188,7 @@ def _options(cfg: RunConfig) -> GenerationConfig:
 
 
 class Terminal:
-    """Where messages come from and answers go.
+    """Reads messages and shows answers.
 
     Args:
         source: messages are read from it. Without a terminal, no prompt is shown.
@@ -258,7 +236,7 @@ class Terminal:
             self._note("the answer is as long as it may be (-o Generation.max_dec_len=N)")
 
     def _obey(self, line: str, conversation: Conversation) -> bool:
-        """Do what a command says; whether to go on."""
+        """Carry out a command. Returns False if it ends the conversation."""
         name, _, rest = line.partition(" ")
         if name in ("/exit", "/quit"):
             return False
@@ -277,7 +255,7 @@ class Terminal:
         return True
 
     def _messages(self) -> Iterator[tuple[str, bool]]:
-        """Messages and commands, and which they are."""
+        """Pairs of a message or command, and whether it is a command."""
         while (line := self._line("> ")) is not None:
             if line.strip() == _QUOTES:
                 yield "\n".join(self._until_quotes()), False

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
-from ppfleetx.commands.options import ConfigOptions
 from ppfleetx.commands.start_process import refuse_foreign_weights
-from ppfleetx.config.config_notes import absent_loggers, missing, not_supported_reasons
+from ppfleetx.config.config_notes import absent_loggers, missing
 from ppfleetx.config.counts import counted
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.mesh import Mesh
@@ -29,7 +28,7 @@ from ppfleetx.models.gpt.spec import (
 from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.schedules import build_schedule
 from ppfleetx.planner.report import memory_lines
-from ppfleetx.utils.devices import GPU
+from ppfleetx.utils.devices import CPU, GPU, cpu_obstacle, not_supported_reasons
 from ppfleetx.utils.gpu_operators import on_the_host
 
 _MAX_GROUPS_SHOWN = 2
@@ -38,25 +37,8 @@ _MAX_STAGES_SHOWN = 64
 _RANKS_PER_NODE = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check(ConfigOptions):
-    """Look at a configuration without running it: the plan, parameters, batch arithmetic, token ids.
-
-    Needs no Paddle. Exit code 2 when a run with it would be refused, with the reason.
-    """
-
-    examples = """\
-example:
-  ppfleetx check -c FILE -o Distributed.mp_degree=2
-"""
-
-    def run(self) -> None:
-        """Print the report."""
-        check(self.config, self.override)
-
-
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
-    """Print the report, and what a look at the run's directory and data adds.
+    """Print the report; also check the run's directory and its data.
 
     Args:
         world_size: as in :func:`~ppfleetx.config.loader.load_config`.
@@ -72,7 +54,7 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
     if cfg.Data.Train is not None:
         check_start(cfg)
     token_ids = token_id_lines(cfg)
-    print("\n".join([report, *token_ids]))  # last, because it says that all is well
+    print("\n".join([report, *token_ids]))  # last, because it reports success
 
 
 def check_report(cfg: RunConfig, device: str | None = None) -> str:
@@ -80,11 +62,11 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
 
     Args:
         cfg: the configuration.
-        device: where it runs; None: where ``Global.device`` says, a GPU where it leaves that open.
+        device: the kind of device; None: ``Global.device``, or a GPU if that is ``auto``.
 
     Raises:
-        ConfigError: weights are to come from a checkpoint of another program; a callback or a schedule
-            cannot be made as configured.
+        ConfigError: the weights named are another program's checkpoint, or a callback or a schedule
+            cannot be built as configured.
     """
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
@@ -99,28 +81,24 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         *_model_lines(cfg),
         *_batch_lines(cfg),
         *_ramp_lines(cfg),
-        _line("precision", _precision(cfg)),
+        _line("precision", _precision(cfg, device)),
         *_offload_lines(cfg),
         *_group_lines(cfg),
         _line("recompute", _recompute(cfg.Model)),
-        *_memory_lines(cfg, device),
+        *(_line("" if number else "memory", text) for number, text in enumerate(memory_lines(cfg, device))),
         _line("learning rate", _schedule(cfg)),
         _line("run", _run(cfg)),
     ]
     lines += [
         _line("note", note) for note in (*cfg.warnings, *without_effect(cfg), *on_the_host(cfg, device))
     ]
-    lines += [_line("missing", reason) for reason in (*missing(cfg), *_missing_loggers(cfg))]
+    lines += [_line("missing", reason) for reason in missing(cfg)]
+    lines += [
+        _line("missing", f"Engine.loggers: {name} needs {wanted}")
+        for name, wanted in absent_loggers(cfg).items()
+    ]
     lines += [_line("not yet", reason) for reason in not_supported_reasons(cfg, device)]
     return "\n".join([*lines, "The configuration is valid."])
-
-
-def _missing_loggers(cfg: RunConfig) -> list[str]:
-    return [f"Engine.loggers: {name} needs {wanted}" for name, wanted in absent_loggers(cfg).items()]
-
-
-def _memory_lines(cfg: RunConfig, device: str) -> list[str]:
-    return [_line("" if number else "memory", text) for number, text in enumerate(memory_lines(cfg, device))]
 
 
 def human_count(number: int) -> str:
@@ -268,10 +246,12 @@ def _batch_lines(cfg: RunConfig) -> list[str]:
     return lines
 
 
-def _precision(cfg: RunConfig) -> str:
+def _precision(cfg: RunConfig, device: str) -> str:
     precision = cfg.Engine.mix_precision
     if not precision.enable:
         return "float32"
+    if precision.enable == "auto" and device == CPU and (obstacle := cpu_obstacle(precision.dtype)):
+        return f"float32 (Engine.mix_precision.enable is auto: {obstacle})"
     text = f"{precision.dtype} {precision.level}"
     if precision.dtype == "float16":
         kind = "dynamic, starting at" if precision.use_dynamic_loss_scaling else "constant"
@@ -280,7 +260,7 @@ def _precision(cfg: RunConfig) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """Host memory of offloaded states, as if mp and pp divided all parameters evenly."""
+    """Host memory of offloaded states, assuming that mp and pp divide all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
@@ -339,7 +319,8 @@ def _schedule(cfg: RunConfig) -> str:
     lr = cfg.Optimizer.lr
     if lr.decay_steps is None:
         return f"{lr.decay_style} from {lr.max_lr:g} to {lr.min_lr:g} over all epochs"
-    text = f"{counted(lr.num_warmup_steps, 'warm-up step', 'g')} to {lr.max_lr:g}, {lr.decay_style}"
+    warmup = counted(math.ceil(round(lr.num_warmup_steps, 6)), "warm-up step")
+    text = f"{warmup} to {lr.max_lr:g}, {lr.decay_style}"
     decays = SCHEDULES.traits(lr.decay_style).decays
     return f"{text} to {lr.min_lr:g} at step {lr.decay_steps}" if decays else text
 

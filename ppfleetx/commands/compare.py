@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import subprocess
 import sys
@@ -11,8 +10,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
 
+from ppfleetx.commands.curves import (
+    Record,
+    draw_losses,
+    import_pyplot,
+    number,
+    read_records,
+    refuse_unknown_picture,
+    save_figure,
+    train_records,
+)
 from ppfleetx.commands.launching import SCRIPT
 from ppfleetx.commands.options import CONFIG_HELP, Command, option, plugin_option, repeated, switch
 from ppfleetx.config.counts import counted
@@ -20,8 +28,6 @@ from ppfleetx.config.errors import ConfigError, DataError, UserError
 from ppfleetx.utils.files import refuse_unwritable
 
 ROOT = Path(__file__).resolve().parents[2]
-
-Record = dict[str, float]
 
 _RTOL = 1e-5
 
@@ -43,7 +49,7 @@ class Compare(Command):
         ppfleetx compare -c FILE --commit-a main --commit-b HEAD --bitwise
         ppfleetx compare --metrics-a output_a --metrics-b output_b --plot losses.png
 
-    Exit code 0: equal (bitwise, or within --rtol); 1: not; 2: a mistake in what was asked for.
+    Exit code 0: equal (bitwise, or within --rtol); 1: different; 2: a mistake on the command line.
     """
 
     config: str | None = option(CONFIG_HELP, "-c", "--config", metavar="FILE")
@@ -61,7 +67,7 @@ class Compare(Command):
     work_dir: str | None = option("keep outputs and logs here", metavar="DIR")
 
     def run(self) -> int:
-        """Run what has to be run, and compare."""
+        """Run the sides that are not finished runs, and compare."""
         if not self.config and not (self.metrics_a and self.metrics_b):
             raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
         if self.plot:
@@ -92,7 +98,7 @@ class Compare(Command):
             runs = []
             for side in "ab":
                 metrics = getattr(self, f"metrics_{side}")
-                runs.append(read_losses(Path(metrics)) if metrics else run_side(side, self, work_dir))
+                runs.append(train_records(Path(metrics)) if metrics else run_side(side, self, work_dir))
         differences = compare(*runs)
         for difference in differences:
             largest = f"{difference.largest:.3e} (relative)"
@@ -134,12 +140,12 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
         said = (done.stderr or done.stdout).strip()[-3000:]
         said = re.sub("^error: ", "", said, flags=re.MULTILINE)  # this program writes one before the whole
         raise UserError(f"run {side} failed with code {done.returncode}:\n{said}")
-    return read_losses(output_dir)
+    return train_records(output_dir)
 
 
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
-    """A directory with the files of ``commit``; None, for this package as it is, without one.
+    """A directory with the files of ``commit``; None without a commit: the package as it is.
 
     Raises:
         UserError: there is no repository or no such commit.
@@ -162,19 +168,6 @@ def tree_of(commit: str | None) -> Iterator[Path | None]:
             subprocess.run([*git, "remove", "--force", f"{directory}/tree"], check=True)
 
 
-def read_losses(output_dir: Path) -> list[Record]:
-    """Training records of a run's metrics.jsonl.
-
-    Raises:
-        DataError: there is no such file.
-    """
-    path = output_dir / "metrics.jsonl" if output_dir.is_dir() else output_dir
-    if not path.is_file():
-        raise DataError(f"{path}: no such metrics file")
-    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [record for record in records if record["kind"] == "train"]
-
-
 def compare(a: Sequence[Record], b: Sequence[Record]) -> list[Difference]:
     """Largest relative differences of loss and gradient norm.
 
@@ -188,41 +181,37 @@ def compare(a: Sequence[Record], b: Sequence[Record]) -> list[Difference]:
 
 
 def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
-    found = Difference(key, 0.0, int(a[0]["step"]))
+    found = Difference(key, 0.0, a[0]["step"])
     for one, other in zip(a, b, strict=True):
-        scale = max(abs(one[key]), abs(other[key]))
-        relative = abs(one[key] - other[key]) / scale if scale else 0.0
+        values = number(one, key), number(other, key)
+        scale = max(map(abs, values))
+        relative = abs(values[0] - values[1]) / scale if scale else 0.0
         # Written so that a NaN on either side counts as different.
         if not relative <= found.largest:
-            found = Difference(key, relative, int(one["step"]))
+            found = Difference(key, relative, one["step"])
     return found
 
 
 def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:
-    """Both loss curves above, their relative difference below.
+    """Draw both loss curves, and their relative difference below.
 
     Raises:
         UserError: matplotlib is not installed.
     """
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     steps = [record["step"] for record in runs[0]]
-    for name, run in zip("ab", runs, strict=True):
-        above.plot(
-            steps, [record["loss"] for record in run], label=name, linestyle="-" if name == "a" else "--"
-        )
+    losses = [[number(record, "loss") for record in run] for run in runs]
+    for name, values in zip("ab", losses, strict=True):
+        above.plot(steps, values, label=name, linestyle="-" if name == "a" else "--")
     above.set_ylabel("loss")
     above.legend()
-    below.plot(steps, [abs(x["loss"] - y["loss"]) / abs(x["loss"]) for x, y in zip(*runs, strict=True)])
+    below.plot(steps, [abs(x - y) / abs(x) for x, y in zip(*losses, strict=True)])
     below.set_yscale("symlog", linthresh=1e-9)
     below.set_ylabel("relative difference")
     below.set_xlabel("step")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, "--plot")
     print(f"plot: {path}")
-
-
-_PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,78 +224,5 @@ class Plot(Command):
     def run(self) -> None:
         """Draw the picture."""
         refuse_unknown_picture(self.output, "--output")
-        draw_series(read_series(self.metrics), self.output)
+        save_figure(draw_losses(read_records(self.metrics)), self.output, "--output")
         print(f"loss curve: {self.output}")
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError("drawing needs matplotlib: pip install 'ppfleetx[plots]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def refuse_unknown_picture(path: Path, option: str) -> None:
-    """Raise ConfigError unless the name says a format of pictures: matplotlib would add .png to it."""
-    if path.suffix.lower() not in _PICTURES:
-        raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)
-
-
-def read_series(path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """{"train" | "eval": (steps, losses)} of a metrics file; of named evaluation sets "eval NAME" each.
-
-    A last line that is not whole is left out: the run is writing it, or was killed while it did.
-
-    Raises:
-        DataError: there is no such file, it is not a metrics file, or it holds no training step.
-    """
-    if not path.is_file():
-        raise DataError(f"{path}: no such metrics file; a run writes it to its output_dir")
-    series: dict[str, tuple[list[int], list[float]]] = {"train": ([], [])}
-    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            _add(series, line)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}:{number} is not a record of a run's metrics") from error
-    with contextlib.suppress(ValueError):
-        _add(series, rest)
-    if not series["train"][0]:
-        raise DataError(f"{path}: no training step in it yet")
-    return series
-
-
-def _add(series: dict[str, tuple[list[int], list[float]]], line: str) -> None:
-    record = json.loads(line)
-    if record["kind"] in ("train", "eval"):
-        step, loss = int(record["step"]), float(record["loss"])
-        name = f"{record['kind']} {record['set']}" if "set" in record else record["kind"]
-        steps, losses = series.setdefault(name, ([], []))
-        steps.append(step)
-        losses.append(loss)
-
-
-def draw_series(series: dict[str, tuple[list[int], list[float]]], output: Path) -> None:
-    """Write the picture: training loss thin, evaluation loss as marked points.
-
-    Raises:
-        DataError: there is no matplotlib, or ``output`` cannot be written.
-    """
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    axes.plot(*series["train"], linewidth=0.8, label="training")
-    for name in sorted(series.keys() - {"train"}):
-        axes.plot(*series[name], marker="o", label=name.replace("eval", "evaluation", 1))
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    try:
-        figure.savefig(output, dpi=120)
-    except OSError as error:
-        raise DataError(f"--output {output} cannot be written: {error.strerror}") from error

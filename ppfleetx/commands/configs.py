@@ -92,19 +92,19 @@ examples:
     shell: Literal["bash", "zsh"] = positional(None, "which shell the script is for", default=MISSING)
 
     def run(self) -> None:
-        """Print the script; zsh reads bash's by means of its own bashcompinit."""
+        """Print the script; zsh reads bash's through bashcompinit."""
         head = "autoload -U +X bashcompinit && bashcompinit\n" if self.shell == "zsh" else ""
         print(head + bash_script(), end="")
 
 
 def bash_script() -> str:
-    """The script, with what the verbs take now."""
+    """The completion script for the current verbs and options."""
     cases = "\n".join(f'        {name}) words="{" ".join(_words(name))}" ;;' for name in sorted(VERBS))
     return _BASH.format(name=PROGRAM, verbs=" ".join(sorted(VERBS)), cases=cases)
 
 
 def _words(verb: str) -> list[str]:
-    """Options of a verb, and what its positional arguments may be where they are a choice."""
+    """The options of a verb, and the choices for its positional arguments."""
     words: list[str] = []
     for action in VERBS[verb].command().parser()._actions:
         words += action.option_strings or [str(choice) for choice in action.choices or ()]

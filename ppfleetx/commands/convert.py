@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ppfleetx.commands.options import Command, option, plugin_option, repeated, switch
+from ppfleetx.commands.options import Command, option, plugin_option, positional, repeated, switch
 from ppfleetx.config.errors import ConfigError
 
 
@@ -68,7 +68,7 @@ class Convert(Command):
     )
 
     def run(self) -> None:
-        """Convert, and compare logits where asked to."""
+        """Convert, and compare logits if requested."""
         plan = None if self.plan is None else parse_plan(self.plan)
         from ppfleetx.config.plan import ParallelPlan
         from ppfleetx.conversion.convert import Conversion, check_logits, convert, load_model_section
@@ -109,7 +109,12 @@ def parse_plan(text: str) -> dict[str, int]:
     for part in text.split(","):
         axis, _, degree = part.strip().partition("=")
         if axis not in ("mp", "pp") or not degree.isdigit() or int(degree) < 1:
-            raise ConfigError(f"--plan {text}: give mp=N, pp=M or both; the other axes cut no tensor")
+            raise ConfigError(
+                "must be mp=N, pp=M or both. Files are divided by tensor and pipeline rank only, and every "
+                "plan reads every checkpoint",
+                key="--plan",
+                value=text,
+            )
         degrees[axis] = int(degree)
     return degrees
 
@@ -118,15 +123,19 @@ def parse_plan(text: str) -> dict[str, int]:
 class Merge(Command):
     """Add the adapters of a checkpoint trained with Model.lora to its weights: a plain checkpoint."""
 
-    input: str = option("checkpoint with adapters", default=MISSING, metavar="DIR")
+    checkpoint: str | None = positional("CHECKPOINT", "the directory of a run, or one of its checkpoints")
+    input: str | None = option("another way to name CHECKPOINT", metavar="DIR")
     output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
     base: str | None = option("the frozen weights, for adapters saved alone (Model.lora.base)", metavar="DIR")
     plugin: tuple[str, ...] = plugin_option()
 
     def run(self) -> None:
-        """Merge, and say where the result is."""
+        """Merge, and print where the result is."""
         from ppfleetx.checkpoint.adapters import merge_lora
         from ppfleetx.utils.log import configure_logging
 
         configure_logging()
-        print(f"written: {merge_lora(self.input, self.output, self.base)}")
+        named = [one for one in (self.checkpoint, self.input) if one is not None]
+        if len(named) != 1:
+            raise ConfigError("give CHECKPOINT, the directory of a model with adapters, once")
+        print(f"written: {merge_lora(named[0], self.output, self.base)}")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class InspectData(Command):
     """Show what a tokenised corpus holds, compare it with its checksums, or write checksums for it.
 
-    Exit code: 0 all is well; 1 damage was found (--verify); 2 there is no corpus that could be looked at, or
-    the command line is wrong.
+    Exit code: 0 no damage; 1 damage was found (--verify); 2 there is no readable corpus, or the command line
+    is wrong.
     """
 
     corpus: tuple[str, ...] = positional(
@@ -96,7 +96,7 @@ class MergeData(Command):
     overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
-        """Merge, and say what was written."""
+        """Merge, and print what was written."""
         from ppfleetx.data.corpus_formats import find_prefixes
         from ppfleetx.data.prepare.token_files import merge
 
@@ -114,7 +114,7 @@ class ConvertData(Command):
     overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
-        """Convert, and say what was written."""
+        """Convert, and print what was written."""
         from ppfleetx.data.corpus_formats import convert
         from ppfleetx.data.indexed import IndexedDataset
 
@@ -182,7 +182,7 @@ class Index(ConfigOptions):
 
 
 def refuse_unusable_cache(cfg: RunConfig, mode: str) -> None:
-    """Make Data.<mode>.dataset.cache_dir, in which a run goes on without but this verb has nothing to do.
+    """Create Data.<mode>.dataset.cache_dir. A run works without it, but this verb cannot.
 
     Raises:
         ConfigError: it cannot be made, or nothing can be written there.

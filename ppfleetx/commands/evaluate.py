@@ -1,4 +1,4 @@
-"""The verb ``eval``: the loss on ``Data.Eval``, or what ``Offline_Eval`` asks for.
+"""The program of the verb ``eval``: the loss on ``Data.Eval``, or what ``Offline_Eval`` asks for.
 
 Files and tokenizer of the latter are checked before Paddle is loaded, which takes seconds.
 """
@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.commands.generate import check_checkpoint, find_tokenizer
-from ppfleetx.commands.launching import LaunchOptions
-from ppfleetx.commands.model_options import Job, ModelOptions
-from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config, read_config
@@ -41,6 +38,7 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 
 if TYPE_CHECKING:
+    from ppfleetx.commands.model_verbs import Evaluate, Job
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.parallel.runner import Runner
 
@@ -94,37 +92,12 @@ class Accuracy:
 Result = Perplexity | Accuracy
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluate(LaunchOptions, ModelOptions):
-    """Evaluate a checkpoint.
-
-    With the configuration of pretraining, which the checkpoint holds: token-weighted loss and perplexity on
-    Data.Eval. With --text, or Model.module: GPTEvalModule: perplexity of a text file, or accuracy of last
-    words (Offline_Eval, docs/evaluation.md).
-    """
-
-    examples = """\
-examples:
-  ppfleetx eval output
-  ppfleetx eval output --text wiki.test.tokens
-  ppfleetx eval -c gpt/eval_gpt_345M_single_card -o Engine.save_load.ckpt_dir=output
-"""
-    text: str | None = option(
-        "perplexity of this text (Offline_Eval.eval_path)", key="Offline_Eval.eval_path", metavar="FILE"
-    )
-    output: str | None = option(
-        "where results are written (Engine.save_load.output_dir)",
-        key="Engine.save_load.output_dir",
-        metavar="DIR",
-    )
-
-    def run(self) -> None:
-        """Evaluate and print the result."""
-        module = [] if self.text is None else [Setting("Model.module", "GPTEvalModule", "--text")]
-        with self.job(*module) as job:
-            window = [] if self.text is None else _window(job)
-            overrides = [*job.overrides, *window]
-            run_loaded(load_config(job.config, overrides, world_size=world_size(os.environ)))
+def run(options: Evaluate) -> None:
+    """Evaluate and print the result."""
+    module = [] if options.text is None else [Setting("Model.module", "GPTEvalModule", "--text")]
+    with options.job(*module) as job:
+        window = [] if options.text is None else _window(job)
+        run_loaded(load_config(job.config, [*job.overrides, *window], world_size=world_size(os.environ)))
 
 
 def _window(job: Job) -> list[Setting]:

@@ -1,20 +1,16 @@
-"""The verb ``finetune``: its defaults, and what takes a run further than it went (``--max-steps``)."""
+"""Defaults of the verb ``finetune``, and the settings behind ``--max-steps``."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.directory import newest_complete
 from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.ownership import read_run
-from ppfleetx.commands.launching import TrainingOptions
-from ppfleetx.commands.model_options import MODEL_HELP, job_of
-from ppfleetx.commands.options import OptionalConfigOptions, option
-from ppfleetx.commands.start_process import rank, start_process
+from ppfleetx.commands.start_process import rank
 from ppfleetx.config.loader import ConfigSource, read_config
 from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
 from ppfleetx.utils.log import configure_logging, get_logger
@@ -38,46 +34,6 @@ _COURSE = {
     "warmup_rate": 0.03,
     "wsd_decay_steps": None,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finetune(TrainingOptions, OptionalConfigOptions):
-    """Train a new run from the weights of another: step 0, a fresh optimizer, the data from their beginning.
-
-    Network and data are those of the checkpoint. Without -c FILE a run takes 3 passes over the data, 8
-    sequences a step, and a learning rate of 5e-5, or of 5e-4 for adapters (-o Model.lora.rank=8); -o changes
-    all of it.
-    """
-
-    examples = """\
-examples:
-  ppfleetx finetune --from gpt2 --output chatty -o Data.Train.dataset.name=ChatDataset \\
-      -o Data.Train.dataset.input_dir=. -o Data.Train.dataset.split=alpaca_data -o Model.lora.rank=8
-  ppfleetx finetune --from output --output finetuned -o Data.Train.dataset.input_dir=data/more_text_document
-  ppfleetx finetune --from gpt2 -c gpt/finetune_gpt_345M_single_card_sft
-"""
-    checkpoint: str = option(MODEL_HELP, "--from", default=MISSING, metavar="CHECKPOINT")
-    output: str | None = option(
-        "directory of the new run (default: Engine.save_load.output_dir)",
-        key="Engine.save_load.output_dir",
-        metavar="DIR",
-    )
-
-    def run(self) -> None:
-        """Train."""
-        given = [*self.override, *self.settings()]
-        with job_of(
-            self.checkpoint, self.config, given, key="Engine.save_load.init_from", option="--from"
-        ) as job:
-            overrides = job.overrides
-            if self.max_steps is not None:
-                overrides += up_to(self.max_steps, job.config, overrides)
-            if self.config is None:
-                overrides += finetuning_defaults(job.config, overrides)
-            cfg, ctx = start_process(job.config, overrides, reads=("Train", "Eval"))
-            from ppfleetx.commands.training import train
-
-            train(cfg, ctx)
 
 
 def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
@@ -140,8 +96,8 @@ def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> li
         if parse_step_directory(newest.name)[1] < max_steps:
             configure_logging(quiet=rank(os.environ) != 0)
             get_logger().info(
-                f"the run in {output_dir} goes on from {newest.name} to step {max_steps}; its learning rate "
-                "follows the configuration's schedule for so many steps"
+                f"the run in {output_dir} continues from {newest.name} to step {max_steps}; its learning "
+                f"rate follows the configuration's schedule for {max_steps} steps"
             )
         if not options.resume:
             values["Engine.save_load.resume"] = "auto"

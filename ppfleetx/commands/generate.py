@@ -1,4 +1,4 @@
-"""The verb ``generate``: from a configuration to a generator, and from prompts to printed text.
+"""The program of the verb ``generate``: from a configuration to a generator, from prompts to text.
 
 Most mistakes are found before Paddle is loaded, which takes seconds.
 """
@@ -10,15 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.directory import named_checkpoint, resolve_checkpoint
 from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
-from ppfleetx.commands.launching import LaunchOptions
-from ppfleetx.commands.model_options import ModelOptions
-from ppfleetx.commands.options import option, positional
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
@@ -35,6 +32,7 @@ from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint
+    from ppfleetx.commands.model_verbs import Generate
     from ppfleetx.distributed.context import ParallelContext
     from ppfleetx.generation.generator import Generation, Generator, TextGenerator
 
@@ -42,29 +40,11 @@ _LONGEST_PROMPT = 1 << 24  # bytes of a file that may be earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generate(LaunchOptions, ModelOptions):
-    """Continue prompts with a checkpoint.
-
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. How text is
-    continued is what the checkpoint says; -o Generation.KEY=VALUE changes it. Prompts are also taken from
-    Generation.prompt and .prompt_file.
-    """
-
-    examples = """\
-examples:
-  ppfleetx generate output "Once upon a time"
-  ppfleetx generate output/epoch_0_step_500 -o Generation.temperature=0.7 -o Generation.max_dec_len=50 "def "
-  ppfleetx generate -c FILE -o Engine.save_load.ckpt_dir=output -o Generation.prompt_file=prompts.txt
-"""
-    prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
-    output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
-
-    def run(self) -> None:
-        """Generate; results go to standard output."""
-        with self.job() as job:
-            cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
-            run_loaded(cfg, self.output)
+def run(options: Generate) -> None:
+    """Generate as the options say; results go to standard output."""
+    with options.job() as job:
+        cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
+        run_loaded(cfg, options.output)
 
 
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
@@ -85,7 +65,7 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
     Data-parallel ranks continue different prompts, which the main rank prints and writes, in order.
 
     Raises:
-        UserError: checkpoint, tokenizer, prompts or options that cannot be generated with, in words.
+        UserError: checkpoint, tokenizer, prompts or options cannot be used.
     """
     with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
         _generate(cfg, ctx, prompts, output)
@@ -113,8 +93,6 @@ def continue_together(
     Raises:
         UserError: on every rank when there is one on any.
     """
-    from ppfleetx.generation.generator import Generation
-
     start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
     results: list[list[Generation]] = []
     # Within, tensor-parallel ranks communicate: they have the same prompts and find the same mistakes.
@@ -125,7 +103,18 @@ def continue_together(
     speaks = ctx.rank_on("mp") == 0
     parts = gather(ctx, [[asdict(one) for one in each] for each in results] if speaks else [])
     everything = [each for part in parts for each in part]
-    return [[Generation(**{**one, "ids": tuple(one["ids"])}) for one in each] for each in everything]
+    return [[_generation(one) for one in each] for each in everything]
+
+
+def _generation(fields: dict[str, Any]) -> Generation:
+    """A :class:`Generation` from its fields, as another rank sent them."""
+    from ppfleetx.generation.generator import Generation
+    from ppfleetx.generation.sampling import TokenScore
+
+    scores = fields["logprobs"]
+    if scores is not None:
+        scores = tuple(TokenScore(**{**one, "top": tuple(map(tuple, one["top"]))}) for one in scores)
+    return Generation(**{**fields, "ids": tuple(fields["ids"]), "logprobs": scores})
 
 
 def check_plan(cfg: RunConfig) -> None:
@@ -340,7 +329,10 @@ def _prompts_of_file(cfg: RunConfig, name: str) -> list[str]:
             place=place,
         )
     try:
-        text = _standard_input() if name == "-" else Path(name).read_text(encoding="utf-8-sig")
+        if name == "-":
+            text = "" if sys.stdin is None else sys.stdin.read()  # None: it is closed
+        else:
+            text = Path(name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"cannot be read: {why}", key=key, value=name, place=place) from error
@@ -351,10 +343,6 @@ def _prompts_of_file(cfg: RunConfig, name: str) -> list[str]:
     if not name.endswith(".jsonl"):
         return [line.removesuffix("\r") for _, line in lines]
     return [_prompt_of(line, f"{name}:{number}") for number, line in lines]
-
-
-def _standard_input() -> str:
-    return "" if sys.stdin is None else sys.stdin.read()  # None: it is closed
 
 
 def _prompt_of(line: str, place: str) -> str:
@@ -423,7 +411,9 @@ def _write(path: Path, prompts: Sequence[str], results: Sequence[Sequence[Genera
     try:
         with atomic_write(path, "w") as file:
             for prompt, generations in zip(prompts, results, strict=True):
-                line = {"prompt": prompt, "generations": [asdict(one) for one in generations]}
+                found = [asdict(one) for one in generations]
+                found = [{key: value for key, value in one.items() if value is not None} for one in found]
+                line = {"prompt": prompt, "generations": found}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", key="--output", value=str(path)) from error

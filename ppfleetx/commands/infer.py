@@ -1,10 +1,9 @@
-"""The verb ``infer``. Most mistakes are found before Paddle is loaded, which takes seconds."""
+"""The program of the verb ``infer``. Most mistakes are found before Paddle is loaded, which takes seconds."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,6 @@ from ppfleetx.commands.generate import (
     read_prompts,
     write_generations,
 )
-from ppfleetx.commands.launching import LaunchOptions
-from ppfleetx.commands.options import OptionalConfigOptions, option, positional
 from ppfleetx.commands.resolve_model import ONE_SEQUENCE, as_replicas
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
@@ -37,60 +34,34 @@ from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
+    from ppfleetx.commands.model_verbs import Infer
     from ppfleetx.distributed.context import ParallelContext
 
 
 _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Infer(LaunchOptions, OptionalConfigOptions):
-    """Continue prompts with an exported model.
-
-    EXPORT is what `ppfleetx export` wrote; with -c FILE it is Inference.model_dir. Prompts are also taken
-    from Generation.prompt and .prompt_file.
-    """
-
-    examples = """\
-examples:
-  ppfleetx infer exported "Once upon a time"
-  ppfleetx infer -c gpt/inference_gpt_345M_single_card -o Inference.model_dir=exported
-"""
-    intermixed = True
-
-    export: str | None = positional("EXPORT", "directory of an exported model", key="Inference.model_dir")
-    prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
-    output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
-
-    @property
-    def num_processes(self) -> None:
-        """Any number may serve an export."""
-        return
-
-    def run(self) -> None:
-        """Answer the prompts.
-
-        Of several processes each answers a part of the prompts; the main one prints and writes all, in order.
-        """
-        if self.export is None and self.config is None:
-            raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
-        config = self.config or _config_of(self.export)
-        cfg = load_config(config, [*self.override, *self.settings()])
-        cfg, notes = as_replicas(cfg, world_size(os.environ))
-        prompts = read_prompts(cfg)
-        check_inference(cfg, expected_device(cfg.Global.device))
-        directory, manifest = _open(cfg.Inference.model_dir, cfg.origins.get("Inference.model_dir"))
-        cfg = cfg.model_copy(update={"Generation": merge_settings(manifest.generation, cfg)})
-        check_generation(cfg.Generation, cfg.origins)
-        if cfg.Inference.onednn:
-            check_onednn(cfg.Generation, manifest.vocab_size, cfg.origins)
-        if self.output is not None:
-            check_output(Path(self.output))
-        cfg, ctx = start_with(_without_checkpoint(cfg))
-        for note in notes:
-            get_logger().info(f"NOTE: {note}")
-        _say_what_differs(directory, manifest, cfg)
-        answer(cfg, ctx, prompts, self.output)
+def run(options: Infer) -> None:
+    """Answer the prompts. Each process answers some; the main one prints and writes all, in order."""
+    if options.export is None and options.config is None:
+        raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
+    config = options.config or _config_of(options.export)
+    cfg = load_config(config, [*options.override, *options.settings()])
+    cfg, notes = as_replicas(cfg, world_size(os.environ))
+    prompts = read_prompts(cfg)
+    check_inference(cfg, expected_device(cfg.Global.device))
+    directory, manifest = _open(cfg.Inference.model_dir, cfg.origins.get("Inference.model_dir"))
+    cfg = cfg.model_copy(update={"Generation": merge_settings(manifest.generation, cfg)})
+    check_generation(cfg.Generation, cfg.origins)
+    if cfg.Inference.onednn:
+        check_onednn(cfg.Generation, manifest.vocab_size, cfg.origins)
+    if options.output is not None:
+        check_output(Path(options.output))
+    cfg, ctx = start_with(_without_checkpoint(cfg))
+    for note in notes:
+        get_logger().info(f"NOTE: {note}")
+    _say_what_differs(directory, manifest, cfg)
+    answer(cfg, ctx, prompts, options.output)
 
 
 def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:

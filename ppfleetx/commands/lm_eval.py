@@ -7,83 +7,63 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.commands.generate import check_checkpoint, check_output, load_generator
-from ppfleetx.commands.model_options import ModelOptions
-from ppfleetx.commands.options import option
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.conversion.huggingface.generation import DEFAULTS
 from ppfleetx.utils.files import atomic_write
 
 if TYPE_CHECKING:
     from ppfleetx.commands.lm_eval_model import HarnessModel
+    from ppfleetx.commands.model_verbs import LmEval
 
 
-@dataclass(frozen=True, kw_only=True)
-class LmEval(ModelOptions):
-    """Measure a checkpoint on tasks of lm-evaluation-harness (docs/evaluation.md)."""
+def run(options: LmEval) -> None:
+    """Run the harness and print its table."""
+    with options.job() as job:
+        _check(options)
+        cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
+        check_checkpoint(cfg)
+        if cfg.plan.world_size > 1:
+            raise ConfigError(
+                "the harness runs in one process; start it without a launcher and with all degrees 1 (a "
+                "checkpoint of any plan loads)",
+                key="Distributed",
+            )
+        cfg, ctx = start_with(cfg)
+        names = options.tasks.split(",")
+        manager = find_tasks(names, options.include_path)
+        model = load_model(cfg, ctx, options.batch_size)
+        results = measure(model, names, manager, num_fewshot=options.num_fewshot, limit=options.limit)
+    from lm_eval.utils import make_table
 
-    tasks: str = option("tasks or groups of the harness", default=MISSING, metavar="NAME[,NAME...]")
-    batch_size: int = option("texts per forward pass (default: 8)", default=8)
-    num_fewshot: int | None = option("examples in each prompt (default: the task's)")
-    limit: int | None = option("at most this many examples of each task")
-    include_path: str | None = option("directory with further task definitions", metavar="DIR")
-    output: str | None = option("also write the results as JSON", metavar="FILE")
-
-    def run(self) -> None:
-        """Run the harness and print its table."""
-        with self.job() as job:
-            self._check()
-            cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
-            check_checkpoint(cfg)
-            if cfg.plan.world_size > 1:
-                raise ConfigError(
-                    "the harness runs in one process; start it without a launcher and with all degrees 1 (a "
-                    "checkpoint of any plan loads)",
-                    key="Distributed",
-                )
-            cfg, ctx = start_with(cfg)
-            names = self.tasks.split(",")
-            manager = find_tasks(names, self.include_path)
-            model = load_model(cfg, ctx, self.batch_size)
-            results = measure(model, names, manager, num_fewshot=self.num_fewshot, limit=self.limit)
-        from lm_eval.utils import make_table
-
-        print(make_table(results), flush=True)
-        if self.output is not None:
-            with atomic_write(self.output, "w") as file:
-                json.dump(results["results"], file, indent=2, default=str)
-
-    def _check(self) -> None:
-        require_lm_eval()
-        for key, value, least in (
-            ("--batch-size", self.batch_size, 1),
-            ("--num-fewshot", self.num_fewshot, 0),
-            ("--limit", self.limit, 1),
-        ):
-            if value is not None and value < least:
-                raise ConfigError(f"must be at least {least}", key=key, value=value)
-        if self.output is not None:
-            check_output(Path(self.output), mark=b'"alias": ')
-        if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise ConfigError("there is no such directory", key="--include-path", value=self.include_path)
+    print(make_table(results), flush=True)
+    if options.output is not None:
+        with atomic_write(options.output, "w") as file:
+            json.dump(results["results"], file, indent=2, default=str)
 
 
-def require_lm_eval() -> None:
-    """Refuse in words where lm-evaluation-harness is missing.
-
-    Raises:
-        ConfigError: it is.
-    """
+def _check(options: LmEval) -> None:
     if find_spec("lm_eval") is None:
         raise ConfigError("this program needs lm-evaluation-harness: pip install 'ppfleetx[lm_eval]'")
+    for key, value, least in (
+        ("--batch-size", options.batch_size, 1),
+        ("--num-fewshot", options.num_fewshot, 0),
+        ("--limit", options.limit, 1),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"must be at least {least}", key=key, value=value)
+    if options.output is not None:
+        check_output(Path(options.output), mark=b'"alias": ')
+    if options.include_path is not None and not Path(options.include_path).is_dir():
+        raise ConfigError("there is no such directory", key="--include-path", value=options.include_path)
 
 
 def load_model(cfg: RunConfig, ctx: Any, batch_size: int) -> HarnessModel:
@@ -137,3 +117,60 @@ def measure(
         bootstrap_iters=0,
         log_samples=False,
     )
+
+
+def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
+    """``Generation`` keys for the options a task gives ``generate_until``, and its stop strings.
+
+    Args:
+        asked: the task's options, names of Hugging Face ``generate``.
+        max_new_tokens: used where the task says nothing.
+
+    Raises:
+        ConfigError: an option that generation does not have.
+    """
+    left = dict(asked)
+    until = left.pop("until", None) or []
+    stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+    given = [left.pop(key) for key in ("max_gen_toks", "max_new_tokens") if key in left]
+    temperature = float(left.pop("temperature", 0.0) or 0.0)
+    samples = left.pop("do_sample", temperature > 0)
+    options: dict[str, Any] = {"max_dec_len": int(given[0]) if given else max_new_tokens}
+    options |= dict(_renamed(left))
+    if left:
+        name, value = next(iter(left.items()))
+        raise ConfigError(f"a task asks for {name} = {value!r}, which generation does not have")
+    beams = options.get("num_beams", 1) > 1
+    if samples and beams:
+        raise ConfigError(
+            f"a task asks for num_beams = {options['num_beams']!r} and for sampling, which has no beams here"
+        )
+    if samples:
+        drawn = {"decode_strategy": "sampling", "temperature": temperature or 1.0}
+        return {"top_k": DEFAULTS["top_k"], **options, **drawn}, stops
+    for key in ("top_k", "top_p", "min_p", "typical_p"):
+        options.pop(key, None)
+    if beams:
+        options.setdefault("length_penalty", DEFAULTS["length_penalty"])
+    return {**options, "decode_strategy": "beam_search" if beams else "greedy_search"}, stops
+
+
+_SAME_MEANING = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "repetition_penalty": "repetition_penalty",
+    "num_beams": "num_beams",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+    "min_new_tokens": "min_dec_len",
+}
+
+
+def _renamed(left: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Move options that exist here, under the same or another name, out of ``left``."""
+    for theirs, ours in _SAME_MEANING.items():
+        if theirs in left:
+            yield ours, left.pop(theirs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
@@ -84,14 +84,19 @@ class Command:
 
 
 def option(
-    help: str, *flags: str, default: Any = None, key: str | None = None, group: str | None = None, **how: Any
+    help: str | Callable[[], str],
+    *flags: str,
+    default: Any = None,
+    key: str | None = None,
+    group: str | None = None,
+    **how: Any,
 ) -> Any:
     """A field that is given by its name, ``--max-steps`` for ``max_steps``.
 
     Its type says what is read: a ``bool`` is a switch, a ``Literal`` a choice, a tuple takes several words.
 
     Args:
-        help: what ``--help`` says.
+        help: what ``--help`` says, or a function that gives it when the parser is built.
         flags: ``--name`` and other spellings, in place of the field's name.
         default: ``MISSING`` where the option is required.
         key: the key of the configuration that the option sets.
@@ -132,10 +137,12 @@ def whole_number(text: str) -> int:
 
 def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
     """Arguments of ``add_argument`` for a field."""
-    flags, required = flags_of(one), one.default is MISSING
+    flags, required, given = flags_of(one), one.default is MISSING, dict(one.metadata["how"])
+    if callable(given["help"]):
+        given["help"] = given["help"]()
     how: dict[str, Any] = {"dest": one.name, "required": required} if flags else {}
     if annotation is bool:
-        return {**how, "action": "store_true", **one.metadata["how"]}
+        return {**how, "action": "store_true", **given}
     how["default"] = None if required else one.default
     if get_origin(annotation) in (Union, UnionType):
         [annotation] = [part for part in get_args(annotation) if part is not NoneType]
@@ -144,7 +151,7 @@ def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
         how["nargs"] = "+" if flags or required else "*"
         if more != [...]:
             how["nargs"] = 1 + len(more)
-        elif one.metadata["how"].get("action") == "append":
+        elif given.get("action") == "append":
             del how["nargs"]
             how["default"] = list(one.default)
     elif not flags and not required:
@@ -153,7 +160,7 @@ def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
         how["choices"] = get_args(annotation)
     elif annotation is not str:
         how |= {"type": annotation} | ({"metavar": "N"} if annotation is int else {})
-    return {**how, **one.metadata["how"]}
+    return {**how, **given}
 
 
 def plugin_option() -> Any:

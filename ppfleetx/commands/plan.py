@@ -1,88 +1,25 @@
-"""The verb ``plan``: options to predictions, predictions to text, JSON, files."""
+"""The program of the verb ``plan``: options to predictions, predictions to text, JSON and files."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from ppfleetx.commands.options import ConfigOptions, option, repeated, switch
+from ppfleetx.commands.train_verbs import ANY_CARD, Plan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan, violations
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.planner.alternatives import why_not
 from ppfleetx.planner.calibration import calibrate
-from ppfleetx.planner.cards import Card, card_names, load_card
-from ppfleetx.planner.job import Job, job_of
+from ppfleetx.planner.cards import Card, load_card
+from ppfleetx.planner.job import job_of
 from ppfleetx.planner.long_run import Questions, answers
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.plan_option import WORDS, UnresolvedConfig, parse_plan, read_unresolved, write_config
+from ppfleetx.planner.plan_option import UnresolvedConfig, parse_plan, read_unresolved, write_config
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants, ranking
 from ppfleetx.planner.search import SearchResult, search
-
-_ANY_CARD = "A100-80GB"
-_RUN = "about the whole run"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan(ConfigOptions):
-    """Predict memory and step time of a configuration under one plan, or rank all plans of some cards."""
-
-    devices: int | None = option("number of cards; without --plan, rank all plans of them")
-    card: str | None = option(
-        f"{', '.join(card_names())}, or a YAML file (default: Global.card, else {_ANY_CARD})", metavar="NAME"
-    )
-    per_node: int = option("cards per node (default: 8)", default=8)
-    network_gbps: float | None = option(
-        "total network of a node in Gbit/s (default: the card's)", metavar="X"
-    )
-    rank_order: str | None = option(
-        f"how ranks are numbered, nearest neighbours last (default: {','.join(AXES)}, as this engine "
-        "does; another program's for its published runs)",
-        metavar="pp,dp,...",
-    )
-    batch: int | None = option("sequences per step (default: the YAML's)")
-    goal: Literal["time", "memory"] = option("what the best plan minimises (default: time)", default="time")
-    plan: str | None = option(f"one plan instead of all: {', '.join(WORDS)}", metavar="dp=4,mp=8,...")
-    explain: str | None = option(
-        "explain PLAN, that of --plan, or the best one in full", nargs="?", const="", metavar="PLAN"
-    )
-    json: bool = switch("print one JSON object instead of text")
-    write: str | None = option(
-        "write the configuration under the plan, or the best one, to FILE", metavar="FILE"
-    )
-    report: str | None = option(
-        "write pictures and an HTML page of the plan, or the best one, to DIR", metavar="DIR"
-    )
-    calibrate: tuple[str, ...] = repeated(
-        "fit the card to the step times of your run; may be given several times", metavar="RUN_DIR"
-    )
-    write_card: str | None = option("write the calibrated card to FILE, for --card", metavar="FILE")
-    tokens: float | None = option("tokens of the run (default: by Engine.max_steps)", group=_RUN, metavar="T")
-    price: float | None = option(
-        "price of a card-hour: print what the run and a token cost", group=_RUN, metavar="P"
-    )
-    mtbf: float | None = option(
-        "hours between failures of one node: print the best checkpoint interval", group=_RUN, metavar="HOURS"
-    )
-    save_seconds: float | None = option(
-        "seconds that the job waits for one checkpoint", group=_RUN, metavar="S"
-    )
-    restart_seconds: float = option(
-        "seconds from a failure to the next step (default: 300)", default=300.0, group=_RUN, metavar="S"
-    )
-    scale: str | None = option(
-        "predict the plan with more replicas on these numbers of cards", group=_RUN, metavar="N,N,..."
-    )
-    ramp: str | None = option(
-        "a batch that grows, as Megatron-LM's --rampup-batch-size", group=_RUN, metavar="START,STEP,SAMPLES"
-    )
-
-    def run(self) -> None:
-        """Print the prediction."""
-        print(report_of(self))
 
 
 def report_of(options: Plan) -> str:
@@ -92,7 +29,7 @@ def report_of(options: Plan) -> str:
         ConfigError: an argument or the plan is not valid.
     """
     written = read_unresolved(options.config, options.override)
-    card = load_card(options.card or written.cfg.Global.card or _ANY_CARD)
+    card = load_card(options.card or written.cfg.Global.card or ANY_CARD)
     calibration = ""
     cluster = _cluster(options, card)
     if options.calibrate:
@@ -130,9 +67,8 @@ def _questions_of(options: Plan) -> Questions:
         ConfigError: a number is out of range.
     """
     for name in ("price", "mtbf", "save_seconds", "restart_seconds"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError("must be greater than 0", key=f"--{name.replace('_', '-')}", value=value)
+        if (value := getattr(options, name)) is not None:
+            _positive(value, f"--{name.replace('_', '-')}")
     ramp = None
     if options.ramp is not None:
         numbers = _numbers(options.ramp, "--ramp")
@@ -165,7 +101,7 @@ def _cluster(options: Plan, card: Card) -> Cluster:
     network = (
         0.0 if options.network_gbps is None else _positive(options.network_gbps, "--network-gbps") * 1e9 / 8
     )
-    return Cluster(card, int(_positive(options.per_node, "--per-node")), network, _axes(options.rank_order))
+    return Cluster(card, options.per_node, network, _axes(options.rank_order))
 
 
 def _axes(words: str | None) -> tuple[str, ...]:
@@ -206,13 +142,12 @@ def _one(
 
 
 def _all(written: UnresolvedConfig, options: Plan, cluster: Cluster) -> SearchResult:
-    devices = int(_positive(options.devices, "--devices"))
     whole = job_of(written.under(ParallelPlan(), 1, _batch(written, options), None), cluster.card)
-    return search(whole, cluster, devices, goal=options.goal)
+    return search(whole, cluster, options.devices, goal=options.goal)
 
 
 def _batch(written: UnresolvedConfig, options: Plan) -> int:
-    return written.batch() if options.batch is None else int(_positive(options.batch, "--batch"))
+    return written.batch() if options.batch is None else options.batch
 
 
 def _config_of(written: UnresolvedConfig, prediction: Prediction) -> RunConfig:
@@ -231,11 +166,9 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
     """Tokens of the whole run: ``--tokens``, or the configuration's steps."""
-    return _run_tokens(written.cfg.Engine.max_steps, prediction.job, options.tokens)
-
-
-def _run_tokens(steps: int, job: Job, tokens: float | None) -> float:
-    return float(steps * job.tokens) if tokens is None else _positive(tokens, "--tokens")
+    if options.tokens is not None:
+        return _positive(options.tokens, "--tokens")
+    return float(written.cfg.Engine.max_steps * prediction.job.tokens)
 
 
 def _json(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ppfleetx.commands.options import Command, option, switch
+from ppfleetx.commands.options import Command, option, switch, whole_number
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.utils.files import refuse_unwritable
+from ppfleetx.utils.machine import available_cpus
 
 if TYPE_CHECKING:
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ class Prepare(Command):
         "--append_eos",
         "--append-eos",
     )
-    workers: int | None = option("processes (default: one for each core)")
+    workers: int | None = option("processes (default: one for each core)", type=whole_number)
     suffixes: str = option("in folders, read only files with these endings", default="", metavar=".py,.txt")
     split_on: Literal["file", "line", "blank-line"] = option(
         "what one document of a plain text file is (default: file)", default="file"
@@ -85,11 +85,12 @@ class Prepare(Command):
         from ppfleetx.data.prepare.corpus import find_sources
         from ppfleetx.data.prepare.preprocess import preprocess
 
-        workers = available_cores() if self.workers is None else self.workers
-        if workers < 1:
-            raise DataError(f"--workers {workers}: at least 1 is needed")
         if self.eod_token is not None and not self.append_eod:
             raise ConfigError("needs --append-eod", key="--eod-token", value=self.eod_token)
+        if not 0.001 <= self.max_document_mb <= 2000:
+            raise ConfigError(
+                "must be from 0.001 to 2000", key="--max-document-mb", value=self.max_document_mb
+            )
         suffixes = [suffix for suffix in self.suffixes.split(",") if suffix]
         sources = find_sources(self.input, suffixes=suffixes, split_on=self.split_on)
         report = preprocess(
@@ -98,9 +99,9 @@ class Prepare(Command):
             self.load_tokenizer(),
             keys=self.json_keys,
             append_eod=self.append_eod,
-            workers=workers,
+            workers=self.workers or available_cpus(),
             strict=self.strict,
-            max_document_bytes=max_document_bytes(self.max_document_mb),
+            max_document_bytes=round(1e6 * self.max_document_mb),
             overwrite=self.overwrite,
         )
         print(report)
@@ -119,24 +120,6 @@ class Prepare(Command):
         if self.tokenizer is not None:
             return Tokenizer.load(self.tokenizer, eod_token=self.eod_token)
         return Tokenizer.from_vocab_and_merges(self.vocab_file, self.merge_file, eod_token=self.eod_token)
-
-
-def max_document_bytes(megabytes: float) -> int:
-    """The bytes of --max-document-mb.
-
-    Raises:
-        DataError: less than 0.001 or more than 2000.
-    """
-    if not 0.001 <= megabytes <= 2000:
-        raise DataError(f"--max-document-mb {megabytes:g}: from 0.001 to 2000 is possible")
-    return round(1e6 * megabytes)
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""The verb ``prune``. Most mistakes are found before Paddle is loaded, which takes seconds."""
+"""The program of the verb ``prune``. Most mistakes are found before Paddle is loaded, which takes seconds."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,15 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights import lazy, slices_of, with_vocabulary
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.commands.options import option
-from ppfleetx.commands.shrinking import (
-    ShrinkingOptions,
+from ppfleetx.commands.checkpoint_verbs import (
+    Prune,
     calibration_samples,
     open_model,
     refuse_adapters,
 )
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.compress.prune import (
-    Criterion,
     Kept,
-    Part,
     Scores,
     Sizes,
     kept_of,
@@ -44,52 +41,11 @@ from ppfleetx.utils.log import configure_logging, get_logger
 REPORT_FILE = "pruning.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prune(ShrinkingOptions):
-    """Take attention heads, feed-forward units and layers out of a checkpoint.
-
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Every layer
-    loses the same number of heads and units, so that the result is an ordinary model: it trains, generates,
-    converts and exports under any plan. A little training makes up for most of the loss (docs/compress.md).
-    """
-
-    examples = """\
-examples:
-  ppfleetx prune output --ratio 0.25 --output output-pruned
-  ppfleetx prune output --ratio 0.25 --criterion saliency --calibration data/train --output output-pruned
-  ppfleetx prune output --drop-layers 9 10 --output output-shallow
-  ppfleetx finetune --from output-pruned --output recovered
-"""
-    ratio: float = option(
-        "share of the heads and units taken out of each layer, rounded down (default: 0)",
-        default=0.0,
-        metavar="R",
-    )
-    criterion: Criterion = option(
-        "what matters least: weights with the smallest sum of magnitudes (default) or squares, or what "
-        "the loss would miss least (saliency)",
-        default="l1_norm",
-    )
-    part: Part = option("what is pruned (default: both)", default="both")
-    multiple: int = option(
-        "what stays is rounded up to a multiple of N, such as a tensor-parallel degree (default: 1)",
-        default=1,
-    )
-    drop_layers: tuple[int, ...] = option("layers to leave out, from 0", default=(), metavar="I")
-    calibration: str | None = option(
-        "for saliency: a corpus (prefix of .bin/.idx) or a .txt file", metavar="DATA"
-    )
-
-    def run(self) -> None:
-        """Prune, and print the sizes before and after."""
-        prune(self)
-
-
 def prune(options: Prune) -> Path:
     """Write the smaller model and the report; return its step directory.
 
     Raises:
-        UserError: what cannot be pruned, or not so, in words.
+        UserError: the model cannot be pruned, or not with these options.
     """
     configure_logging()
     output = Path(options.output)

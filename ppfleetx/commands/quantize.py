@@ -1,19 +1,17 @@
-"""The verb ``quantize``. Most mistakes are found before Paddle is loaded, which takes seconds."""
+"""The program of the verb ``quantize``. It finds most mistakes before it loads Paddle."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.commands.options import option, repeated, switch
-from ppfleetx.commands.shrinking import (
-    ShrinkingOptions,
+from ppfleetx.commands.checkpoint_verbs import (
     calibration_samples,
     open_model,
     refuse_adapters,
@@ -26,61 +24,17 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
+    from ppfleetx.commands.checkpoint_verbs import Quantize
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
 REPORT_FILE = "quantization.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantize(ShrinkingOptions):
-    """Store the weights of a checkpoint in 8 or 4 bits.
-
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. The result
-    is a checkpoint that generates, evaluates, serves and exports like any other, under any plan, and is not
-    trained. The word embedding and the head have 8 bits whatever the others have.
-    """
-
-    examples = """\
-examples:
-  ppfleetx quantize output --to int8 --output output-int8
-  ppfleetx quantize output --to int4 --method gptq --calibration data/train --output output-int4
-  ppfleetx quantize output --to int8 --smooth --calibration data/train --output output-w8a8
-  ppfleetx quantize output-of-qat --to int8 --activations int8 --output output-int8
-  ppfleetx generate output-int8 "Once upon a time"
-"""
-    to: Literal["int8", "int4"] = option(
-        "bits of the weights; 8 with a scale for each output channel, 4 with one for each group",
-        default=MISSING,
-    )
-    group: int | None = option(
-        "input features of a group, a multiple of 8 (int4; default: the largest of 128, 64, 32, 16 and "
-        "8 that divides those of all layers)"
-    )
-    method: Literal["rtn", "gptq"] = option(
-        "round to the nearest (default), or let later weights make up for the error (GPTQ)", default="rtn"
-    )
-    smooth: bool = switch(
-        "8 bits for activations too, after their outliers were moved into the weights (SmoothQuant)"
-    )
-    activations: Literal["int8"] | None = option(
-        "8 bits for activations, as --smooth gives them, but weights stay where they are: for a "
-        "model that was trained with quantisation"
-    )
-    skip: tuple[str, ...] = repeated(
-        "leave layers as they are, by canonical name: head, embedding.*, '*.mlp.fc2'; may be repeated",
-        metavar="PATTERN",
-    )
-
-    def run(self) -> None:
-        """Quantise, and print what that did to each layer."""
-        quantize(self)
 
 
 def quantize(options: Quantize) -> Path:
     """Write the quantised checkpoint and the report; return its step directory.
 
     Raises:
-        UserError: what cannot be quantised, or not so, in words.
+        UserError: the model cannot be quantised, or not with these options.
     """
     weights = _weights(options)
     output = Path(options.output)

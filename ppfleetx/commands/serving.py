@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ppfleetx.commands.model_options import ModelOptions
+from ppfleetx.commands.model_verbs import ModelOptions
 from ppfleetx.commands.options import option
 from ppfleetx.config.errors import ConfigError
 

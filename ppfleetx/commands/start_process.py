@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint, weight_sources
-from ppfleetx.config.config_notes import not_supported_reasons, refuse_absent
+from ppfleetx.config.config_notes import refuse_absent
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.reading.tree import is_index
@@ -17,7 +17,7 @@ from ppfleetx.core.engine.run_directory import CKPT_DIR, check_start, output_dir
 from ppfleetx.core.engine.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.resilience.activity import MEETING, PROGRESS
-from ppfleetx.utils.devices import expected_device
+from ppfleetx.utils.devices import expected_device, not_supported_reasons
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 

@@ -60,7 +60,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
         The engine, whose runner has the trained model.
 
     Raises:
-        UserError: data, checkpoint or configuration that cannot be trained with, in words.
+        UserError: data, checkpoint or configuration cannot be used.
     """
     refuse_small_weights(cfg)
     if cfg.Data.Train is None:
@@ -168,7 +168,7 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_small_weights(cfg: RunConfig) -> None:
-    """Say that weights of few bits are not trained; adapters beside them are.
+    """Refuse to train quantised weights without adapters.
 
     Raises:
         ConfigError: the configuration is that of a quantised checkpoint, without adapters.
@@ -244,12 +244,17 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
     """The checkpoint to evaluate, generate or export with: ``ckpt_dir``, which must be given.
 
+    Weights without a run's progress (quantised, pruned, merged) have the step that their directory names.
+
     Raises:
         ConfigError: ``ckpt_dir`` is not given.
         CheckpointError: there is no sound checkpoint.
     """
     named_checkpoint(cfg)
-    return find_start(cfg.Engine.save_load, None, ctx)
+    start = find_start(cfg.Engine.save_load, None, ctx)
+    if not start.resumes:
+        start.state.step = start.checkpoint.manifest.step
+    return start
 
 
 def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()) -> Runner:

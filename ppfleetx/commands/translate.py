@@ -1,12 +1,10 @@
-"""The verb ``translate``."""
+"""The program of the verb ``translate``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from ppfleetx.commands.options import Command, option, positional
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_tree
 from ppfleetx.config.reading.parse import read_yaml
@@ -17,36 +15,18 @@ from ppfleetx.utils.files import atomic_write
 _FILES = (".yaml", ".yml", ".json")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Translate(Command):
-    """Print a configuration or a command line of another toolkit as a configuration of this one.
+def translate(arguments: Sequence[str], dialect: str | None, to: str | None) -> None:
+    """Print the translation of ``arguments``, or write it to the file ``to``.
 
-    Each key of the result says in a comment which file, line and key of the other toolkit it came from. The
-    toolkit is recognised by its keys or options. docs/dialects/ has a page for each.
+    Raises:
+        ConfigError: they cannot be translated, or the file cannot be written.
     """
-
-    examples = """\
-examples:
-  ppfleetx translate projects/mindformers/configs/gpt2/run_gpt2.yaml
-  ppfleetx translate run_gpt2.yaml --to ours.yaml
-  ppfleetx translate --to ours.yaml -- run_mindformer.py --config run_gpt2.yaml --epochs 1
-"""
-    words: tuple[str, ...] = positional(
-        "FILE | -- ARGUMENTS",
-        "a configuration, further arguments of its program after --; or a whole command line after --",
-        default=(),
-    )
-    dialect: str | None = option("the toolkit, if it is not recognised", metavar="NAME")
-    to: str | None = option("write there instead of to standard output", metavar="OUT.yaml")
-
-    def run(self) -> None:
-        """Print the translation, or write it."""
-        words, to = list(self.words), self.to
-        if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
-            *words, _, to = words
-        result = translation_of(words, self.dialect)
-        load_tree(result.tree(), result.warnings)  # what is printed is valid
-        print(result.yaml().rstrip("\n") if to is None else _write(Path(to), result.yaml()))
+    words = list(arguments)
+    if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
+        *words, _, to = words
+    result = translation_of(words, dialect)
+    load_tree(result.tree(), result.warnings)  # what is printed is valid
+    print(result.yaml().rstrip("\n") if to is None else _write(Path(to), result.yaml()))
 
 
 def _write(path: Path, text: str) -> str:

@@ -1,9 +1,9 @@
-"""The verb ``upcycle``."""
+"""The program of the verb ``upcycle``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ from ppfleetx.checkpoint.upcycle import upcycled
 from ppfleetx.checkpoint.weights import fitted, network_of, slices_of
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.commands.options import option
-from ppfleetx.commands.shrinking import RewritingOptions, open_model, refuse_adapters
+from ppfleetx.commands.checkpoint_verbs import Upcycle, open_model, refuse_adapters
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.resume_policy import network
@@ -22,42 +21,11 @@ from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.utils.log import configure_logging
 
 
-@dataclass(frozen=True, kw_only=True)
-class Upcycle(RewritingOptions):
-    """Make a mixture of experts of a dense model: each expert begins as a copy of the MLP.
-
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Routers get
-    initial values. Without noise the mixture computes what the dense model does, until training tells its
-    experts apart (docs/moe.md). -o sets other keys of Model.moe.
-    """
-
-    examples = """\
-examples:
-  ppfleetx upcycle output --experts 8 --output output-moe
-  ppfleetx upcycle Llama-3.2-1B --experts 8 --top-k 2 -o Model.moe.layer_freq=2 --output llama-moe
-  ppfleetx finetune --from output-moe --output trained
-"""
-    experts: int = option("experts of each layer", default=MISSING, key="Model.moe.num_experts")
-    top_k: int | None = option(
-        "experts that a token goes to (default: 2)", key="Model.moe.top_k", metavar="K"
-    )
-    noise: float = option(
-        "add normal noise to each expert's matrices: this share of their standard deviation (default: 0)",
-        default=0.0,
-        metavar="S",
-    )
-    seed: int = option("seed of routers and noise (default: 0)", default=0)
-
-    def run(self) -> None:
-        """Write the mixture, and print the sizes before and after."""
-        upcycle(self)
-
-
 def upcycle(options: Upcycle) -> Path:
     """Write the mixture; return its step directory.
 
     Raises:
-        UserError: what cannot be made a mixture, or not so, in words.
+        UserError: the model cannot become a mixture, or not with these options.
     """
     configure_logging()
     options.check()

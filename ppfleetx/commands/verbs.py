@@ -35,29 +35,31 @@ class Verb:
 
 GROUPS: dict[str, tuple[Verb, ...]] = {
     "train": (
-        Verb("train", "train:Train", "pretrain or finetune the model of a configuration"),
-        Verb("finetune", "finetune:Finetune", "train from the weights of another run or model"),
-        Verb("supervise", "supervise:Supervise", "run a training command and start it again when it fails"),
-        Verb("hang-report", "supervise:HangReport", "say why a job hung, from its ranks' reports"),
+        Verb("train", "train_verbs:Train", "pretrain or finetune the model of a configuration"),
+        Verb("finetune", "train_verbs:Finetune", "train from the weights of another run or model"),
+        Verb("supervise", "train_verbs:Supervise", "run a training command and start it again when it fails"),
+        Verb("hang-report", "train_verbs:HangReport", "say why a job hung, from its ranks' reports"),
         Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
-        Verb("check", "check:Check", "look at a configuration: plan, parameters, batch arithmetic"),
-        Verb("plan", "plan:Plan", "predict memory and step time, or rank the plans of so many cards"),
+        Verb("check", "train_verbs:Check", "look at a configuration: plan, parameters, batch arithmetic"),
+        Verb("plan", "train_verbs:Plan", "predict memory and step time, or rank the plans of so many cards"),
+        Verb("recipe", "recipe:Recipe", "write a whole configuration from the depth of the model"),
         Verb(
             "translate",
-            "translate:Translate",
+            "train_verbs:Translate",
             "print another toolkit's configuration or command line as ours",
         ),
         Verb("index", "corpora:Index", "build the index maps of a configuration ahead of a run"),
         Verb("compare", "compare:Compare", "compare the losses of two runs"),
         Verb("plot", "compare:Plot", "draw the loss curves of a run"),
+        Verb("report", "report:Report", "describe a run on one page: curves, samples, speed, memory, cost"),
     ),
     "use a model": (
-        Verb("generate", "generate:Generate", "continue prompts with a checkpoint"),
-        Verb("chat", "chat:Chat", "talk with a model"),
-        Verb("eval", "evaluate:Evaluate", "loss and perplexity of a checkpoint, or a classifier's scores"),
-        Verb("lm-eval", "lm_eval:LmEval", "tasks of lm-evaluation-harness"),
+        Verb("generate", "model_verbs:Generate", "continue prompts with a checkpoint"),
+        Verb("chat", "model_verbs:Chat", "talk with a model"),
+        Verb("eval", "model_verbs:Evaluate", "loss and perplexity of a checkpoint, or a classifier's scores"),
+        Verb("lm-eval", "model_verbs:LmEval", "tasks of lm-evaluation-harness"),
         Verb("export", "serving:Export", "export a checkpoint as a program that generates by itself"),
-        Verb("infer", "infer:Infer", "continue prompts with an exported model"),
+        Verb("infer", "model_verbs:Infer", "continue prompts with an exported model"),
         Verb("serve", "serving:Serve", "serve a checkpoint over HTTP"),
     ),
     "checkpoints": (
@@ -65,9 +67,9 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb(
             "convert", "convert:Convert", "convert checkpoints: Hugging Face, FleetX, Megatron-LM, ppfleetx"
         ),
-        Verb("quantize", "quantize:Quantize", "store the weights of a checkpoint in 8 or 4 bits"),
-        Verb("prune", "prune:Prune", "take heads, units and layers out of a checkpoint"),
-        Verb("upcycle", "upcycle:Upcycle", "make a mixture of experts of a dense model"),
+        Verb("quantize", "checkpoint_verbs:Quantize", "store the weights of a checkpoint in 8 or 4 bits"),
+        Verb("prune", "checkpoint_verbs:Prune", "take heads, units and layers out of a checkpoint"),
+        Verb("upcycle", "checkpoint_verbs:Upcycle", "make a mixture of experts of a dense model"),
         Verb("merge", "convert:Merge", "add trained adapters to the weights they belong to"),
     ),
     "data": (

@@ -8,8 +8,10 @@ Evaluation measures the cross entropy only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import paddle
@@ -27,6 +29,7 @@ from ppfleetx.config.validate import section_of
 from ppfleetx.models.gpt.stages import model_stages
 from ppfleetx.models.module import BasicModule, Tensors, WrappedTask
 from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.chunked_loss import LogitsInPieces, OfPiece, PieceHead
 from ppfleetx.nn.loss_output import LossOutput
 from ppfleetx.nn.quantized import with_small_weights
 from ppfleetx.nn.stage import LayerFactory, canonical_parameters
@@ -45,27 +48,65 @@ class Distillation(WrappedTask):
 
     def __init__(self, task: BasicModule, cfg: DistillConfig) -> None:
         super().__init__(task)
-        self.loss_in_pieces = False
         self._distill = cfg
         self._teacher: StagedModel | None = None
 
     def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
         """The task's loss; in training it is weighted, plus the divergence from the teacher's outputs."""
-        found = super().loss(outputs, batch, factory)
         if not paddle.is_grad_enabled():
-            return found
+            return super().loss(outputs, batch, factory)
+        in_pieces = isinstance(outputs, LogitsInPieces)
         with paddle.no_grad():
-            teacher = self.task.forward(self._loaded(factory), batch)
+            teacher = self._outputs(self._loaded(factory), batch, in_pieces)
+        if in_pieces:
+            add = partial(self._add_divergence, factory=factory)
+            return super().loss(_PiecesOfBoth(outputs, teacher, add), batch, factory)
+        found = super().loss(outputs, batch, factory)
+        mask = factory.local_positions(batch["loss_mask"])
+        return replace(found, loss=self._add_divergence(found.loss, outputs, teacher, mask, factory))
+
+    def _outputs(self, teacher: StagedModel, batch: Tensors, in_pieces: bool) -> Any:
+        heads = [layer for layer in teacher.sublayers() if isinstance(layer, PieceHead)]
+        with heads[0].loss_follows() if in_pieces else nullcontext():
+            return self.task.forward(teacher, batch)
+
+    def _add_divergence(
+        self,
+        hard: paddle.Tensor,
+        student: paddle.Tensor,
+        teacher: paddle.Tensor,
+        mask: paddle.Tensor,
+        factory: LayerFactory,
+    ) -> paddle.Tensor:
+        """The weighted sum of the cross entropy ``hard`` and the divergence of ``student [s, b, V]`` from
+        ``teacher`` where ``mask [b, s]`` counts."""
         cfg = self._distill
-        each = divergence(outputs, teacher, self.cfg.Model.vocab_size, cfg.temperature, factory.group)
-        mask = factory.local_positions(batch["loss_mask"]).transpose([1, 0])
-        soft = (each * mask.astype(each.dtype)).sum().astype(found.loss.dtype)
-        return replace(found, loss=cfg.hard_weight * found.loss + cfg.soft_weight * cfg.temperature**2 * soft)
+        each = divergence(student, teacher, self.cfg.Model.vocab_size, cfg.temperature, factory.group)
+        soft = (each * mask.transpose([1, 0]).astype(each.dtype)).sum().astype(hard.dtype)
+        return cfg.hard_weight * hard + cfg.soft_weight * cfg.temperature**2 * soft
 
     def _loaded(self, factory: LayerFactory) -> StagedModel:
         if self._teacher is None:
             self._teacher = load_teacher(self._distill.teacher, self.cfg.Model, factory)
         return self._teacher
+
+
+class _PiecesOfBoth(LogitsInPieces):
+    """The student's logits in pieces, whose loss takes the teacher's same piece into account."""
+
+    def __init__(
+        self, student: LogitsInPieces, teacher: LogitsInPieces, add: Callable[..., paddle.Tensor]
+    ) -> None:
+        super().__init__(student.head, student.hidden)
+        self._teacher, self._add = teacher, add
+
+    def loss(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> paddle.Tensor:
+        teachers = self._teacher.logits()
+
+        def of_both(logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
+            return self._add(function(logits, labels, mask), logits, next(teachers), mask)
+
+        return super().loss(labels, mask, of_both)
 
 
 def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFactory) -> None:
@@ -98,8 +139,9 @@ def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> Sta
             f"student (Model.vocab_size) of {student.vocab_size}: their outputs cannot be compared"
         )
     _check_experts(model, student, factory)
-    rows = "vocab_size_divisible_unit"  # so that both models split their vocabulary alike
-    model = model.model_copy(update={rows: getattr(student, rows), "lora": None, "loss_chunks": 1})
+    rows = "vocab_size_divisible_unit"  # so that both models split their logits alike
+    alike = {rows: getattr(student, rows), "loss_chunks": student.loss_chunks}
+    model = model.model_copy(update={**alike, "lora": None})
     stages = with_small_weights(model_stages(model, factory), _weights_of(checkpoint), factory)
     teacher = StagedModel(stages, seed=None)
     teacher.eval()

@@ -14,18 +14,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ppfleetx.checkpoint.lazy import LazyTensor, cast
+from ppfleetx.compress import Criterion, Part
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import parts_out
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import model_spec
 
-Criterion = Literal["l1_norm", "l2_norm", "saliency"]
-Part = Literal["heads", "mlp", "both"]
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 """Matches the number of a layer, and the name of a tensor in it."""
 _LINEARS = ("attention.qkv", "attention.out_proj", "mlp.fc1", "mlp.fc2")

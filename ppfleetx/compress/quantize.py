@@ -83,12 +83,12 @@ def check_options(model: ModelConfig, options: Options) -> None:
     Raises:
         ConfigError: a matrix cannot; the first one is named.
     """
-    if model.moe is not None and (options.method == "gptq" or options.smooth):
-        raise ConfigError(
-            "looks at the inputs of each matrix, and does not know those of single experts; round to nearest "
-            "(--method rtn)",
-            key="--smooth" if options.smooth else "--method",
-        )
+    for key, is_given, remedy in (
+        ("--smooth", options.smooth, "leave it out"),
+        ("--method", options.method == "gptq", "round to nearest (--method rtn)"),
+    ):
+        if model.moe is not None and is_given:
+            raise ConfigError(f"needs the inputs of each expert, which are not recorded; {remedy}", key=key)
     if model.latent_attention is not None and options.smooth:
         raise ConfigError(
             "changes the norm before queries, keys and values, and does not know latent attention",

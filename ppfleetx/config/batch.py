@@ -1,4 +1,4 @@
-"""Batch arithmetic, all of it.
+"""Batch arithmetic.
 
 global = local x data_size, local = micro x accumulate; data_size = dp x sharding.
 """
@@ -19,13 +19,14 @@ _RAMP = "Global.rampup_batch_size"
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """A batch that grows in equal parts of ``samples`` sequences, as Megatron-LM's ``--rampup-batch-size``.
+    """A global batch that grows in equal stages over ``samples`` sequences (Megatron-LM's
+    ``--rampup-batch-size``).
 
     Attributes:
-        start: sequences of the first steps.
-        increment: by which it grows until it is the whole batch.
-        samples: sequences until then.
-        full: sequences of the whole batch.
+        start: sequences per step at first.
+        increment: sequences added at each stage.
+        samples: sequences after which the batch is full.
+        full: sequences per step from then on.
     """
 
     start: int
@@ -35,7 +36,7 @@ class BatchRamp:
 
     @property
     def sizes(self) -> range:
-        """The batches before the whole one."""
+        """The batch sizes before the full one."""
         return range(self.start, self.full, self.increment)
 
     def size_at(self, consumed: int) -> int:
@@ -64,7 +65,7 @@ class BatchPlan:
         return self.global_batch_size if self.ramp is None else self.ramp.size_at(consumed)
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
-        """Sequences that a run has used ``steps`` steps after it had used ``consumed``."""
+        """Sequences used in total, ``steps`` steps after ``consumed`` sequences."""
         while steps > 0 and self.ramp is not None and consumed < self.ramp.samples:
             consumed += self.ramp.size_at(consumed)
             steps -= 1

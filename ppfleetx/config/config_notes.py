@@ -1,4 +1,4 @@
-"""Why a valid configuration cannot run here: missing kernels, keys or libraries."""
+"""Why a valid configuration cannot run here: missing keys or libraries."""
 
 from __future__ import annotations
 
@@ -7,22 +7,6 @@ import importlib.util
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import LOGGERS
 from ppfleetx.config.sections.root import RunConfig
-
-
-def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
-    """Sentences, each naming a key whose value cannot run on the device.
-
-    Args:
-        cfg: a loaded configuration.
-        device: the kind of device of the run.
-    """
-    precision = cfg.Engine.mix_precision
-    if device != "cpu" or not precision.enable:
-        return []
-    return [
-        f"Engine.mix_precision.enable = True: Paddle has no {precision.dtype} kernels for the CPU; compute "
-        "in float32 with -o Engine.mix_precision.enable=False"
-    ]
 
 
 def missing(cfg: RunConfig) -> list[str]:

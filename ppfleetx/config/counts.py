@@ -8,7 +8,10 @@ _IRREGULAR = {"corpus": "corpora", "epoch": "epochs"}
 
 
 def counted(count: int, noun: str, spec: str = "") -> str:
-    """``count``, formatted by ``spec``, and ``noun``: given in the singular, perhaps of several words."""
+    """``count`` (formatted by ``spec``) and ``noun``, put into the plural where needed.
+
+    Give the noun in the singular; it may have several words.
+    """
     *before, last = noun.split(" ")
     if count != 1:
         last = _IRREGULAR.get(last) or last + ("es" if last.endswith(("s", "x", "ch", "sh")) else "s")
@@ -16,10 +19,11 @@ def counted(count: int, noun: str, spec: str = "") -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """``1.5 GiB``, in the largest unit of GiB, MiB and KiB of which there is at least one."""
-    units = ((1 << 30, "GiB"), (1 << 20, "MiB"))
-    unit, name = next(((unit, name) for unit, name in units if num_bytes >= unit), (1 << 10, "KiB"))
-    return f"{num_bytes / unit:.1f} {name}"
+    """``1.5 GiB``: the largest of GiB, MiB and KiB that gives at least 1; fewer as ``64 B``."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes:.0f} B"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

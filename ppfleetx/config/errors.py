@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: one message, no traceback, exit code 2."""
+"""Errors that a user can fix: one message, no traceback, exit code 2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _short.maxdict, _short.maxlevel, _short.maxlong = 6, 3, 40
 
 
 def shown(value: Any) -> str:
-    """``value`` as it appears in a message: as Python writes it, but never more than a line or two.
+    """``value`` for a message: as Python writes it, cut to a line or two.
 
     A long text ends in ``...`` with its length; of long lists and mappings the first few items are shown.
     """
@@ -34,7 +34,7 @@ def shown(value: Any) -> str:
 
 
 def shown_key(key: str) -> str:
-    """A dotted key as it appears in a message: control characters escaped, a long one without its middle."""
+    """A dotted key for a message: control characters escaped, the middle of a long key left out."""
     text = key if key.isprintable() else repr(key)[1:-1]
     return text if len(text) <= _MAX_KEY else f"{text[: _MAX_KEY - 40]}...{text[-37:]}"
 
@@ -45,7 +45,7 @@ class UserError(ValueError):
 
 @contextmanager
 def naming(option: str, value: object) -> Iterator[None]:
-    """Put ``option`` and its value before the message of a CheckpointError that is raised within."""
+    """Prefix the message of any CheckpointError raised inside with ``option`` and its value."""
     try:
         yield
     except CheckpointError as error:
@@ -53,7 +53,7 @@ def naming(option: str, value: object) -> Iterator[None]:
 
 
 class OutOfMemoryError(RuntimeError):
-    """No memory is left, here or on the card. Tools print its message and exit with code 5."""
+    """The host or the card is out of memory. Tools print the message and exit with code 5."""
 
 
 class DeviceError(RuntimeError):
@@ -61,7 +61,7 @@ class DeviceError(RuntimeError):
 
 
 class PeerEndedError(RuntimeError):
-    """Another process of the job has ended, and this one cannot go on. The cause is reported there."""
+    """Another process of the job has ended, so this one cannot continue. That process reports the cause."""
 
 
 class ConfigError(UserError):
@@ -102,7 +102,7 @@ class DataError(UserError):
 
 
 class MissingDataError(DataError):
-    """Data files of which none is there."""
+    """None of the data files exists."""
 
 
 class CheckpointError(UserError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -47,6 +48,17 @@ def item_type(annotation: Any) -> Any:
         if get_origin(part) is dict:
             return get_args(part)[1]
     return None
+
+
+def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
+    """Type of the field at ``path``; None where the schema has no such field."""
+    annotation: Any = root
+    for part in path:
+        section = section_in(annotation)
+        annotation = field_types(section).get(part) if section else item_type(annotation)
+        if annotation is None:
+            return None
+    return annotation
 
 
 @dataclass(frozen=True, slots=True)

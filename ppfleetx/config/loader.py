@@ -36,7 +36,7 @@ def read_with_bases(path: Path | MadeFile | Sections) -> tuple[Node, tuple[str, 
 
 
 def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tuple[str, ...]]:
-    """The file ``path`` over its bases.
+    """The file ``path`` merged over its bases.
 
     Args:
         chain: the files that lead here.
@@ -51,7 +51,7 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
 
 
 def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, ...]]:
-    """``tree``, which stands in the last file of ``chain``, over the files that its ``_base_`` names."""
+    """``tree``, from the last file of ``chain``, merged over the files that its ``_base_`` names."""
     base_node = tree.value.pop("_base_", None)
     tree, warnings = modernize(tree)
     merged: Node | None = None
@@ -64,7 +64,7 @@ def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, .
 
 
 def _real(path: Path) -> str:
-    """Where ``path`` leads; the path itself where nothing can be there."""
+    """``path`` with links resolved, or unchanged if no file can have this name."""
     try:
         return os.path.realpath(path)
     except (OSError, ValueError):
@@ -72,7 +72,7 @@ def _real(path: Path) -> str:
 
 
 def _tidy(path: Path) -> Path:
-    """``path`` without ``..``, where that leads to the same file: messages show it."""
+    """``path`` without ``..`` if that is the same file, for messages."""
     plain = Path(os.path.normpath(path))
     return plain if _real(plain) == _real(path) else path
 

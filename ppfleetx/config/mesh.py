@@ -1,4 +1,4 @@
-"""The ranks of a job as a grid with named axes, by arithmetic: one for dense parameters, one for experts."""
+"""The ranks of a job as grids with named axes: one grid for dense parameters, one for experts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ppfleetx.config.plan import AXES, ParallelPlan
 
 @dataclass(frozen=True)
 class View:
-    """One way to see the ranks as a grid. A parameter lies on the axes of one view.
+    """One arrangement of the ranks as a grid. Each parameter belongs to one view.
 
     Attributes:
         axes: from the slowest to the fastest changing in a global rank.
-        tensor: the axis that cuts matrices; what is whole along it is kept equal.
+        tensor: the axis that slices matrices; tensors not sliced along it are kept equal on all its ranks.
         replicas: axes whose ranks add up their gradients, all in one sum.
-        owners: the axis among whose ranks sharding deals out parameters.
+        owners: the axis along which sharding distributes parameters.
     """
 
     axes: tuple[str, ...]

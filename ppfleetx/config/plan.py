@@ -45,6 +45,16 @@ CONFIG_KEYS = {
 }
 """Where each number of a plan, or of what it is applied to, stands in the configuration."""
 
+DEGREE_WORDS = {
+    **{axis: axis for axis in ("dp", "mp", "pp", "sharding", "sep")},
+    "stage": "sharding_stage",
+    "vpp": "virtual_pp_degree",
+    "ep": "ep",
+    "emp": "expert_mp",
+}
+PLAN_WORDS = (*DEGREE_WORDS, "micro", "sp", "offload", "zb", "recompute")
+"""What `ppfleetx plan --plan` takes, as ``word=value``; the degrees with their fields of ParallelPlan."""
+
 
 @dataclass(frozen=True)
 class ParallelPlan:

@@ -19,17 +19,17 @@ _imported: dict[str, None] = {}
 
 
 def note_plugin(module: str) -> None:
-    """Remember a plugin that was named and is imported."""
+    """Record that the user named this plugin and that it is imported."""
     _imported[module] = None
 
 
 def imported_plugins() -> tuple[str, ...]:
-    """The plugins that were named and imported, in this order."""
+    """The imported plugins, in the order in which the user named them."""
     return tuple(_imported)
 
 
 def refuse_unnamed(tree: Node) -> None:
-    """Refuse a configuration that needs plugins that the user has not named.
+    """Refuse a configuration that needs a plugin which the user has not named.
 
     Args:
         tree: the configuration as it was read, before it is validated.

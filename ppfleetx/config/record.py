@@ -1,5 +1,5 @@
-"""A configuration as YAML: every key, with what follows from other keys only noted, so that it can be used
-again where they differ."""
+"""A configuration as YAML with every key. Derived values are comments, so the file also works with other
+inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """Marks a derived value; no text of a user is written like it."""
+    """Stands for a derived value while the YAML is written."""
 
     number: int
 
@@ -42,7 +42,7 @@ _Dumper.add_representer(_Placeholder, _represent)
 
 
 def run_record(cfg: RunConfig) -> str:
-    """The file ``config.yaml`` of a run; training from it goes on with the run."""
+    """The text of a run's ``config.yaml``; training from it resumes the run."""
     save_load = cfg.Engine.save_load.model_copy(update={"resume": "auto", "overwrite": False})
     engine = cfg.Engine.model_copy(update={"save_load": save_load})
     return _HEAD + dump_config(cfg.model_copy(update={"Engine": engine}))

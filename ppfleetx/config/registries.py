@@ -122,12 +122,14 @@ class OptimizerTraits:
     """The states that an optimizer keeps and the keys that it reads.
 
     Attributes:
-        states: float32 tensors of a parameter's shape that it keeps for each parameter.
+        states: float32 tensors of a parameter's shape that it keeps for each parameter, at most.
+        matrix_states: the same for the matrices of the blocks; None: ``states``.
         reads: the keys of section ``Optimizer`` that it reads, of beta1, beta2, epsilon and weight_decay.
         options: the names it takes in ``Optimizer.options``.
     """
 
     states: int = 1
+    matrix_states: int | None = None
     reads: tuple[str, ...] = ("beta1", "beta2", "epsilon", "weight_decay")
     options: tuple[str, ...] = ()
 
@@ -272,7 +274,7 @@ POSITIONS.register("rope", f"{_GPT}.positions:rope", traits=PositionTraits(rotat
 POSITIONS.register("none", f"{_GPT}.positions:none")
 
 OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:AdamW", traits=OptimizerTraits(states=2))
-OPTIMIZERS.register("Muon", "ppfleetx.optims.muon:muon", traits=OptimizerTraits(states=2))
+OPTIMIZERS.register("Muon", "ppfleetx.optims.muon:muon", traits=OptimizerTraits(states=2, matrix_states=1))
 OPTIMIZERS.register("SGD", "ppfleetx.optims.rule:SGD", traits=OptimizerTraits(states=0, reads=()))
 
 _SCHEDULES = "ppfleetx.optims.lr_decay"

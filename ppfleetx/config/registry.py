@@ -1,11 +1,10 @@
-"""Names that a configuration may use for parts of the program, and what each name means.
+"""Registries: the names that a configuration may use for parts of the program.
 
-One :class:`Registry` for each kind of part; all of them are in ``ppfleetx/config/registries.py``. What ships
-and what a plugin brings go through the same door, :meth:`Registry.register`.
+There is one :class:`Registry` for each kind of part, all in ``ppfleetx/config/registries.py``. Built-in parts
+and plugins both register with :meth:`Registry.register`.
 
-Names are known before Paddle is imported: an entry may be given as text, ``package.module:attribute``, which
-is imported when the part is made. What the configuration has to know of a part (its traits) is given beside
-it.
+Names must be known before Paddle is imported, so an entry may be the text ``package.module:attribute``, which
+is imported when the part is made. Traits hold what the configuration needs to know about a part before that.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PartT = TypeVar("PartT")
 
 @dataclass(frozen=True)
 class Entry(Generic[TraitsT]):
-    """A name's meaning: the part itself, or ``package.module:attribute`` as text, and its traits."""
+    """A registered part (or its ``package.module:attribute``) and its traits."""
 
     target: Any
     traits: TraitsT
@@ -58,7 +57,7 @@ class Registry(Generic[TargetT, TraitsT]):
     ) -> Callable[[PartT], PartT]: ...
 
     def register(self, name: str, target: Any = None, *, traits: TraitsT | None = None) -> Any:
-        """Give a part a name. Without ``target`` this is a decorator for the part.
+        """Register a part under a name. Without ``target`` this is a decorator.
 
         Args:
             name: what a configuration calls it.
@@ -66,8 +65,7 @@ class Registry(Generic[TargetT, TraitsT]):
             traits: what the configuration has to know about it.
 
         Raises:
-            ConfigError: the name is another part's, or no text without spaces; or the traits are of another
-                kind of part.
+            ConfigError: the name is taken or has spaces, or the traits are of the wrong type.
         """
         if target is None:
             return lambda part: self.register(name, part, traits=traits) and part
@@ -88,7 +86,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return tuple(self._entries)
 
     def traits(self, name: str) -> TraitsT:
-        """What is known of the part without importing it.
+        """The traits of a part; nothing is imported.
 
         Raises:
             ConfigError: there is no such part.
@@ -96,7 +94,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return self._entry(name).traits
 
     def target(self, name: str) -> Any:
-        """What was registered, without importing it: the part itself, or text that says where it is.
+        """What was registered: the part, or the text that names it; nothing is imported.
 
         Raises:
             ConfigError: there is no such part.
@@ -104,10 +102,10 @@ class Registry(Generic[TargetT, TraitsT]):
         return self._entry(name).target
 
     def load(self, name: str) -> TargetT:
-        """The part itself; imported now if it was given as text.
+        """The part itself, imported if it was registered as text.
 
         Raises:
-            ConfigError: there is no such part, or not where its text says.
+            ConfigError: there is no such part, or its text does not lead to one.
         """
         target = self._entry(name).target
         return load_target(target)
@@ -175,7 +173,7 @@ class Registered:
 
     @property
     def words(self) -> str:
-        """The accepted names, in words; they grow with the registry."""
+        """The accepted names, in words."""
         return self.registry.in_words()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -71,7 +71,9 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
     if plan.world_size == world_size:
         return cfg
     near = nearest_plan(plan, world_size, workload_of(cfg))
-    given = [axis for axis in (*AXES, "ep") if axis != "dp" or cfg.Distributed.dp_degree is not None]
+    given = [
+        axis for axis in (*AXES, "ep", "expert_mp") if axis != "dp" or cfg.Distributed.dp_degree is not None
+    ]
     needed = f"{'a multiple of ' if cfg.Distributed.dp_degree is None else ''}{plan.world_size}"
     dp = "open" if cfg.Distributed.dp_degree is None else plan.dp
     size = plan.world_size
@@ -93,7 +95,8 @@ def _with_data_parallel(cfg: RunConfig, world_size: int | None, origins: dict[st
 def _overrides(plan: ParallelPlan, near: ParallelPlan, axes: Iterable[str]) -> str:
     """The overrides that turn ``plan`` into ``near``."""
     changed = [axis for axis in axes if getattr(plan, axis) != getattr(near, axis)]
-    return " ".join(f"-o {CONFIG_KEYS[axis]}={getattr(near, axis)}" for axis in changed)
+    values = {axis: getattr(near, axis) for axis in changed}
+    return " ".join(f"-o {CONFIG_KEYS[a]}={'null' if v is None else v}" for a, v in values.items())
 
 
 def _refuse_too_many(plan: ParallelPlan, world_size: int | None) -> None:

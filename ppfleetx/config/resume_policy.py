@@ -1,4 +1,4 @@
-"""One table: what each key of the configuration decides, and so whether a resumed run may change it.
+"""What each key of the configuration decides, and therefore whether a resumed run may change it.
 
 A key that is not in the table is a defect: a test asks for the effect of every key of the sections.
 """
@@ -151,7 +151,7 @@ _NOT_OF_THE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora")
 
 @dataclass(frozen=True)
 class Change:
-    """A key, or a section that is null on one side, with two values."""
+    """A key with its old and new value; a section only where it is null in one of them."""
 
     key: str
     then: Any
@@ -176,7 +176,7 @@ def effect_of(key: str) -> Effect:
 
 
 def keys_of(effect: Effect) -> list[str]:
-    """The keys of this effect, and sections of which all keys without an entry of their own have it."""
+    """The keys with this effect. A section stands for all its keys that have no entry of their own."""
     return [key for key, found in _EFFECTS.items() if found is effect]
 
 
@@ -207,6 +207,14 @@ def network(
         for key in type(model).model_fields
         if key not in _NOT_OF_THE_NETWORK and effect_of(f"Model.{key}") in effects
     }
+
+
+def first_difference(key: str, then: Any, now: Any) -> Change:
+    """The first key below ``key`` whose values differ; ``key`` itself unless both values are sections."""
+    while isinstance(then, Section) and isinstance(now, Section):
+        name = next(name for name in type(then).model_fields if getattr(then, name) != getattr(now, name))
+        key, then, now = f"{key}.{name}", getattr(then, name), getattr(now, name)
+    return Change(key, then, now)
 
 
 def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect]) -> list[Change]:

@@ -207,10 +207,6 @@ def _distillation(cfg: RunConfig) -> Iterator[RuleError]:
     key = "Compress.Distill"
     if cfg.Model.task.classifies:
         yield RuleError((key, "Model.module"), "language models are distilled, not classifiers")
-    if cfg.Model.loss_chunks > 1:
-        yield RuleError(
-            (key, "Model.loss_chunks"), "the teacher is compared with whole logits; set loss_chunks to 1"
-        )
 
 
 _MIXED = "Engine.mix_precision."

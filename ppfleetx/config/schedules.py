@@ -1,4 +1,4 @@
-"""The orders in which a pipeline rank runs its passes: one list for the runner, the planner and the pages."""
+"""The order in which a pipeline rank runs its passes, for the runner, the planner and the pages."""
 
 from __future__ import annotations
 

@@ -34,10 +34,10 @@ def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, st
 
 
 def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
-    """One section of a configuration, from values that were not written in one.
+    """One section, from values that do not come from a configuration.
 
     Raises:
-        ConfigError: as :func:`validate`, with keys as they are in the section; there are no places to name.
+        ConfigError: as in :func:`validate`; keys are relative to the section, and no place is named.
     """
     try:
         return section.model_validate(values)

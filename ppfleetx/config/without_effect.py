@@ -1,4 +1,4 @@
-"""Options that the user has set but that have no effect, because another key switches them off."""
+"""Options that the user has set but that have no effect because another key switches them off."""
 
 from __future__ import annotations
 
@@ -25,25 +25,16 @@ _MANIFEST = "manifest.json"  # what lies beside it is part of a checkpoint
 def without_effect(cfg: RunConfig) -> list[str]:
     """Sentences, each naming its keys, for options that change nothing in this run.
 
-    Keys that another key switches off are named only if the user set them, in a file or with -o, and not if a
-    shipped file or the configuration of a checkpoint did.
+    Keys are named only if the user set them, in a file or with -o, and not if a shipped file or the
+    configuration of a checkpoint did.
     """
-    reasons = [f"{key} = True {what}" for key, what in NOT_BUILT if _value(cfg, key)]
-    origins = cfg.origins
+    reasons, origins = [], cfg.origins
     for rule in SWITCHED_OFF:
         keys = [key for key in rule.keys if _is_written(cfg, key, origins)] if rule.applies(cfg) else []
         if keys:
             verb = "has" if len(keys) == 1 else "have"
             reasons.append(f"{', '.join(keys)} {verb} no effect: {rule.why}")
     return reasons
-
-
-NOT_BUILT = (
-    (
-        "Model.fused_linear",
-        "changes nothing: on a GPU Paddle always adds the bias within the matrix product, on a CPU never",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -153,6 +144,11 @@ SWITCHED_OFF = (
         ("Generation.diversity_rate",),
         lambda cfg: cfg.Generation.decode_strategy == "beam_search" and cfg.Generation.num_beam_groups == 1,
         "Generation.num_beam_groups is 1",
+    ),
+    SwitchedOff(
+        ("Model.fused_linear",),
+        lambda cfg: True,
+        "on a GPU Paddle always adds the bias within the matrix product, on a CPU never",
     ),
     SwitchedOff(
         _keys("Model", "attn_post_norm_scale ffn_post_norm_scale"),
@@ -363,9 +359,9 @@ SWITCHED_OFF = (
 
 
 def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
-    """Whether the user asked for ``key`` (a section: for anything in it) himself.
+    """Whether the user set ``key`` (for a section: anything in it).
 
-    A file that only repeats the default asks for nothing: ``config.yaml`` of a run holds every key.
+    A file that repeats the default does not count: the ``config.yaml`` of a run holds every key.
     """
     places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
     value = _value(cfg, key)

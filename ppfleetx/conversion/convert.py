@@ -1,4 +1,4 @@
-"""A conversion from start to end, and its check: ``ppfleetx convert``."""
+"""``ppfleetx convert``: a whole conversion, and the check of its logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, DataError, show
 from ppfleetx.config.fields import Section
 from ppfleetx.config.loader import read_config
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.config.resume_policy import network
+from ppfleetx.config.resume_policy import first_difference, network
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
@@ -39,7 +39,7 @@ SOURCES, TARGETS = ("hf", "gguf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx"
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert, and how.
+    """A conversion to do.
 
     Attributes:
         source, target: formats, of SOURCES and TARGETS.
@@ -162,8 +162,9 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
         else:
             differs = value is not None and said not in (None, value)
         if differs:
+            change = first_difference(f"Model.{key}", said, value)
             raise CheckpointError(
-                f"--config says Model.{key} = {value!r}, {weights.place} says {shown(said)}"
+                f"--config says {change.key} = {change.now!r}, {weights.place} says {shown(change.then)}"
             )
     return given
 
@@ -285,7 +286,7 @@ def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> 
     if model.lora is not None:
         raise CheckpointError(
             f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "
-            f"ppfleetx merge --input {job.input} --output DIR"
+            f"ppfleetx merge {job.input} --output DIR"
         )
     if model.task.classifies:
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""Recognising checkpoints of other programs by their files, to say how to convert them.
+"""Recognises checkpoints of other programs and says how to convert them.
 
-Names of files are enough for most; for some, configurations and headers are read. No tensor is.
+Most are recognised by file names, some by a configuration or a header. Tensors are not read.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def described(path: Path) -> str | None:
 
 
 def refuse_foreign(cfg: RunConfig) -> None:
-    """Refuse weights that another program wrote, and say how to convert them. Missing ones pass.
+    """Refuse weights that another program wrote, and say how to convert them. Missing files pass.
 
     Raises:
         ConfigError: naming the key.

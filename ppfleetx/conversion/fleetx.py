@@ -18,9 +18,8 @@ from ppfleetx.checkpoint.manifest import parse_step_directory
 from ppfleetx.checkpoint.weights import ForeignCheckpoint, Weights
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.fused import join_parts
 from ppfleetx.conversion.paddle import read_paddle_file
-from ppfleetx.conversion.ranks import check_complete, joined, ranks_of_stage
+from ppfleetx.conversion.parts import check_complete, join_parts, joined, ranks_of_stage
 from ppfleetx.nn.attention_spec import qkv_parts
 from ppfleetx.nn.param_spec import Part
 

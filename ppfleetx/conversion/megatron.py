@@ -1,8 +1,9 @@
-"""Reading Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY]/model_optim_rng.pt``).
+"""Reading Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``).
 
-Read are GPT weights with tensor and pipeline parallelism (interleaved or not), under the names of Megatron's
-own layers (``language_model.encoder...``) and of Megatron core (``decoder.layers...``), and the options in
-``args``. Not read are optimizer state, random states, experts, and the distributed formats (``.distcp``).
+Read are GPT weights with tensor, pipeline (interleaved or not) and expert parallelism, under the names of
+Megatron's own layers (``language_model.encoder...``) and of Megatron core (``decoder.layers...``), and the
+options in ``args``. Not read are optimizer state, random states, and the distributed formats (``.distcp``).
+``megatron_experts.py`` knows how experts are stored.
 
 Megatron's linears are ``[out, in]``. From checkpoint version 2 on, queries, keys and values are grouped per
 key/value head, like ours; before, they are ``[3, heads, d]`` (version 0) or ``[heads, d, 3]`` (version 1).
@@ -22,9 +23,10 @@ from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.checkpoint.weights import Weights, network_of
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.conversion.fused import join_parts
+from ppfleetx.conversion.huggingface.tensors import loads
+from ppfleetx.conversion.megatron_experts import apart, expert_name, moe_section, of_rank, stacked
+from ppfleetx.conversion.parts import check_complete, join_parts, joined, ranks_of_stage
 from ppfleetx.conversion.pickles import Record, flatten, reading
-from ppfleetx.conversion.ranks import check_complete, joined, ranks_of_stage
 from ppfleetx.conversion.torch_file import read_torch_file
 from ppfleetx.nn.mlp_spec import GATE_AND_UP
 from ppfleetx.utils.foreign_files import read_bounded
@@ -34,7 +36,7 @@ _MAX_TRACKER_BYTES = 100
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 RECORDS = ("argparse.Namespace", "types.SimpleNamespace", "megatron.", "enum.", "pathlib.", "apex.",
            "transformer_engine.", "torch.Generator", "_io.BytesIO")  # fmt: skip
-_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.(weight|bias)")
 
 # Parameters of a layer: theirs -> ours.
@@ -56,6 +58,10 @@ _IN_LAYER = {
     "mlp.linear_fc1": "mlp.fc1",
     "mlp.dense_4h_to_h": "mlp.fc2",
     "mlp.linear_fc2": "mlp.fc2",
+    "mlp.router": "mlp.router",
+    "mlp.shared_experts.linear_fc1": "mlp.shared.fc1",
+    "mlp.shared_experts.linear_fc2": "mlp.shared.fc2",
+    "mlp.shared_experts.gate": "mlp.shared_gate",
 }
 _OUTSIDE = {
     "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
@@ -82,23 +88,30 @@ def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights
         CheckpointError: ranks are missing, files are damaged, or an option is not supported.
     """
     directory = _iteration(Path(path))
-    grid = _rank_files(directory)
-    first = _load(grid[0, 0])
+    files = _rank_files(directory)
+    first = _load(files[min(files)])
     arguments = first.get("args")
-    keys = _model_keys(arguments, directory) if isinstance(arguments, Record) else {}
+    arguments = arguments.state if isinstance(arguments, Record) and isinstance(arguments.state, dict) else {}
+    keys = _model_keys(arguments, directory)
     if not keys and model is None:
         raise CheckpointError(
             f"{directory} does not say what network it is (no args); describe it with --config YAML"
         )
     model = model or network_of(keys, f"{directory} (args)")
     version = first.get("checkpoint_version") or 0
+    grids = _grids(files, arguments, directory)
     tensors: dict[str, LazyTensor] = {}
     start = 0
-    for chunk, pp in _chunks(grid, first):
-        parts = {file: _chunk(_load(file), chunk, file) for file in ranks_of_stage(grid, pp)}
-        ranks = [_canonical(part, start, file, model, version) for file, part in parts.items()]
-        tensors = joined(ranks, directory) | tensors
+    for chunk, pp in _chunks(grids[0], first):
+        for ep, grid in enumerate(grids):
+            parts = {file: _chunk(_load(file), chunk, file) for file in ranks_of_stage(grid, pp)}
+            ranks = [
+                _canonical(dict(apart(part, model, len(grids))), start, file, model, version)
+                for file, part in parts.items()
+            ]
+            tensors |= of_rank(joined(ranks, directory), ep, len(grids), model)
         start += _layers_in(next(iter(parts.values())))
+    tensors = stacked(tensors, model, directory) | loads(model)
     if model.tie_word_embeddings:  # a copy on the last stage
         tensors.pop("head.weight", None)
     return Weights(
@@ -126,22 +139,45 @@ def _iteration(path: Path) -> Path:
     return path
 
 
-def _rank_files(directory: Path) -> dict[tuple[int, int], Path]:
+def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
+    """By the numbers in the names of their directories."""
     found = {}
     for child in sorted(directory.glob("mp_rank_*")):
         match = _RANK.fullmatch(child.name)
         if match is None:
-            raise CheckpointError(
-                f"{child} is a directory of experts or of an unknown kind, which is not read"
-            )
+            raise CheckpointError(f"{child} is a directory of an unknown kind, which is not read")
         file = next((child / name for name in MODEL_FILES if (child / name).is_file()), None)
         if file is not None:
-            found[int(match[1]), int(match[2] or 0)] = file
+            found[tuple(int(number) for number in match.groups() if number)] = file
     if not found:
         hint = "; the distributed format (.distcp) is not read" if any(directory.glob("*.distcp")) else ""
         raise CheckpointError(f"{directory} holds no mp_rank_XX[_YYY]/{MODEL_FILES[0]}{hint}")
-    check_complete(found, directory)
     return found
+
+
+def _grids(
+    files: Mapping[tuple[int, ...], Path], arguments: Mapping[str, Any], directory: Path
+) -> list[dict[tuple[int, int], Path]]:
+    """For each expert-parallel rank, (tensor-parallel rank, pipeline rank) -> file.
+
+    A directory's name has the tensor rank, then the pipeline rank and the expert rank if there are several.
+    """
+    ep_degree = arguments.get("expert_model_parallel_size") or 1
+    has_stages = ep_degree == 1 or (arguments.get("pipeline_model_parallel_size") or 1) > 1
+    grids: dict[int, dict[tuple[int, int], Path]] = {}
+    for (mp, *rest), file in files.items():
+        pp = rest.pop(0) if rest and has_stages else 0
+        ep = rest.pop(0) if rest else 0
+        if rest:
+            raise CheckpointError(f"{file.parent} has more numbers than its options say there are axes")
+        grids.setdefault(ep, {})[mp, pp] = file
+    for ep in range(ep_degree):
+        if ep not in grids:
+            raise CheckpointError(f"{directory} lacks expert rank {ep} of {ep_degree}")
+        check_complete(grids[ep], directory)
+    if len(grids) > ep_degree or len({frozenset(grid) for grid in grids.values()}) > 1:
+        raise CheckpointError(f"{directory} has other files than expert_model_parallel_size {ep_degree} says")
+    return [grids[ep] for ep in sorted(grids)]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -200,7 +236,13 @@ def _canonical_name(name: str, start: int) -> str | None:
     if match := _FINAL_NORM.fullmatch(name):
         return f"decoder.final_norm.{match[1]}"
     # Transformer Engine keeps a norm inside of the linear that follows: linear_qkv.layer_norm_weight.
-    match = _LAYER.fullmatch(re.sub(r"\.layer_norm_(weight|bias)$", r".layer_norm.\1", name))
+    bare = re.sub(r"\.layer_norm_(weight|bias)$", r".layer_norm.\1", name)
+    bare = re.sub(r"\.router\.expert_bias$", ".router.bias", bare)
+    bare = re.sub(r"\.shared_experts\.gate_weight$", ".shared_experts.gate.weight", bare)
+    in_layer = re.fullmatch(r"(?:.*\.)?layers\.(\d+)\.(.+)", bare)
+    if in_layer is not None and (of_expert := expert_name(in_layer[2])) is not None:
+        return f"decoder.layers.{start + int(in_layer[1])}.{of_expert}"
+    match = _LAYER.fullmatch(bare)
     if match is None or match[2] not in _IN_LAYER:
         return None
     return f"decoder.layers.{start + int(match[1])}.{_IN_LAYER[match[2]]}.{match[3]}"
@@ -211,7 +253,7 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
     if name.startswith("embedding."):
         return tensor
     layer, rows_at_once = name.rpartition(".")[0], 1
-    if layer.endswith("mlp.fc1") and model.is_gated:
+    if layer.endswith(".fc1") and model.is_gated:
         rows_at_once = 2
     elif layer.endswith("attention.qkv"):
         rows_at_once = model.head_size * (1 if version >= 2.0 else 3)
@@ -219,7 +261,7 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
         raise CheckpointError(f"{name} has shape {list(tensor.shape)}, which does not fit the Model section")
 
     def make(array: np.ndarray) -> np.ndarray:
-        if layer.endswith("mlp.fc1") and model.is_gated:  # gate above up
+        if layer.endswith(".fc1") and model.is_gated:  # gate above up
             return join_parts(GATE_AND_UP, [half.T for half in np.split(array, 2, axis=0)])
         if layer.endswith("attention.qkv"):
             return _grouped(array, model.head_size, version).T
@@ -239,13 +281,7 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
     return array.reshape(3, heads, head_dim, *rest).swapaxes(0, 1).reshape(array.shape)
 
 
-_TO_HUGGING_FACE = (
-    ": its checkpoints divide experts among files in several ways. Write it in Hugging Face's format with "
-    "Megatron's tools, and convert that"
-)
-
-
-def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
+def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """The `Model` section for Megatron's options. Raises CheckpointError for those that are not supported."""
 
     def get(name: str, default: Any = None) -> Any:
@@ -255,7 +291,6 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
         return value
 
     refused = {
-        "num_experts": get("num_experts"),
         "apply_residual_connection_post_layernorm": get("apply_residual_connection_post_layernorm"),
         "apply_layernorm_1p": get("apply_layernorm_1p"),
         "layernorm_zero_centered_gamma": get("layernorm_zero_centered_gamma"),
@@ -265,10 +300,7 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
     }
     for key, value in refused.items():
         if value:
-            advice = _TO_HUGGING_FACE if key == "num_experts" else ""
-            raise CheckpointError(
-                f"{directory}: Megatron's option {key} = {shown(value)} is not supported{advice}"
-            )
+            raise CheckpointError(f"{directory}: Megatron's option {key} = {shown(value)} is not supported")
     heads, hidden = get("num_attention_heads"), get("hidden_size")
     if not (heads and hidden and get("num_layers")):
         return {}
@@ -294,6 +326,7 @@ def _model_keys(arguments: Record, directory: Path) -> dict[str, Any]:
         "tie_word_embeddings": not get("untie_embeddings_and_output_weights", False),
         "add_bias_linear": get("add_bias_linear", True),
         "add_qkv_bias": True if get("add_qkv_bias") else None,
+        "moe": moe_section(arguments, str(directory)),
     }
     given = {key: value for key, value in keys.items() if value is not None}
     return given | {"rope_scaling": _rope_scaling(get, directory)} if rope else given

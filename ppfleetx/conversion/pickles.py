@@ -48,7 +48,7 @@ class RefusedPickleError(CheckpointError):
 
 
 class Record:
-    """The arguments and the state of an object of another class, without its behaviour."""
+    """Arguments and state of an object whose class is not imported."""
 
     class_name = ""
     args: tuple[Any, ...] = ()

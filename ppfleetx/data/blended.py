@@ -1,4 +1,4 @@
-"""Several corpora read as one, in given proportions."""
+"""Several corpora read as one dataset, in given proportions."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ class BlendOrder:
     """Where each sample of a blend comes from.
 
     Attributes:
-        decisive: what the order follows from, for fingerprints.
-        shares: part of each corpus, for people.
+        decisive: everything that determines the order, for fingerprints.
+        shares: the share of each corpus, for messages.
         dataset_index: int16 [n], corpus of each sample.
         dataset_sample_index: int64 [n], number of the sample within its corpus.
     """
@@ -220,7 +220,7 @@ class BlendedDataset:
         order: where samples come from.
 
     Attributes:
-        tells_sources: samples carry ``source_ids``, which number the corpora.
+        tells_sources: whether samples carry ``source_ids``, the numbers of their corpora.
     """
 
     def __init__(self, datasets: Sequence[GPTDataset], order: BlendOrder) -> None:

@@ -1,4 +1,4 @@
-"""From the configuration to batches: what Data.Train, Data.Eval and Data.Test describe."""
+"""Builds the datasets and loaders that ``Data.Train``, ``Data.Eval`` and ``Data.Test`` describe."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class RunningChecksums:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a file that is not as it was written; ``first`` and ``end`` are byte positions."""
+    """A damaged block of a file; ``first`` and ``end`` are byte positions."""
 
     path: Path
     number: int

@@ -29,7 +29,7 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of these sections with their checksums, as far as each section's ``verify`` says.
+    """Compare the corpora of these sections with their checksums, as much as each section's ``verify`` asks.
 
     One line of the log says what was compared, and which corpora have no checksums.
 

@@ -233,7 +233,7 @@ class IndexedDatasetWriter:
         self._boundaries.append(len(self._lengths))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append many documents of one sequence each: the fast way for a batch.
+        """Append many documents of one sequence each; faster than one at a time.
 
         Args:
             flat_tokens: tokens of all documents, one after the other.
@@ -332,7 +332,7 @@ class IndexedDatasetWriter:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Failures here are the system's: a full disk, a folder that cannot be written."""
+        """Raise errors of the system (disk full, no permission) as DataError."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Batches of one data rank: which samples are in them, and threads that prepare them ahead."""
+"""The batches of one data rank: which samples they hold, and threads that prepare them ahead of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text files, compressed or not, as a stream of bytes or of JSON records; damaged files are errors."""
+"""Reads text files, compressed or not, as bytes, lines or JSON records. A damaged file is an error."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from ppfleetx.utils.foreign_files import opened
 MAX_LINE_BYTES = 64_000_000
 """Longest line of a file of records."""
 
-# Text shrinks to a third or a tenth, repetitive logs to a hundredth. A file that unpacks to more than this
-# holds no text, and would fill memory or disk.
-_MAX_EXPANSION, _FREE_BYTES = 200, 4_000_000
 _PACKED = (".gz", ".zst")
 _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip", ".7z", ".z")
 _TEXT = (".jsonl", ".json", ".txt", ".text", ".ndjson")
@@ -52,12 +49,11 @@ class TextFile:
         path: the file.
 
     Raises:
-        DataError: the file cannot be read, is damaged or cut off, or expands far more than text does.
+        DataError: the file cannot be read, is damaged or cut off.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._num_bytes = 0  # unpacked so far
 
     def __enter__(self) -> TextFile:
         self._open = opened(self._path, DataError)
@@ -116,13 +112,6 @@ class TextFile:
                 raise
             advice = "; unpack it first" if "too much memory" in str(error) else ""  # zstd --long
             raise DataError(f"{self._path} cannot be read: {error}{advice}") from error
-        self._num_bytes += len(part)
-        if self._is_packed and self._num_bytes > _FREE_BYTES + _MAX_EXPANSION * self.position:
-            raise DataError(
-                f"{self._path} cannot be read: it expands more than {_MAX_EXPANSION} times, from "
-                f"{self.position:,} to {self._num_bytes:,} bytes, which text does not do; if you trust it, "
-                "unpack the file first"
-            )
         return part
 
 

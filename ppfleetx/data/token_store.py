@@ -1,4 +1,4 @@
-"""Sequences of tokens in one flat array: what every format of a corpus is when it is open."""
+"""An open corpus of any format: sequences of tokens in one flat array."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ _PART = 1 << 16  # tokens that are read in one go
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Whether a model with ``Model.vocab_size`` tokens has all ids of ``tokenizer``. It may have more.
+    """Check that a model with ``vocab_size`` tokens has all ids of ``tokenizer``; it may have more.
 
     Raises:
-        DataError: it has not.
+        DataError: the tokenizer has more.
     """
     count = tokenizer.vocab_size
     if count > vocab_size:
@@ -27,16 +27,16 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
-    """Whether the ids of a corpus are ids of a model with ``Model.vocab_size`` tokens.
+    """Check that a model with ``vocab_size`` tokens has the ids of a corpus.
 
     Args:
-        corpus: is looked at whole when it is small, else in parts that lie evenly over it. What is not looked
-            at here is found when it is read.
-        vocab_size: ids that the model has.
-        most_tokens: that are looked at.
+        corpus: a small one is read whole, a large one in evenly spaced parts. The other ids are checked when
+            they are read for training.
+        vocab_size: number of ids of the model.
+        most_tokens: the most tokens to read.
 
     Returns:
-        The highest id that was seen (-1: there is no token), and how many tokens were looked at.
+        The highest id found (-1: there is no token), and the number of tokens read.
 
     Raises:
         DataError: a token id is outside the model's vocabulary.

@@ -72,7 +72,7 @@ def check_adapters(cfg: RunConfig) -> None:
     if cfg.Model.lora is not None and cfg.Compress.Weights is not None:
         raise ConfigError(
             "adds adapters to quantised weights, which cannot be exported. Merge them into the weights "
-            "(`ppfleetx merge --input DIR --output MERGED`), quantise the result, and export that",
+            "(`ppfleetx merge DIR --output MERGED`), quantise the result, and export that",
             key="Model.lora",
             place=cfg.origins.get("Model.lora.rank"),
         )

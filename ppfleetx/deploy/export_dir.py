@@ -28,7 +28,7 @@ from pydantic import StrictInt, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
-from ppfleetx.config.sections.generation import GenerationConfig
+from ppfleetx.config.sections.generation import GenerationConfig, TokenOptions
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.foreign_files import opened, read_json
 from ppfleetx.utils.machine import CPUINFO, flags_in, read_cpuinfo
@@ -40,6 +40,7 @@ PROGRAM_FILE, WEIGHTS_FILE = f"{PROGRAM}.json", f"{PROGRAM}.pdiparams"
 _FIRST_WITH_CHECKSUM = 3
 _MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 _KEY = "Inference.model_dir"
+_PROGRAM_READS = ("temperature", "top_k", "top_p", "repetition_penalty", "stop_token_ids", "ignore_eos")
 _AGAIN = "export the model again with ppfleetx export"
 
 
@@ -235,6 +236,12 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
         key, rule = "forced_bos_token_id", "an exported program chooses every token"
     elif section.forced_eos_token_id is not None:
         key, rule = "forced_eos_token_id", "an exported program chooses every token"
+    else:
+        plain = GenerationConfig()
+        unknown = {*TokenOptions.model_fields, "logprobs"} - {*_PROGRAM_READS}
+        asked = sorted(one for one in unknown if getattr(section, one) != getattr(plain, one))
+        key = asked[0] if asked else None
+        rule = f"an exported program chooses tokens by {', '.join(_PROGRAM_READS)}"
     if key is not None:
         name = f"Generation.{key}"
         raise ConfigError(

@@ -87,7 +87,7 @@ class InferenceEngine(TextGenerator):
         """The program's inputs; see :data:`ppfleetx.deploy.static.program.INPUTS`."""
         cfg, rows = batch.cfg, [prompt for prompt, _ in batch.streams]
         tokens, padding = pad_left(prompts)
-        greedy = cfg.decode_strategy == "greedy_search"
+        greedy = batch.is_greedy
         return {
             "tokens": tokens[rows],
             "padding": padding[rows],

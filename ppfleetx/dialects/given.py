@@ -1,4 +1,4 @@
-"""Values of a configuration file or command line as the user wrote them, and the launcher in front of it."""
+"""The values of a file or command line as the user wrote them, and the launcher before the program."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | Non
 
 
 def normal_name(name: str) -> str:
-    """``--Num-Layers`` and ``num_layers`` are one option: dashes to underscores, none in front, small."""
+    """The name of an option in lower case, with underscores and no leading dashes: ``num_layers``."""
     return name.lstrip("-").replace("-", "_").lower()
 
 

@@ -1,4 +1,4 @@
-"""The keys of a dialect and what becomes of each, read from its ``keys.yaml``.
+"""The keys of a dialect and their translations, read from its ``keys.yaml``.
 
 The tables of a file are those of the dialect's page. A row says what happens to a key, or to several keys
 with blanks between them:
@@ -72,7 +72,7 @@ class KeyTable:
 
     Args:
         keys: in the order of the documentation.
-        normal: how a written name is brought to that of the table.
+        normal: turns a name as written into the name in the table.
     """
 
     def __init__(self, keys: Iterable[Key], normal: Callable[[str], str] = same) -> None:
@@ -102,18 +102,22 @@ class KeyTable:
 
     def nearest(self, name: str) -> str:
         """A sentence with the keys that the writer of an unknown key may have meant."""
-        name = self._normal(name)
-        known = [key.name for key in self.keys if not key.name.endswith("**")]
-        last = name.rpartition(".")[2]
-        near = [one for one in known if one.rpartition(".")[2] == last]
-        near += difflib.get_close_matches(name, known, n=2, cutoff=0.7)
-        if not near:
-            lasts = {one.rpartition(".")[2]: one for one in known}
-            near = [lasts[one] for one in difflib.get_close_matches(last, lasts, n=2, cutoff=0.7)]
-        near = list(dict.fromkeys(near))[:3]
-        if near:
-            return f"Did you mean {' or '.join(near)}?"
-        return f"The page of this dialect lists all keys; {shown_key(name)} resembles none."
+        return nearest_names(
+            self._normal(name), [key.name for key in self.keys if not key.name.endswith("**")]
+        )
+
+
+def nearest_names(name: str, known: list[str]) -> str:
+    """A sentence with those of ``known`` that the writer of ``name`` may have meant."""
+    last = name.rpartition(".")[2]
+    near = [one for one in known if one.rpartition(".")[2] == last]
+    near += difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    if not near:
+        lasts = {one.rpartition(".")[2]: one for one in known}
+        near = [lasts[one] for one in difflib.get_close_matches(last, lasts, n=2, cutoff=0.7)]
+    if near := list(dict.fromkeys(near))[:3]:
+        return f"Did you mean {' or '.join(near)}?"
+    return f"The page of this dialect lists all keys; {shown_key(name)} resembles none."
 
 
 def _matches(pattern: list[str], parts: list[str]) -> bool:

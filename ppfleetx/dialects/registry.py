@@ -1,4 +1,4 @@
-"""All dialects, and how the dialect of a file or a command line is recognised."""
+"""The dialects, and how to recognise the dialect of a file or command line."""
 
 from __future__ import annotations
 

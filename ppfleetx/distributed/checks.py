@@ -1,4 +1,4 @@
-"""Check what must be equal between ranks, or different, and look for numbers that are not finite.
+"""Consistency checks: what must be equal or different between ranks, and numbers that are not finite.
 
 ``Engine.checks`` decides how much of it is done. ``cheap``: configurations at the start, batches at every
 step (a few bytes), copies of weights at the start and before each checkpoint. ``full``: copies of weights
@@ -35,7 +35,7 @@ class CheckFailedError(UserError):
 
 
 def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) -> None:
-    """All ranks must have read the same configuration; ``values`` are its keys, flat.
+    """Check that all ranks read the same configuration; ``values`` are its keys, flattened.
 
     Raises:
         CheckFailedError: naming keys and ranks.
@@ -57,7 +57,7 @@ def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) ->
 
 
 def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
-    """31 bits of what the step reads; equal batches give equal numbers."""
+    """A 31-bit digest of the batch a step reads; equal batches have equal digests."""
     checksum = 0
     for batch in micro_batches:
         for name in ("sample_ids", "tokens"):
@@ -67,7 +67,8 @@ def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
 
 
 def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
-    """Ranks of one replica must read the same batch, and (``distinct``) replicas different ones.
+    """Check that ranks of one replica read the same batch and, with ``distinct``, that replicas read
+    different ones.
 
     Args:
         digests: :func:`batch_digest` of every rank.
@@ -95,7 +96,7 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
 
 
 def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
-    """No sample of a step may be read by two data ranks.
+    """Check that no two data ranks read the same sample in a step.
 
     Raises:
         CheckFailedError: naming samples and ranks; on every rank.
@@ -118,8 +119,8 @@ Held = tuple[str, "Tensor", Any]
 
 
 def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
-    """Ranks that hold the same part of the same tensor must hold the same bits: replicas along dp,
-    sharding, sep and mp, and the copies of tied weights on several pipeline stages.
+    """Check that all copies of a tensor are equal to the last bit: over dp, sharding, sep and mp, and tied
+    weights across pipeline stages.
 
     Raises:
         CheckFailedError: naming tensors and ranks; on every rank.
@@ -145,7 +146,7 @@ def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
 
 
 def _checksum(tensor: Tensor) -> str:
-    """Exclusive or and sum of the tensor's words, at the speed of memory (a CRC takes ten times as long)."""
+    """Return the exclusive or and the sum of the tensor's words. A CRC would take ten times as long."""
     from ppfleetx.distributed.transfer import read
 
     in_place = tensor.place.is_cpu_place() and tensor.is_contiguous() and "bfloat16" not in str(tensor.dtype)
@@ -185,7 +186,7 @@ class NonFinitePlace:
 
 
 class NonFiniteSearch:
-    """While entered, looks at every output of the stages and every gradient of their parameters.
+    """Context manager that checks every stage output and every parameter gradient for non-finite numbers.
 
     Args:
         stages: (index in the model, layer) of what this rank holds.
@@ -226,7 +227,7 @@ class NonFiniteSearch:
 
     @property
     def place(self) -> NonFinitePlace | None:
-        """The first place on this rank; a forward pass comes before any backward pass."""
+        """The first place on this rank; the forward pass comes before the backward pass."""
         return self.forward or self.backward
 
     def _look_at_output(self, index: int, layer: nn.Layer, out: Any, passes: dict[Any, int]) -> None:
@@ -241,7 +242,7 @@ class NonFiniteSearch:
     def _look_at_gradient(
         self, index: int, parameter: Tensor, grad: Tensor | None, passes: dict[Any, int]
     ) -> None:
-        """``grad`` is None where the product has added it to the float32 sum itself."""
+        """Check a gradient. ``grad`` is None if the product added it to ``main_grad``."""
         grad = parameter.main_grad if grad is None else grad
         name = parameter.info.name
         number = passes[name] = passes.get(name, -1) + 1
@@ -257,8 +258,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def first_place(ctx: ParallelContext, mine: NonFinitePlace | None) -> tuple[int, NonFinitePlace] | None:
-    """(rank, place) where it began in the whole job: the first layer in a forward pass, else the last
-    layer, where the backward pass begins; None when no rank saw anything."""
+    """Return (rank, place) of the first non-finite number in the whole job; None if no rank saw one."""
     everyone = gather(ctx, None if mine is None else asdict(mine))
     found = [(rank, NonFinitePlace(**place)) for rank, place in enumerate(everyone) if place is not None]
     if not found:

@@ -18,7 +18,8 @@ tensors load vectors of them, and do not look whether they may."""
 
 
 def begins_of(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
-    """Where parts of ``sizes`` elements begin in a flat tensor, in elements, and where the last one ends.
+    """The offsets, in elements, of parts of these ``sizes`` in an aligned flat tensor, and the end of the
+    last part.
 
     >>> begins_of([3, 64, 65, 1], 4)
     ([0, 64, 128, 256], 257)
@@ -36,20 +37,21 @@ def all_reduce_packed(tensors: Sequence[paddle.Tensor], group: Any) -> None:
 
 
 def reduce_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
-    """Sum each tensor over ``group`` into the member ``owner``; the others' contents are then undefined."""
+    """Sum each tensor over ``group`` into the member ``owner``; on other members the contents become
+    undefined."""
     destination = group.ranks[owner]
     _packed(tensors, lambda flat: distributed.reduce(flat, destination, group=group, sync_op=False))
 
 
 def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
-    """Give each member of ``group`` the tensors of the member ``owner``."""
+    """Copy the tensors of the member ``owner`` to all members of ``group``."""
     source = group.ranks[owner]
     _packed(tensors, lambda flat: distributed.broadcast(flat, source, group=group, sync_op=False))
 
 
 @paddle.no_grad()
 def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """The sum of few numbers over ``group``, in a type that not every library of collectives can sum.
+    """Sum a few numbers over ``group`` in a type that some collective libraries cannot reduce.
 
     Each member gets the numbers of all and adds them in the order of the ranks: the same bits for all.
     Ascend's library, for one, sums neither float64 nor uint8, and has no mean; it moves every type.
@@ -61,7 +63,7 @@ def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 
 
 def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
-    """Give each member of ``group`` the bits of the first member's copies, in few messages.
+    """Overwrite every member's copies with the first member's, to the last bit.
 
     The others' are multiplied by zero and added: that changes no bit, in whatever order the sum is made,
     but a number of theirs that is not finite reaches every member instead of being forgotten.
@@ -76,7 +78,7 @@ def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
 
 @paddle.no_grad()
 def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
-    """Run the operation on one bucket after the other.
+    """Run the operation bucket by bucket.
 
     What is held beside the tensors is one bucket: with all of them under way at once it would be a copy of
     everything that is sent.
@@ -86,7 +88,7 @@ def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], A
 
 
 class Packed:
-    """An operation on tensors that travel as one, under way.
+    """A running operation on tensors packed into one message.
 
     Args:
         tensors: of one type; they get the result in :meth:`complete` and must be left alone until then.
@@ -100,7 +102,7 @@ class Packed:
 
     @paddle.no_grad()
     def complete(self) -> None:
-        """Wait, and write the result into the tensors; nothing of the operation is left afterwards."""
+        """Wait for the operation and write the results into the tensors."""
         self._task.wait()
         end, flat = 0, self._flat
         for tensor in self._tensors if len(self._tensors) > 1 else ():
@@ -112,7 +114,7 @@ class Packed:
 
 @paddle.no_grad()
 def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
-    """One flat tensor that is the memory of all ``tensors``, which are of one type.
+    """Move ``tensors`` of one type into one flat tensor; they become views of it.
 
     They become views of it, each at a multiple of :data:`ALIGNMENT`, with zeros between them, and what they
     had is free; a single one is given as it is. So nothing has to be copied back, and memory is needed twice
@@ -134,8 +136,7 @@ def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
 
 
 def _whole(tensor: paddle.Tensor) -> paddle.Tensor:
-    """The tensor, without strides afterwards: NCCL takes no others. The gradient of a weight that a layer
-    uses transposed has some. Paddle moves the tensor itself."""
+    """Make a tensor contiguous, which NCCL requires. Paddle moves the tensor itself."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -146,7 +147,7 @@ def start_packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tenso
 
 
 def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:
-    """Tensors of one type, in order, up to :data:`BUCKET_BYTES` each."""
+    """Yield buckets of tensors of one type, in order, of up to :data:`BUCKET_BYTES` each."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         bucket, size = [], 0
         for tensor in (t for t in tensors if t.dtype == dtype):
@@ -161,7 +162,7 @@ def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:
 
 
 def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: int) -> paddle.Tensor:
-    """All-to-all: give up ``split_dim`` in parts, get ``concat_dim`` whole; carries gradients.
+    """All-to-all that splits ``split_dim`` and gathers ``concat_dim``; gradients pass through.
 
     ``[..., n x k, ..., m, ...]`` becomes ``[..., k, ..., n x m, ...]`` with n members in ``group``.
     """
@@ -169,18 +170,18 @@ def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: i
 
 
 def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """The sum of ``tensor`` over ``group``. What is computed from it is the same on all its ranks and counts
-    once, so each rank's own part gets the gradient of the sum."""
+    """Sum ``tensor`` over ``group`` where everything computed from the sum is the same on all ranks and
+    counts once: each rank's part gets the gradient of the sum."""
     return _SumOfRanks.apply(tensor, group)
 
 
 def sum_gradient(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """A copy of ``tensor`` whose gradient is summed over ``group``."""
+    """Return a copy of ``tensor`` whose gradient is summed over ``group``."""
     return _SumGradient.apply(tensor, group)
 
 
 def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """``[..., n]`` of each member of ``group``, side by side in their order; carries no gradient."""
+    """Gather ``[..., n]`` of all members of ``group`` along the last dimension; no gradient passes."""
     parts: list[paddle.Tensor] = []
     distributed.all_gather(parts, tensor, group=group)
     return paddle.concat(parts, axis=-1)
@@ -189,8 +190,8 @@ def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 def alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> paddle.Tensor:
-    """Give each member of ``group`` its ``sent`` rows, in their order, and get ``received`` rows of each.
-    Carries no gradient; every member takes part, also one without rows."""
+    """Send each member of ``group`` its ``sent`` rows, and receive ``received`` rows from each. No
+    gradient passes; every member takes part, even without rows."""
     return start_alltoall_rows(rows, sent, received, group)[1]()
 
 
@@ -213,8 +214,8 @@ def start_alltoall_rows(
 
 
 def gather_rows(rows: paddle.Tensor, stride: int, group: Any) -> paddle.Tensor:
-    """The rows of all members of ``group``, those of member i from row ``i * stride`` on, with zeros behind
-    them; carries no gradient."""
+    """Gather the rows of all members of ``group``; those of member i start at row ``i * stride``, with
+    zeros after them. No gradient passes."""
     missing = stride - rows.shape[0]
     if missing:
         rows = paddle.concat([rows, paddle.zeros([missing, *rows.shape[1:]], rows.dtype)])

@@ -1,4 +1,4 @@
-"""Where this process stands in the job: made once, passed on, never fetched from a global."""
+"""A process's place in the job. Created once and passed on; there is no global."""
 
 from __future__ import annotations
 
@@ -40,37 +40,37 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The ranks of the job, seen by dense parameters and by experts."""
+        """The mesh of the job's ranks, with a view for dense parameters and one for experts."""
         return Mesh(self.plan)
 
     @classmethod
     def single(cls, device: str = "cpu") -> ParallelContext:
-        """The context of a process that is alone."""
+        """The context of a job with one process."""
         return cls(device=device)
 
     @classmethod
     def of(cls, plan: ParallelPlan, rank: int, device: str, groups: Mapping[str, Any]) -> ParallelContext:
-        """The context of global rank ``rank`` of a job laid out by ``plan``."""
+        """The context of global rank ``rank`` in a job with the layout ``plan``."""
         return cls(plan, rank, plan.data_rank(rank), device, groups)
 
     @property
     def world_size(self) -> int:
-        """Processes of the job."""
+        """The number of processes in the job."""
         return self.plan.world_size
 
     @property
     def data_size(self) -> int:
-        """Number of replicas that read different samples."""
+        """The number of replicas that read different samples."""
         return self.plan.data_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for the job."""
+        """Whether this rank logs and writes for the whole job."""
         return self.rank == 0
 
     @property
     def knows_loss(self) -> bool:
-        """Whether this rank is the first of those that compute the loss."""
+        """Whether this is the first of the ranks that compute the loss."""
         return self.plan.knows_loss(self.rank)
 
     def rank_on(self, axis: str) -> int:
@@ -78,15 +78,15 @@ class ParallelContext:
         return self.mesh.coordinates(self.rank)[axis]
 
     def size_of(self, axis: str) -> int:
-        """Degree of ``axis``."""
+        """The degree of ``axis``."""
         return self.mesh.size_of(axis)
 
     def group_of(self, axis: str) -> Any:
-        """Process group of ``axis``, which must have more than one rank."""
+        """The process group of ``axis``, which must have more than one rank."""
         return self.groups[axis]
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
-        """Process group of the ranks that differ along ``axes``; None when this rank is alone there.
+        """The process group of the ranks that differ along ``axes``; None if this rank is alone there.
 
         Of several axes, and of those of experts, :meth:`with_groups` has made it; but for dp and sep
         together, for which fleet has one.
@@ -101,8 +101,8 @@ class ParallelContext:
         return self.groups["+".join(axes)]
 
     def with_groups(self, needed: Iterable[tuple[str, ...]]) -> ParallelContext:
-        """This context, with a group for each of ``needed``, which are the same on every rank of the job: to
-        make a group is a collective of all ranks."""
+        """Return this context with a group for each of ``needed``. Collective: creating a group involves
+        all ranks, and ``needed`` is the same on each."""
         from paddle import distributed
 
         groups = dict(self.groups)
@@ -117,7 +117,7 @@ class ParallelContext:
         return self if groups == self.groups else replace(self, groups=groups)
 
     def sum_over(self, axes: Iterable[str], *values: float) -> list[float]:
-        """Sums of ``values`` over the ranks of ``axes``, in float64 and the same on each of them."""
+        """Sum ``values`` over the ranks of ``axes`` in float64, with the same result on each."""
         if all(axis not in self.groups for axis in axes):
             return list(values)
         from ppfleetx.distributed.transfer import read, upload
@@ -125,7 +125,7 @@ class ParallelContext:
         return read(self.sum_tensor_over(axes, upload(np.array(values, np.float64)))).tolist()
 
     def sum_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """``tensor``, of few numbers, summed over the ranks of ``axes``, one axis after the other."""
+        """Sum a small ``tensor`` over the ranks of ``axes``, one axis after the other."""
         from ppfleetx.distributed.collectives import sum_gathered
 
         for axis in axes:
@@ -134,7 +134,7 @@ class ParallelContext:
         return tensor
 
     def max_tensor_over(self, axes: Iterable[str], tensor: Any) -> Any:
-        """The largest of each element over the ranks of ``axes``, in place in ``tensor``."""
+        """Take the elementwise maximum of ``tensor`` over the ranks of ``axes``, in place."""
         from paddle import distributed
 
         for axis in axes:
@@ -143,7 +143,7 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """:meth:`sum_over` the data axes, of values that are known: ``values`` has one for each rank of the
+        """The sum over the data axes of values already known: ``values`` has one entry per rank of the
         job."""
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}

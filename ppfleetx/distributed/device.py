@@ -1,4 +1,4 @@
-"""What this project knows of kinds of devices. Paddle is imported by those functions alone that ask it.
+"""The only module that knows kinds of devices. Only functions that query Paddle import it.
 
 A device is named as Paddle names it, ``npu`` or ``npu:3``; its kind is what comes before the colon. Next to
 ``cpu``, ``gpu`` and ``xpu`` any name may be a kind: that under which a plugin has registered itself with
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.utils.devices import CPU, GPU, PLUGINS_ROOT, XPU, how_to_get, no_such_card
+from ppfleetx.utils.devices import CPU, GPU, PLUGINS_ROOT, XPU, cpu_obstacle, how_to_get, no_such_card
 from ppfleetx.utils.gpu_operators import GPU_BACKENDS, PLUGIN_BACKENDS, registered_types
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def kind_of(device: str) -> str:
-    """``gpu`` of ``gpu:3``."""
+    """The kind of a device: ``gpu`` for ``gpu:3``."""
     return device.partition(":")[0]
 
 
@@ -37,13 +37,13 @@ def is_card(device: str) -> bool:
 
 
 def is_gpu(device: str) -> bool:
-    """Whether a device is one that Paddle reaches through CUDA."""
+    """Whether a device is an NVIDIA GPU."""
     return kind_of(device) == GPU
 
 
 def name_errors(device: str) -> None:
-    """Have Paddle say with each error of a plugin's device where in Paddle it was. The device itself gives a
-    number only, by which an allocator that fails could not be recognized."""
+    """Make Paddle add its own call site to errors of a plugin's device, which otherwise give a number
+    only."""
     import paddle
 
     if kind_of(device) not in (CPU, GPU, XPU):
@@ -52,7 +52,8 @@ def name_errors(device: str) -> None:
 
 @contextmanager
 def waiting_for_each_operator(device: str) -> Iterator[None]:
-    """Within, Paddle's executor of exported programs waits for each operator on a plugin's device.
+    """Context manager: Paddle's executor of exported programs waits for each operator on a plugin's
+    device.
 
     Paddle (3.3.1) reads the conditions of loops there, and frees what it copies, without waiting.
     """
@@ -70,21 +71,21 @@ def waiting_for_each_operator(device: str) -> Iterator[None]:
 
 
 def on_gpu() -> bool:
-    """Whether this process's tensors are made on one of NVIDIA's cards."""
+    """Whether this process runs on an NVIDIA GPU."""
     import paddle
 
     return is_gpu(paddle.get_device())
 
 
 def on_card() -> bool:
-    """Whether this process's tensors are made on a card."""
+    """Whether this process runs on a card."""
     import paddle
 
     return is_card(paddle.get_device())
 
 
 def count(kind: str) -> int:
-    """How many devices of a kind of card the installed Paddle sees; none where it is built without them."""
+    """The number of devices of a kind that the installed Paddle sees; 0 if it is built without them."""
     import paddle
     from paddle.base import core
 
@@ -96,20 +97,20 @@ def count(kind: str) -> int:
 
 
 def visible_cards(device: str) -> str:
-    """The environment variable that tells Paddle's launcher which cards it may use."""
+    """The environment variable that limits which cards Paddle's launcher uses."""
     kind = kind_of(device)
     return "CUDA_VISIBLE_DEVICES" if kind == GPU else f"{kind.upper()}_VISIBLE_DEVICES"
 
 
 def cards_here() -> list[str]:
-    """Kinds of cards that the installed Paddle sees, the first of which ``auto`` takes."""
+    """The kinds of cards that the installed Paddle sees; ``auto`` takes the first."""
     from paddle.base import core
 
     return [kind for kind in (GPU, XPU, *core.get_all_custom_device_type()) if count(kind)]
 
 
 def choose_device(wanted: str, place: str | None = None) -> str:
-    """``Global.device`` as a kind of device that is there.
+    """Resolve ``Global.device`` to a kind of device that exists.
 
     Args:
         place: where it was written, for the message.
@@ -146,21 +147,21 @@ def choose_device(wanted: str, place: str | None = None) -> str:
 
 
 def is_built_for_gpus() -> bool:
-    """Whether the installed Paddle is the build for CUDA, with cards or without."""
+    """Whether the installed Paddle is a CUDA build, whether or not there are cards."""
     import paddle
 
     return paddle.is_compiled_with_cuda()
 
 
 def place() -> Any:
-    """Where this process's tensors are made, as Paddle's place."""
+    """The Paddle place on which this process creates tensors."""
     import paddle
 
     return paddle.framework._current_expected_place_()
 
 
 def generator() -> Any:
-    """The generator of random numbers that operators on this process's device draw from.
+    """The random generator that operators on this process's device use.
 
     Paddle has one for each device, and by ``paddle.seed`` seeds those of all that are visible, one after the
     other.
@@ -178,7 +179,8 @@ def generator() -> Any:
 
 
 def total_memory() -> tuple[float, str] | None:
-    """Bytes of this process's card, and what it is called; None where Paddle does not say."""
+    """The memory of this process's card in bytes, and the card's name; None if Paddle does not report
+    them."""
     import paddle
 
     kind = kind_of(paddle.get_device())
@@ -191,7 +193,7 @@ def total_memory() -> tuple[float, str] | None:
 
 
 def peak_memory() -> int:
-    """Most bytes of tensors that this process has held at once: on its card, or of a CPU in host memory."""
+    """The peak of tensor memory of this process in bytes: on its card or, on a CPU, in host memory."""
     import paddle
     from paddle.base import core
 
@@ -201,7 +203,7 @@ def peak_memory() -> int:
 
 
 def capability(device: str) -> tuple[int, int]:
-    """Compute capability of one of NVIDIA's cards, (major, minor)."""
+    """The compute capability (major, minor) of an NVIDIA GPU."""
     import paddle
 
     return paddle.device.cuda.get_device_capability(device)
@@ -210,11 +212,13 @@ def capability(device: str) -> tuple[int, int]:
 def computes_in(dtype: str) -> bool:
     """Whether this process's device computes in ``dtype``, ``float16`` or ``bfloat16``.
 
-    A product is tried: where the device, or Paddle's ``auto_cast`` on it, does not, Paddle computes in
-    float32 with a warning that is soon out of sight, or has no kernel.
+    On a card a product is tried: where the device, or Paddle's ``auto_cast`` on it, does not, Paddle computes
+    in float32 with a warning that is soon out of sight, or has no kernel. A CPU's flags tell.
     """
     import paddle
 
+    if not on_card():
+        return cpu_obstacle(dtype) is None
     try:
         with warnings.catch_warnings(), paddle.no_grad(), paddle.amp.auto_cast(dtype=dtype):
             warnings.simplefilter("ignore")
@@ -226,20 +230,20 @@ def computes_in(dtype: str) -> bool:
 
 
 def groups_messages(device: str) -> bool:
-    """Whether messages to and from several ranks can be started together: NCCL and the CPU's groups can."""
+    """Whether messages to and from several ranks can be started together, as with NCCL and our CPU groups."""
     return kind_of(device) in (CPU, GPU)
 
 
 def backends(device: str) -> tuple[str, ...]:
-    """What Paddle's registry of kernels calls a device. Paddle has some kernels for all that come with
-    plugins, which it takes where the plugin has none."""
+    """The names of a device in Paddle's kernel registry. Some kernels are registered for all plugins;
+    Paddle uses them where a plugin has none."""
     kind = kind_of(device)
     return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind, *PLUGIN_BACKENDS))
 
 
 @functools.cache
 def kernel_types(kernel: str, device: str) -> frozenset[str]:
-    """Element types for which a device has a kernel, in this build of Paddle and its plugin."""
+    """The element types for which a device has a kernel in this build of Paddle and its plugin."""
     from paddle.base import core
 
     keys = core._get_registered_phi_kernels("function").get(kernel, ())
@@ -247,7 +251,7 @@ def kernel_types(kernel: str, device: str) -> frozenset[str]:
 
 
 def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
-    """Whether this process's device has no ``kernel`` for the 16 bits of ``x``.
+    """Whether this process's device has no ``kernel`` for the 16-bit type of ``x``.
 
     Paddle would run the CPU's, which waits for the card, copies, and draws from a generator that nobody
     seeds; or raise, where a CPU has none either. GPUs have all kernels of ``gpu_operators.json``.
@@ -262,8 +266,7 @@ def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
 
 
 def plugin_operator(name: str) -> Callable[..., Any] | None:
-    """An operator that the plugin of this process's device brings along, by its name there; None: it has none
-    such. They are functions of ``paddle_custom_device``, in no registry of Paddle's."""
+    """Return an operator that the plugin of this device provides, by its name there; None if it has none."""
     import paddle
 
     return getattr(_operators_of_plugin(kind_of(paddle.get_device())), name, None)
@@ -280,13 +283,13 @@ def _operators_of_plugin(kind: str) -> ModuleType | None:
 
 
 def moves_powers(device: str) -> bool:
-    """Whether AdamW's kernels move the powers of beta, which Paddle makes in host memory, to the device: a
-    GPU's leave them."""
+    """Whether AdamW's kernels move the powers of beta from host memory to the device. Those of GPUs do
+    not."""
     return kind_of(device) not in (CPU, GPU)
 
 
 def profiler_targets(device: str) -> list[Any]:
-    """What ``paddle.profiler`` is to record on a device."""
+    """The targets ``paddle.profiler`` records on a device."""
     from paddle.profiler import ProfilerTarget
 
     cards = {CPU: [], GPU: [ProfilerTarget.GPU], XPU: [ProfilerTarget.XPU]}
@@ -294,7 +297,7 @@ def profiler_targets(device: str) -> list[Any]:
 
 
 def recorded_event() -> Any:
-    """An event behind all that this card has been given so far; its ``query()`` says whether it is done."""
+    """Record an event after all work queued so far; ``query()`` says whether the card has reached it."""
     import paddle
 
     event = paddle.device.Event()
@@ -303,7 +306,7 @@ def recorded_event() -> Any:
 
 
 def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Queue a copy of ``array`` to this process's card; nobody waits for it.
+    """Queue a copy of ``array`` to this process's card without waiting.
 
     Returns:
         The copy; and what it is made from, memory of the host that must stay until the copy is done. It is
@@ -320,8 +323,7 @@ def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
 
 
 def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Queue a copy of a contiguous tensor of this process's card to host memory; it is complete when the card
-    has come past it.
+    """Queue a copy of a contiguous tensor to host memory; it is complete once the card has reached it.
 
     Only memory that is pinned, which Paddle has for GPUs, is written without the host's waiting.
     """
@@ -332,7 +334,7 @@ def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
 
 
 def join(device_place: Any) -> None:
-    """Choose the calling thread's card before its first call of CUDA.
+    """Select the process's card in the calling thread before its first CUDA call.
 
     Otherwise CUDA makes a context on card 0, which costs some hundred megabytes of that card for each process
     of the machine.

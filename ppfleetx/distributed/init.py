@@ -1,4 +1,4 @@
-"""Choose the device, start fleet where there are several processes, make the :class:`ParallelContext`."""
+"""Initialise a process of the job: device, fleet, and :class:`ParallelContext`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _set_flags(cfg: RunConfig) -> None:
 
 
 def flags_of_run() -> dict[str, Any]:
-    """Those flags of Paddle that ``Global.flags`` has set, as they are."""
+    """The Paddle flags that ``Global.flags`` sets, with their current values."""
     return paddle.get_flags(list(_flags_before)) if _flags_before else {}
 
 
@@ -136,7 +136,7 @@ def _groups(plan: ParallelPlan, hcg: Any) -> dict[str, Any]:
 
 
 def _check_layout(ctx: ParallelContext) -> None:
-    """Fleet must have laid the ranks out as our plan says: data and checkpoints rely on it."""
+    """Check that fleet laid the ranks out as our plan does: data and checkpoints rely on it."""
     for axis, group in ctx.groups.items():
         mine = next(ranks for ranks in ctx.plan.groups(axis) if ctx.rank in ranks)
         assert list(group.ranks) == mine, f"fleet's {axis} group is {group.ranks}, the plan's {mine}"

@@ -44,19 +44,19 @@ def seed_everything(seed: int) -> None:
 
 
 def register_sliced_stream(seed: int) -> None:
-    """Make the stream of :func:`sliced_stream`; fleet's parallel layers also ask for it when built."""
+    """Create the generator of :func:`sliced_stream`, which fleet's parallel layers also expect."""
     tracker = _tracker()
     tracker.reset()
     tracker.add(_sliced_name(), derive_seed("sliced", seed))
 
 
 def sliced_stream() -> AbstractContextManager[None]:
-    """A context in which random numbers differ between tensor-parallel ranks."""
+    """Context manager in which random numbers differ between tensor-parallel ranks."""
     return _tracker().rng_state(_sliced_name())
 
 
 class DropoutStreams:
-    """Seeds the streams each time a stage begins its forward pass in training.
+    """Seeds the dropout generators each time a stage begins a forward pass in training.
 
     Args:
         seed: ``Global.seed``.
@@ -70,7 +70,7 @@ class DropoutStreams:
         self._passes: dict[int, int] = {}
 
     def begin_step(self, step: int) -> None:
-        """Start optimizer step ``step`` (from 1); its micro batches are counted from 0 in each stage."""
+        """Start optimizer step ``step`` (from 1); each stage counts its micro batches from 0."""
         self._step, self._passes = step, {}
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:

@@ -18,7 +18,7 @@ _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Within, products are without TF32; afterwards as before."""
+    """Context manager that turns TF32 off."""
     cublas, cudnn = core.get_cublas_switch(), core.get_cudnn_switch()
     flags = {flag: paddle.get_flags(flag)[flag] for flag in _FLAGS if flag in core.globals()}
     allow_tf32(False)
@@ -31,7 +31,7 @@ def exact_products() -> Iterator[None]:
 
 
 def allow_tf32(allowed: bool) -> str:
-    """Set for this process whether cuBLAS and cuDNN may use TF32; a line for the log that says it.
+    """Set whether cuBLAS and cuDNN may use TF32 in this process; return a line for the log.
 
     May be called again at any time: Paddle asks for each product.
     """

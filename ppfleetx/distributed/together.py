@@ -1,4 +1,4 @@
-"""What the ranks of a job exchange besides tensors: values, signals, errors, and whose turn it is.
+"""Coordination of all ranks of a job: values, signals, errors, and work done by one rank first.
 
 Everything here is a collective of the whole job: all ranks call it, in the same order.
 """
@@ -30,13 +30,13 @@ class JointError(UserError):
 
 
 def beat_seconds() -> float:
-    """Between two looks at whether other ranks are done with something long. Each look is a sign of life to
-    those who wait, so it comes well before they give up a message."""
+    """The interval at which ranks waiting for a long task check on each other. It is well below the
+    message timeout."""
     return min(_BEAT_SECONDS, time_limit() / 3 or _BEAT_SECONDS)
 
 
 def gather(ctx: ParallelContext, value: Any) -> list[Any]:
-    """Every rank's ``value``, which must be JSON, by rank."""
+    """Return every rank's ``value``, which must be JSON, ordered by rank."""
     if ctx.world_size == 1:
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -48,7 +48,7 @@ def gather(ctx: ParallelContext, value: Any) -> list[Any]:
 
 
 def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
-    """Every rank's ``numbers`` (as many on each), int64 ``[rank, number]``."""
+    """Return every rank's ``numbers`` (as many on each) as int64 ``[rank, number]``."""
     mine = np.asarray(numbers, np.int64)
     return mine[None] if ctx.world_size == 1 else _all_gather(ctx, mine)
 
@@ -60,7 +60,7 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 
 @contextlib.contextmanager
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
-    """A user's mistake that one rank finds within ends all ranks, with the same message.
+    """Context manager: a user's mistake raised inside it on one rank ends all ranks with the same message.
 
     Within there must be no communication: a rank that has failed would not take part. ``name_ranks``: the
     message says which ranks found it; of no use where one rank looks on behalf of all.
@@ -77,7 +77,7 @@ def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[N
 
 
 def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ranks: bool = True) -> None:
-    """Raise on all ranks what one of them brings; nothing when none does."""
+    """Raise a given error on all ranks if any rank has one."""
     if ctx.world_size == 1:
         if error is not None:
             raise error
@@ -91,7 +91,7 @@ def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ra
 
 
 def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> str:
-    """One message of the ranks' messages (None: that rank has none); the first one, and who says so."""
+    """Reduce the ranks' messages (None: no message) to the first one, with the ranks that have it."""
     first = next(text for text in texts if text is not None)
     ranks = [rank for rank, text in enumerate(texts) if text == first]
     if not name_ranks or len(ranks) == len(texts):
@@ -100,7 +100,7 @@ def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> st
 
 
 def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
-    """``make()`` on the first rank of each node, then on the others, which find what it left in caches.
+    """Run ``make()`` on the first rank of each node, then on the others, which find its results in caches.
 
     However long the first takes, nobody gives up, and nobody waits for a rank that is gone: meanwhile
     all ranks exchange signs of life.
@@ -119,17 +119,17 @@ def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
 
 
 def local_rank() -> int:
-    """This rank's number on its node, as the launcher tells."""
+    """This rank's number on its node, from the launcher."""
     return int(os.environ.get("PADDLE_LOCAL_RANK") or os.environ.get("PADDLE_TRAINER_ID") or 0)
 
 
 def _has_other_nodes(ctx: ParallelContext) -> bool:
-    """Whether the first rank of a node looks for fewer than all ranks."""
+    """Whether the job has more than one node."""
     return int(os.environ.get("PADDLE_LOCAL_SIZE") or 0) != ctx.world_size
 
 
 def _make_beating(ctx: ParallelContext, make: Callable[[], T] | None) -> T | None:
-    """Run ``make`` beside the exchange of signs of life, until every rank's is done."""
+    """Run ``make`` while exchanging signs of life with the other ranks, until every rank is done."""
     with ThreadPoolExecutor(1, thread_name_prefix="first-on-node") as pool:
         future = pool.submit(make or (lambda: None))
         with RECORD.asking():
@@ -149,7 +149,8 @@ def _done(future: Any) -> bool:
 
 
 def _all_gather(ctx: ParallelContext, mine: np.ndarray) -> np.ndarray:
-    """Every rank's ``mine``, of one length on all, as ``[rank, number]``: one copy there, one back."""
+    """Gather every rank's ``mine``, of equal length, as ``[rank, number]``, with one copy to the device
+    and one back."""
     import paddle
     from paddle import distributed
 

@@ -1,4 +1,4 @@
-"""From the host's memory to the device and back, without waiting for it.
+"""Copies between host and device that do not make the host wait.
 
 ``paddle.to_tensor`` of an ordinary array makes the host wait for a card: the copy leaves pageable memory, and
 the host goes on when it is done. Here all arrays of a micro batch go in one copy, through pinned memory where
@@ -30,12 +30,12 @@ _begun: deque[Any] = deque()
 
 
 def upload(array: np.ndarray) -> paddle.Tensor:
-    """A copy of ``array`` on the device."""
+    """Copy ``array`` to the device."""
     return _queue(array) if on_card() else paddle.to_tensor(array)
 
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
-    """Copies of the arrays on the device, on a card in one transfer: the tensors are then parts of one."""
+    """Copy the arrays to the device; on a card in one transfer, whose parts the tensors are."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
     if not (on_card() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
@@ -44,7 +44,7 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """A micro batch begins: the program goes on now, and a card when it comes to it."""
+    """Note for the watchdog that a micro batch begins, on the host now and on a card when it gets there."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -53,8 +53,7 @@ def note_micro_batch() -> None:
 
 
 def read(tensor: paddle.Tensor) -> np.ndarray:
-    """What the tensor holds, once the device has computed it; a rank that is missing there is named by the
-    hang report.
+    """Return the tensor's contents once the device has computed them.
 
     ``Tensor.numpy`` would wait for all streams of a card, and so for messages that nothing needs yet.
 
@@ -72,7 +71,7 @@ def read(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
-    """Start to copy what the tensor holds once the device has done all it was given so far.
+    """Start to copy the tensor's contents to the host, after the work queued so far.
 
     Returns:
         What waits for the copy and gives it, in any thread. Meanwhile the tensor may change: the device does
@@ -93,7 +92,7 @@ def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
 
 
 def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:
-    """The arrays' bytes, one behind the other, and where each begins."""
+    """Concatenate the arrays' bytes; return them with the offset of each array."""
     begins, end = {}, 0
     for name, array in arrays.items():
         begins[name] = end
@@ -108,7 +107,7 @@ def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int
 def _unpacked(
     flat: paddle.Tensor, arrays: Mapping[str, np.ndarray], begins: Mapping[str, int]
 ) -> dict[str, paddle.Tensor]:
-    """Parts of ``flat`` in the types and shapes of ``arrays``.
+    """Cut ``flat`` into tensors of the types and shapes of ``arrays``.
 
     The whole is given another type and then cut: Paddle (3.3.1) takes the beginning of a part for a number of
     elements when the part is given another type.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ _OF_A_RANK = ("FLAGS_selected_",)
 _OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA", "HCCL_IF_IP")  # the names of interfaces may differ by machine
 # These may differ between machines without harm: logs, cards, wiring.
 _HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SHOWN = 4
 _READ_SECONDS = 40.0  # to read one fact; shorter than the others wait
 
@@ -61,8 +59,8 @@ class Fact:
 
 
 def _versions(target: Target) -> Values:
-    """The versions of all that ppfleetx, its extras and Paddle require, and of NVIDIA's libraries."""
-    wanted = _required()
+    """The versions of ppfleetx, Paddle and the libraries that they use, NVIDIA's among them."""
+    wanted = {"paddlepaddle", "paddlepaddle-gpu", *LIBRARIES.values()}
     mine = {name: version for name, version in _installed().items() if name in wanted or "nvidia" in name}
     return {"python": platform.python_version(), **mine, "ppfleetx": __version__}
 
@@ -74,17 +72,6 @@ def _installed() -> dict[str, str]:
         if name := one.metadata["Name"]:
             found.setdefault(name.lower().replace("_", "-"), str(one.version))
     return found
-
-
-def _required() -> set[str]:
-    names = {"ppfleetx", "paddlepaddle", "paddlepaddle-gpu", *LIBRARIES.values()}
-    for name in ("ppfleetx", "paddlepaddle", "paddlepaddle-gpu"):
-        try:
-            asked = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:
-            continue
-        names |= {_NAME.match(line)[0].lower().replace("_", "-") for line in asked}
-    return names
 
 
 def _sources(target: Target) -> Values:

@@ -96,6 +96,8 @@ def _lacking(dtype: str, device: str, target: Target) -> Row:
     text = f"{device} does not compute in {dtype}"
     if target.cfg is None:
         return skipped(dtype, f"{text}; nothing of it is tried")
+    if target.cfg.Engine.mix_precision.enable == "auto":
+        return skipped(dtype, f"{text}; the run computes in float32")
     return fail(
         dtype, text, "set Engine.mix_precision.dtype to float16, or Engine.mix_precision.enable to False"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppfleetx.config.config_notes import missing, not_supported_reasons
+from ppfleetx.config.config_notes import missing
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.without_effect import without_effect
 from ppfleetx.core.engine.run_directory import check_start
@@ -13,6 +13,7 @@ from ppfleetx.doctor.check import Row, Target, fail, ok, skipped, warn
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.prediction import run_prediction
 from ppfleetx.planner.report import verdict
+from ppfleetx.utils.devices import not_supported_reasons
 from ppfleetx.utils.gpu_operators import on_the_host
 from ppfleetx.utils.machine import available_bytes
 

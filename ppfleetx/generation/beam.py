@@ -88,7 +88,7 @@ def beam_search(
     active, step = groups, 0
     while True:
         PROGRESS.beat(GENERATING)
-        moves = _take_step(active, log_probabilities(logits), session.history, step, rules)
+        moves = _take_step(active, log_probabilities(logits), session.rows(), step, rules)
         going_on = [place for place, group in enumerate(active) if group.is_open]
         if not going_on:
             return _results(groups, num_results)
@@ -104,14 +104,18 @@ _Move = tuple[list[int], list[int]]
 
 
 def _take_step(
-    active: Sequence[_Group], log_probs: paddle.Tensor, history: np.ndarray, step: int, rules: Rules
+    active: Sequence[_Group],
+    log_probs: paddle.Tensor,
+    history: Sequence[np.ndarray],
+    step: int,
+    rules: Rules,
 ) -> list[_Move]:
     """Advance all groups: first the first group of every prompt, then the second ones, and so on.
 
     Args:
         active: groups that are not finished, those of a prompt in order.
         log_probs: ``[groups * N, V]`` of the next token after each beam.
-        history: ``[groups * N, n]`` tokens so far.
+        history: tokens so far of each of the ``groups * N`` rows.
         step: new tokens so far.
         rules: see :func:`beam_search`.
     """
@@ -128,7 +132,7 @@ def _take_step(
         if number:
             scores = scores - _penalty([taken[group.prompt] for group in members], scores.shape[-1], options)
         limits = np.repeat([group.max_new_tokens for group in members], options.group_size)
-        scores = process(scores, history[rows], step, limits, rules)
+        scores = process(scores, lambda rows=rows: [history[row] for row in rows], step, limits, rules)
         for place, group, best in zip(places, members, _best(scores, members), strict=True):
             moves[place] = group.advance(best)
             taken[group.prompt] += moves[place][1]
@@ -213,7 +217,7 @@ class _Group:
     def _finish(self, score: float, ids: list[int]) -> None:
         reason = "stop" if ids[-1] in self.end_ids else "length"
         ranked = score / len(ids) ** self.options.length_penalty
-        self.finished.append((ranked, Row(self.max_new_tokens, ids, reason)))
+        self.finished.append((ranked, Row(self.max_new_tokens, ids, reason, rank_score=ranked)))
 
     def _can_improve(self, length: int) -> bool:
         """Whether an active beam could still become one of the results."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, decode_with_lookup
+from ppfleetx.generation.row_options import RowOptions, check_ids, ended_by
+from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.search import Choose, FinishReason, Row, Rules, Sampler, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.generation.text import NoTokenizer, Prompt, RowText, token_ids
@@ -38,6 +40,7 @@ class Batch:
         first_prompt: number of the batch's first prompt in the whole list.
         max_new_tokens: limit of new tokens for each prompt.
         end_ids: tokens that end a row.
+        options: how the rows' tokens are chosen.
         on_text: see :data:`OnText`.
     """
 
@@ -46,7 +49,14 @@ class Batch:
     first_prompt: int
     max_new_tokens: list[int]
     end_ids: tuple[int, ...]
+    options: RowOptions
     on_text: OnText | None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every token is the likeliest."""
+        strategy = self.cfg.decode_strategy
+        return strategy == "greedy_search" or (strategy == "sampling" and self.cfg.temperature == 0.0)
 
     @property
     def streams(self) -> list[tuple[int, int]]:
@@ -58,9 +68,9 @@ class Batch:
     def uses_lookup(self) -> bool:
         """Whether to guess tokens: worth it for few rows and greedy search, which repeats itself."""
         cfg = self.cfg
-        is_greedy = cfg.decode_strategy == "greedy_search" and cfg.num_return_sequences == 1
+        is_plain = self.is_greedy and cfg.num_return_sequences == 1 and cfg.logprobs is None
         is_small = len(self.max_new_tokens) <= MOST_ROWS
-        return is_greedy and is_small and cfg.use_cache and cfg.prompt_lookup_num_tokens > 0
+        return is_plain and is_small and cfg.use_cache and cfg.prompt_lookup_num_tokens > 0
 
     @property
     def seed(self) -> int:
@@ -84,32 +94,28 @@ class Batch:
 
     def choose(self, vocab_size: int) -> Choose:
         """The function that chooses the rows' tokens from ids below ``vocab_size``."""
-        cfg = self.cfg
-        if cfg.decode_strategy == "greedy_search":
+        if self.is_greedy:
             return greedy
-        return Sampler(
-            self.seed,
-            self._all_streams,
-            vocab_size,
-            temperature=cfg.temperature,
-            top_k=cfg.top_k,
-            top_p=cfg.top_p,
-        )
+        return Sampler(self.seed, self._all_streams, vocab_size, self.options)
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One continuation of a prompt.
+    """One continuation of a prompt. Rounding may differ in equal ones.
 
     Attributes:
         text: the new text, without the prompt, the end token and the stop string.
         ids: the new token ids as the model gave them, including the end token.
         finish_reason: ``stop`` (end token or stop string) or ``length``.
+        logprobs: the score of each id, if ``cfg.logprobs`` asks for them.
+        score: in beam search, the log-probability divided by the length penalty, by which results are ranked.
     """
 
     text: str
     ids: tuple[int, ...]
     finish_reason: FinishReason
+    logprobs: tuple[TokenScore, ...] | None = field(default=None, compare=False)
+    score: float | None = field(default=None, compare=False)
 
 
 class TextGenerator(ABC):
@@ -165,6 +171,7 @@ class TextGenerator(ABC):
                 value=cfg.stop,
             )
         end_ids = self.end_ids(cfg)
+        options = RowOptions.of(cfg, self._tokenizer, end_ids)
         encoded = [self._encode(prompt) for prompt in prompts]
         num_new = [self._new_tokens(len(ids), cfg, first_prompt + i) for i, ids in enumerate(encoded)]
         per_prompt = cfg.num_beams if cfg.decode_strategy == "beam_search" else cfg.num_return_sequences
@@ -172,29 +179,19 @@ class TextGenerator(ABC):
         results: list[list[Generation]] = []
         for start in range(0, len(encoded), per_batch):
             part = slice(start, start + per_batch)
-            batch = Batch(cfg, seed, first_prompt + start, num_new[part], end_ids, on_text)
+            batch = Batch(cfg, seed, first_prompt + start, num_new[part], end_ids, options, on_text)
             texts = [self._row_text(batch, encoded[start + i], i, copy) for i, copy in batch.streams]
             rows = self._continue(encoded[part], batch, texts)
-            finished = [_generation(row, text) for row, text in zip(rows, texts, strict=True)]
+            scored = cfg.logprobs is not None
+            finished = [_generation(row, text, scored) for row, text in zip(rows, texts, strict=True)]
             copies = cfg.num_return_sequences
             results += [finished[i : i + copies] for i in range(0, len(finished), copies)]
         return results
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
         """The tokens that end a continuation: those in ``cfg``, or else those in the tokenizer's files."""
-        if cfg.end_ids is None:
-            return self._tokenizer.end_ids
-        return tuple(self._known_id("eos_token_id", one) for one in cfg.end_ids)
-
-    def _known_id(self, key: str, token_id: int) -> int:
-        """Check that a token id from the section is one of the tokenizer's, and return it."""
-        if token_id >= self._tokenizer.vocab_size:
-            raise ConfigError(
-                f"{self._tokenizer.place} has ids 0 to {self._tokenizer.vocab_size - 1}",
-                key=f"Generation.{key}",
-                value=token_id,
-            )
-        return token_id
+        check_ids("eos_token_id", cfg.end_ids or (), self._tokenizer)
+        return ended_by(cfg, self._tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self._tokenizer)
 
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
@@ -289,7 +286,9 @@ class Generator(TextGenerator):
 
         choose, rules = batch.choose(self._next_token.vocab_size), self._rules(batch)
         copies, limits = batch.cfg.num_return_sequences, batch.max_new_tokens
-        return decode(session, choose, rules, limits, copies=copies, on_token=on_token)
+        return decode(
+            session, choose, rules, limits, copies=copies, on_token=on_token, num_top=batch.cfg.logprobs
+        )
 
     def _decode_with_lookup(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         return decode_with_lookup(
@@ -315,17 +314,18 @@ class Generator(TextGenerator):
         return rows
 
     def _rules(self, batch: Batch) -> Rules:
-        cfg, forced = batch.cfg, []
-        for key in ("forced_bos_token_id", "forced_eos_token_id"):
-            token_id = getattr(cfg, key)
-            forced.append(None if token_id is None else self._known_id(key, token_id))
-        return Rules(batch.end_ids, cfg.min_dec_len, cfg.repetition_penalty, *forced)
+        cfg, keys = batch.cfg, ("forced_bos_token_id", "forced_eos_token_id")
+        forced = [getattr(cfg, key) for key in keys]
+        for key, token_id in zip(keys, forced, strict=True):
+            check_ids(key, () if token_id is None else (token_id,), self._tokenizer)
+        return Rules(batch.end_ids, cfg.min_dec_len, batch.options, *forced)
 
 
 def _bound(on_text: OnText, prompt: int, copy: int) -> Callable[[str], None]:
     return lambda piece: on_text(prompt, copy, piece)
 
 
-def _generation(row: Row, text: RowText) -> Generation:
+def _generation(row: Row, text: RowText, scored: bool) -> Generation:
     assert row.finish_reason is not None
-    return Generation(text.finish(), tuple(row.ids), row.finish_reason)
+    logprobs = tuple(row.scores) if scored else None
+    return Generation(text.finish(), tuple(row.ids), row.finish_reason, logprobs, row.rank_score)

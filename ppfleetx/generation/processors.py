@@ -1,6 +1,6 @@
-"""Logits processors: penalties, temperature, top-k and top-p, as defined in Hugging Face transformers.
+"""Operations on logits: penalties, temperature, top-k and top-p, as defined in Hugging Face transformers.
 
-All functions consist of operations that can be exported.
+All but :func:`typical` can be exported.
 
 Shape letters: b rows, n positions so far, V vocabulary, m tokens left to choose from.
 """
@@ -54,17 +54,28 @@ def force(logits: paddle.Tensor, token_id: int, rows: paddle.Tensor) -> paddle.T
     return paddle.where(rows.unsqueeze(-1), forced.unsqueeze(0), logits)
 
 
-def candidates(logits: paddle.Tensor, *, temperature: float, top_k: int, top_p: float) -> paddle.Tensor:
-    """The distribution to sample from, after temperature, then top-k, then top-p.
+def candidates(
+    logits: paddle.Tensor,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
+) -> paddle.Tensor:
+    """The distribution to sample from, after temperature, top-k, top-p, min-p and typical-p, in this order.
 
     Top-k keeps the k likeliest tokens. Top-p renormalises these and keeps the smallest set of likeliest
-    tokens whose probability reaches p (Holtzman et al., 2020); at least one is kept.
+    tokens whose probability reaches p (Holtzman et al., 2020); at least one is kept. Min-p keeps the tokens
+    with at least this share of the largest probability (Nguyen et al., 2024).
 
     Args:
         logits: ``[b, V]`` float32.
         temperature: positive divisor of the logits.
         top_k: 0 keeps all.
         top_p: in (0, 1]; 1 keeps all.
+        min_p: in [0, 1]; 0 keeps all.
+        typical_p: see :func:`typical`; 1 keeps all.
 
     Returns:
         ``[b, V]`` probabilities up to a factor per row, 0 where a token is not kept.
@@ -75,10 +86,35 @@ def candidates(logits: paddle.Tensor, *, temperature: float, top_k: int, top_p: 
     vocab = logits.shape[-1]
     if 0 < top_k < vocab:
         values, ids = largest(logits, top_k)
-        probabilities = F.softmax(values, axis=-1)
-        return by_id(probabilities if top_p >= 1.0 else keep_top_p(probabilities, top_p), ids, vocab)
-    probabilities = F.softmax(logits, axis=-1)
-    return probabilities if top_p >= 1.0 else nucleus(probabilities, top_p)
+        kept = F.softmax(values, axis=-1)
+        kept = by_id(kept if top_p >= 1.0 else keep_top_p(kept, top_p), ids, vocab)
+    else:
+        kept = F.softmax(logits, axis=-1)
+        kept = kept if top_p >= 1.0 else nucleus(kept, top_p)
+    if min_p > 0.0:
+        kept = kept * (kept >= min_p * kept.max(-1, keepdim=True)).astype(kept.dtype)
+    return kept if typical_p >= 1.0 else typical(kept, typical_p)
+
+
+def typical(weights: paddle.Tensor, mass: float) -> paddle.Tensor:
+    """Locally typical sampling (Meister et al., 2022).
+
+    Keeps the tokens whose information is nearest to the entropy, until their probability reaches ``mass``.
+
+    Args:
+        weights: ``[b, V]`` probabilities up to a factor per row.
+    """
+    given = weights.numpy()
+    probabilities = given.astype(np.float64) / given.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        information = -np.log(probabilities)
+        entropy = np.nansum(probabilities * information, axis=-1, keepdims=True)
+    distance = np.abs(information - entropy)
+    order = np.argsort(distance, axis=-1, kind="stable")
+    reached = np.take_along_axis(probabilities, order, axis=-1).cumsum(-1)
+    last = np.minimum((reached < mass).sum(-1, keepdims=True), given.shape[-1] - 1)
+    farthest = np.take_along_axis(distance, np.take_along_axis(order, last, axis=-1), axis=-1)
+    return paddle.to_tensor(given * (distance <= farthest))
 
 
 def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> paddle.Tensor:

@@ -117,8 +117,8 @@ class _GuessedRow:
 
     def _choose(self, logits: paddle.Tensor, rules: Rules) -> int:
         """The likeliest token of ``logits [1, V]`` after applying the rules."""
-        history, limits = np.array([self._history]), np.array([self.result.max_new_tokens])
-        return int(process(logits, history, len(self.result.ids), limits, rules).argmax())
+        limits = np.array([self.result.max_new_tokens])
+        return int(process(logits, lambda: [self._history], len(self.result.ids), limits, rules).argmax())
 
     def _learn(self, right: int) -> None:
         if self._guesses:

@@ -5,47 +5,18 @@ Shape letters: b rows, V true vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import paddle
 
 from ppfleetx.generation.cache import GrowingCache
-from ppfleetx.generation.gumbel_sampling import draw
-from ppfleetx.generation.processors import (
-    candidates,
-    forbid,
-    largest,
-    log_probabilities,
-    penalize_repetition,
-)
-from ppfleetx.generation.session import NextTokenModel, pad_left
+from ppfleetx.generation.processors import forbid, largest, log_probabilities
+from ppfleetx.generation.row_options import RowOptions, RowTokens, chosen, processed
+from ppfleetx.generation.session import NextTokenModel
 
 _COLUMNS = 128  # positions of a prompt whose logits are held in memory at a time
-
-
-@dataclass(frozen=True)
-class RowOptions:
-    """The sampling options of one row; terms are as in the ``Generation`` section.
-
-    Attributes:
-        temperature: 0 selects the likeliest token; ``top_k`` and ``top_p`` then have no effect.
-        presence_penalty, frequency_penalty: subtracted from the logits of generated tokens, once or once per
-            occurrence. Tokens of the prompt do not count. (As in OpenAI's API.)
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the options depend on which tokens were generated, and how often."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True)
@@ -53,17 +24,15 @@ class RowChoice:
     """The inputs for choosing one row's next token.
 
     Attributes:
-        history: the row's tokens so far.
+        tokens: the row's tokens so far.
         exponentials: ``[n]`` numbers from the row's `RandomStream`; not needed at temperature 0.
         forbidden: ids that must not come next (the end tokens, before the minimum length).
-        num_new: how many tokens at the end of the history were generated.
     """
 
     options: RowOptions
-    history: Sequence[int]
+    tokens: RowTokens
     exponentials: np.ndarray | None = None
     forbidden: tuple[int, ...] = ()
-    num_new: int = 0
 
 
 def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[int]:
@@ -74,36 +43,14 @@ def choose_tokens(logits: paddle.Tensor, choices: Sequence[RowChoice]) -> list[i
     tokens = [0] * len(choices)
     for (options, forbidden), rows in groups.items():
         part = logits if len(groups) == 1 else logits.index_select(paddle.to_tensor(rows), axis=0)
-        if options.repetition_penalty != 1.0:
-            history, _ = pad_left([choices[row].history for row in rows])
-            part = penalize_repetition(part, paddle.to_tensor(history), options.repetition_penalty)
-        if options.counts_tokens:
-            new = [choices[row].history[len(choices[row].history) - choices[row].num_new :] for row in rows]
-            part = part - paddle.to_tensor(_count_penalties(new, options, logits.shape[-1]))
+        part = processed(part, options, [choices[row].tokens for row in rows])
         if forbidden:
             part = forbid(part, paddle.to_tensor(forbidden))
-        chosen = _choose(part, options, [choices[row].exponentials for row in rows])
-        for row, token in zip(rows, chosen.numpy().tolist(), strict=True):
+        numbers = [choices[row].exponentials for row in rows]
+        new = chosen(part, options, None if options.temperature == 0.0 else np.stack(numbers))
+        for row, token in zip(rows, new.numpy().tolist(), strict=True):
             tokens[row] = token
     return tokens
-
-
-def _choose(
-    logits: paddle.Tensor, options: RowOptions, exponentials: Sequence[np.ndarray | None]
-) -> paddle.Tensor:
-    if options.temperature == 0.0:
-        return logits.argmax(-1)
-    weights = candidates(logits, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    return draw(weights, paddle.to_tensor(np.stack(exponentials)))
-
-
-def _count_penalties(new: Sequence[Sequence[int]], options: RowOptions, vocab_size: int) -> np.ndarray:
-    """``[b, V]`` float32: what to subtract from the logits because of each row's ``new`` tokens."""
-    penalties = np.zeros((len(new), vocab_size), np.float32)
-    for row, tokens in zip(penalties, new, strict=True):
-        ids, counts = np.unique(np.array(tokens, np.int64), return_counts=True)
-        row[ids] = options.presence_penalty + options.frequency_penalty * counts
-    return penalties
 
 
 @dataclass(frozen=True)
@@ -142,14 +89,28 @@ def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> 
         tokens: the text, at least one token.
         num_top: how many of the likeliest tokens to list at each place.
     """
-    cache, scores = GrowingCache(), [TokenScore(tokens[0], None)]
-    given = np.array(tokens, np.int64)[None, :-1]
-    for start in range(0, given.shape[1], _COLUMNS):
-        part = given[:, start : start + _COLUMNS]
-        end = start + part.shape[1]
-        positions = np.arange(start, end, dtype=np.int64)[None]
-        logits = model.with_cache(
-            paddle.to_tensor(part), paddle.to_tensor(positions), np.ones((1, end), bool), cache, part.shape[1]
-        )
-        scores += score_tokens(logits, list(tokens[start + 1 : end + 1]), num_top)
+    scores = [TokenScore(tokens[0], None)]
+    for start, part, *inputs in _parts(tokens[:-1]):
+        logits = model.with_cache(*inputs, part)
+        scores += score_tokens(logits, list(tokens[start + 1 : start + 1 + part]), num_top)
     return scores
+
+
+def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
+    """``[h]`` float32: the hidden state after the last token before the head, scaled to length 1."""
+    for _start, _size, *inputs in _parts(tokens):
+        hidden = model.hidden_states(*inputs)
+    vector = hidden[-1, 0].astype("float32").numpy()
+    return vector / max(float(np.linalg.norm(vector)), 1e-12)
+
+
+def _parts(
+    tokens: Sequence[int],
+) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
+    """(first token, number of tokens, and the arguments of a pass) of each part of a text."""
+    cache = GrowingCache()
+    for start in range(0, len(tokens), _COLUMNS):
+        part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]
+        end = start + part.shape[1]
+        positions = paddle.to_tensor(np.arange(start, end, dtype=np.int64)[None])
+        yield start, part.shape[1], paddle.to_tensor(part), positions, np.ones((1, end), bool), cache

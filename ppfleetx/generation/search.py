@@ -13,8 +13,10 @@ from typing import Literal
 import numpy as np
 import paddle
 
-from ppfleetx.generation.gumbel_sampling import RandomStream, draw
-from ppfleetx.generation.processors import candidates, forbid, force, penalize_repetition
+from ppfleetx.generation.gumbel_sampling import RandomStream
+from ppfleetx.generation.processors import forbid, force
+from ppfleetx.generation.row_options import PLAIN, RowOptions, RowTokens, chosen, processed
+from ppfleetx.generation.sampling import TokenScore, score_tokens
 from ppfleetx.generation.session import DecodingSession
 from ppfleetx.resilience.activity import GENERATING, PROGRESS
 
@@ -32,21 +34,21 @@ class Rules:
     Attributes:
         end_ids: tokens that end a row; if empty, only its length ends a row.
         min_new_tokens: how many tokens must come before an end token.
-        repetition_penalty: see :func:`~ppfleetx.generation.processors.penalize_repetition`.
+        options: see :class:`~ppfleetx.generation.row_options.RowOptions`.
         forced_bos_id: the first new token; None: it is chosen like the others.
         forced_eos_id: the token for the last place of a row that reaches its limit; None: it is chosen.
     """
 
     end_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
-    repetition_penalty: float = 1.0
+    options: RowOptions = PLAIN
     forced_bos_id: int | None = None
     forced_eos_id: int | None = None
 
     def change(self, num_new: int, limit: int) -> bool:
         """Whether they may change the logits of a row with ``num_new`` of its ``limit`` tokens."""
         return (
-            self.repetition_penalty != 1.0
+            self.options.change_logits
             or (bool(self.end_ids) and num_new < self.min_new_tokens)
             or (self.forced_bos_id is not None and num_new == 0)
             or (self.forced_eos_id is not None and num_new + 1 == limit)
@@ -55,11 +57,18 @@ class Rules:
 
 @dataclass
 class Row:
-    """The new tokens of a row, including the end token, and why it ended."""
+    """The new tokens of a row, including the end token, and why it ended.
+
+    Attributes:
+        scores: the score of each token, if requested.
+        rank_score: in beam search, the score by which results are ranked.
+    """
 
     max_new_tokens: int
     ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    scores: list[TokenScore] = field(default_factory=list)
+    rank_score: float | None = None
 
     def add(self, token_id: int, *, is_last: bool) -> bool:
         """Append a token. Returns whether the row goes on."""
@@ -79,6 +88,7 @@ def decode(
     *,
     copies: int = 1,
     on_token: OnToken | None = None,
+    num_top: int | None = None,
 ) -> list[Row]:
     """Extend every row of the session until it ends. Finished rows leave the batch.
 
@@ -90,6 +100,7 @@ def decode(
         copies: number of continuations of each prompt; those of prompt ``i`` are the rows from ``i * copies``
             on. Each prompt is run only once.
         on_token: called with every token.
+        num_top: how many of the likeliest tokens to list with the score of each token; None: no scores.
     """
     logits = session.next_logits()
     if copies > 1:
@@ -101,8 +112,13 @@ def decode(
     active = np.arange(len(rows))
     for step in itertools.count():
         PROGRESS.beat(GENERATING)
-        scores = process(logits, session.history, step, limits[active], rules)
-        tokens = choose(scores, active, step).numpy()
+        processed_logits = process(logits, session.rows, step, limits[active], rules)
+        tokens = choose(processed_logits, active, step).numpy()
+        if num_top is not None:
+            for row, score in zip(
+                active.tolist(), score_tokens(logits, tokens.tolist(), num_top), strict=True
+            ):
+                rows[row].scores.append(score)
         going_on = []
         for place, (row, token) in enumerate(zip(active.tolist(), tokens.tolist(), strict=True)):
             told_to_stop = on_token is not None and on_token(row, token)
@@ -119,19 +135,23 @@ def decode(
 
 
 def process(
-    logits: paddle.Tensor, history: np.ndarray, num_new: int, limits: np.ndarray, rules: Rules
+    logits: paddle.Tensor,
+    tokens: Callable[[], Sequence[Sequence[int] | np.ndarray]],
+    num_new: int,
+    limits: np.ndarray,
+    rules: Rules,
 ) -> paddle.Tensor:
-    """Apply the repetition penalty, then the minimum length, then forced tokens.
+    """Apply the rows' options, then the minimum length, then forced tokens.
 
     Args:
         logits: ``[b, V]``; beam search passes log-probabilities.
-        history: ``[b, n]`` ids of prompts and new tokens.
+        tokens: gives the ids of each row, prompt included; called only if an option depends on them.
         num_new: number of new tokens so far.
         limits: ``[b]`` limit of new tokens of each row.
         rules: see :class:`Rules`.
     """
-    if rules.repetition_penalty != 1.0:
-        logits = penalize_repetition(logits, paddle.to_tensor(history), rules.repetition_penalty)
+    if rules.options.change_logits:
+        logits = processed(logits, rules.options, [RowTokens(ids, num_new) for ids in tokens()])
     if rules.end_ids and num_new < rules.min_new_tokens:
         logits = forbid(logits, paddle.to_tensor(rules.end_ids))
     if rules.forced_bos_id is not None and num_new == 0:
@@ -155,7 +175,7 @@ class Sampler:
         seed: the seed of the run.
         streams: (prompt number, copy number) of each row.
         vocab_size: V.
-        temperature, top_k, top_p: see :func:`~ppfleetx.generation.processors.candidates`.
+        options: which tokens to draw from.
     """
 
     def __init__(
@@ -163,14 +183,11 @@ class Sampler:
         seed: int,
         streams: Sequence[tuple[int, int]],
         vocab_size: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
+        options: RowOptions = PLAIN,
     ) -> None:
         self._streams = [RandomStream(seed, prompt, copy, vocab_size) for prompt, copy in streams]
-        self._options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self._options = options
 
     def __call__(self, logits: paddle.Tensor, rows: np.ndarray, step: int) -> paddle.Tensor:
         numbers = np.concatenate([self._streams[row].numbers(step) for row in rows])
-        return draw(candidates(logits, **self._options), paddle.to_tensor(numbers))
+        return chosen(logits, self._options, numbers)

@@ -79,16 +79,22 @@ class NextTokenModel:
             ``[b, V]`` float32 after the last token; with ``num_last`` L, ``[L * b, V]`` for the last L
             positions, one position after the other.
         """
-        state = (tokens, position_ids)
-        if not cache.length and not visible.all():
-            state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
-        cache.extend(tokens.shape[1], visible)
-        *trunk, head = self.model.stages
-        hidden = self._run_trunk(trunk, state, cache)
+        *_, head = self.model.stages
+        hidden = self.hidden_states(tokens, position_ids, visible, cache)
         last = hidden[-num_last:].flatten(0, 1) if len(hidden) > num_last else hidden.flatten(0, 1)
         if self.head_matrix is not None:
             return self._all_columns(self._head.linear(last))
         return self._all_columns(head((last.unsqueeze(0),)).squeeze(0))
+
+    def hidden_states(
+        self, tokens: paddle.Tensor, position_ids: paddle.Tensor, visible: np.ndarray, cache: GrowingCache
+    ) -> paddle.Tensor:
+        """The hidden states ``[s, b, h]`` before the head; arguments as for :meth:`with_cache`."""
+        state = (tokens, position_ids)
+        if not cache.length and not visible.all():
+            state = (*state, document_starts(visible.argmax(axis=1), tokens.shape[1]))
+        cache.extend(tokens.shape[1], visible)
+        return self._run_trunk(self.model.stages[:-1], state, cache)
 
     def run_layer_by_layer(self) -> None:
         """From now on, do not use the operator for whole blocks."""
@@ -171,6 +177,10 @@ class DecodingSession:
     @property
     def num_rows(self) -> int:
         return self.history.shape[0]
+
+    def rows(self) -> list[np.ndarray]:
+        """The tokens of each row, without padding."""
+        return [row[padding:] for row, padding in zip(self.history, self._padding, strict=True)]
 
     def next_logits(self) -> paddle.Tensor:
         """Logits ``[b, V]`` float32 for the next token of each row."""

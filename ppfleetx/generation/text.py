@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -65,6 +66,18 @@ def token_ids(prompt: Any) -> list[int]:
     if wrong:
         raise DataError(f"token ids of a prompt are integers, not {shown(wrong[0])}")
     return [int(one) for one in ids]
+
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+def text_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """The bytes of a token's text; U+2581 becomes a space."""
+    value = tokenizer.token_bytes(token)
+    if tokenizer.is_byte_level:
+        return value
+    single = _BYTE_TOKEN.fullmatch(value.decode("utf-8", "replace"))
+    return bytes([int(single.group(1), 16)]) if single else value.replace("\u2581".encode(), b" ")
 
 
 class NoTokenizer:

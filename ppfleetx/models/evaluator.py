@@ -1,4 +1,4 @@
-"""What an evaluation computes and adds up over its batches."""
+"""Evaluators: what is computed and accumulated over the batches of an evaluation."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ppfleetx.data.loader import MicroBatch
 
 
 class Metric(NamedTuple):
-    """A metric of a step or an evaluation, over all its micro batches and ranks: a sum, and over how much."""
+    """A metric of a step or an evaluation: a sum over all micro batches and ranks, and its count."""
 
     total: float
     count: float
 
     @property
     def mean(self) -> float:
-        """The metric itself."""
+        """The value of the metric: sum over count."""
         return self.total / self.count
 
 
 class EvalOutput(NamedTuple):
-    """One batch of an evaluation, over the whole job.
+    """The result of one evaluation batch over the whole job.
 
     Attributes:
         loss: sum over what counts.
@@ -40,7 +40,7 @@ class EvalOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """Result of an evaluation, the same on all ranks.
+    """The result of an evaluation, the same on all ranks.
 
     Attributes:
         loss: mean over what counts.
@@ -58,17 +58,17 @@ class Measured:
 
 
 class Evaluator(Protocol):
-    """Made anew for each evaluation; all ranks of a job call its methods together."""
+    """Accumulates the results of one evaluation. All ranks of a job call its methods together."""
 
     def add(self, runner: Any, micro_batches: Sequence[MicroBatch]) -> None:
-        """Take one batch into account; ``runner`` is a :class:`~ppfleetx.parallel.runner.Runner`."""
+        """Add one batch; ``runner`` is a :class:`~ppfleetx.parallel.runner.Runner`."""
 
     def result(self) -> Measured | None:
-        """Of all batches; None when nothing counted."""
+        """Return the result over all batches; None if nothing counted."""
 
 
 class TokenLoss:
-    """Mean of the loss over what counts, and of each metric."""
+    """The mean loss and the mean of each metric."""
 
     def __init__(self) -> None:
         self._loss_sum = self._count = 0.0
@@ -83,7 +83,7 @@ class TokenLoss:
             self._metrics[name] = Metric(before.total + total, before.count + count)
 
     def result(self) -> Measured | None:
-        """The mean over all that was added; None if no token counted."""
+        """Return the mean over all batches; None if no token counted."""
         if self._count == 0:
             return None
         loss = self._loss_sum / self._count

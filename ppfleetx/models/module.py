@@ -42,7 +42,7 @@ class BasicModule(ABC):
         self.cfg = cfg
 
     def count(self, batch: MicroBatch) -> float:
-        """By how much the loss of a step is divided, as far as this micro batch adds to it.
+        """Return this micro batch's share of the divisor of the step's loss.
 
         Asked for on the host, before the first forward pass: by default the tokens (of a classifier: the
         examples) that count.
@@ -54,7 +54,7 @@ class BasicModule(ABC):
         """The model as named stages, first to last, made by ``factory``."""
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
-        """What the last stage gives for a micro batch, ``[s, b, V]`` for a language model.
+        """Return the last stage's output for a micro batch, ``[s, b, V]`` for a language model.
 
         Args:
             model: callable, ``model(tokens, position_ids=..., document_start=...)``.
@@ -68,7 +68,7 @@ class BasicModule(ABC):
 
     @abstractmethod
     def loss(self, outputs: paddle.Tensor, batch: Tensors, factory: LayerFactory) -> LossOutput:
-        """The loss of one micro batch, a sum, and its metrics.
+        """Return the loss of one micro batch, as a sum, with its metrics.
 
         Args:
             outputs: what :meth:`forward` gave: as the plan leaves it, its columns perhaps sliced.
@@ -77,7 +77,7 @@ class BasicModule(ABC):
         """
 
     def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Evaluator:
-        """What an evaluation adds up; asked for anew by each of them.
+        """Return a new evaluator for one evaluation.
 
         Args:
             ctx: this process's place.
@@ -87,7 +87,7 @@ class BasicModule(ABC):
 
 
 class WrappedTask(BasicModule):
-    """A task made of another one: everything is the other's but what a subclass overrides.
+    """A task that delegates to another one everything a subclass does not override.
 
     Args:
         task: the other.

@@ -42,7 +42,7 @@ class KeyValueCache(Protocol):
 
 
 class HeadAttention(nn.Layer):
-    """What every kind of attention does once it has the queries, keys and values of its heads.
+    """Base class of attention layers: everything after the queries, keys and values of the heads exist.
 
     Args:
         factory: makes the projections and says how many heads are held here.
@@ -76,7 +76,7 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """:meth:`core`, computed again in the backward pass where that is asked for."""
+        """Run :meth:`core`; under recomputation, run it again in the backward pass."""
         if self.recompute_core and may_recompute(self):
             return recompute(self.core, query, key, value, document_start)
         return self.core(query, key, value, document_start)
@@ -88,7 +88,7 @@ class HeadAttention(nn.Layer):
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Attention itself, ``[s, b, g * r * d]``: what recomputation repeats."""
+        """Scores, softmax and context, ``[s, b, g * r * d]``: the part that ``core_attn`` recomputes."""
         return joined(self.strategy.core(self.attend_heads, query, key, value, document_start))
 
     def attend_heads(
@@ -99,8 +99,8 @@ class HeadAttention(nn.Layer):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None = None,
     ) -> paddle.Tensor:
-        """An :data:`~ppfleetx.nn.attention_strategy.Attend`; a ``penalty`` on the scores takes the place of
-        the masks."""
+        """The kernel that an attention strategy calls. A ``penalty``, if given, is added to the scores
+        instead of the masks."""
         if self.window is not None and penalty is None:
             document_start = window_start(
                 self.window, query.shape[0], query.shape[3], document_start, key.shape[2]
@@ -164,7 +164,7 @@ class Attention(HeadAttention):
         return self.out_proj(self.strategy.leave(context))
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
-        """Whether nothing is done to queries or keys alone, and the fused operator is used."""
+        """Whether the packed fused operator can run: no layer changes queries or keys on their own."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and self.q_norm is None
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         return is_plain and packed_attention_serves(qkv, self.dropout, self.options)
@@ -172,7 +172,8 @@ class Attention(HeadAttention):
     def divide(
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Turned query ``[b, g, r, s, d]``, key and value ``[b, g, s, d]`` of ``qkv [s, b, g, r + 2, d]``."""
+        """Split ``qkv [s, b, g, r + 2, d]`` into query ``[b, g, r, s, d]`` and key and value ``[b, g, s,
+        d]``, with rotary positions applied."""
         per_group = self.queries_per_group
         # One transpose for all three, so that no part has to be copied again.
         if per_group == 1 and self.rotary is None and self.q_norm is None:

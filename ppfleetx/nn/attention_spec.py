@@ -22,7 +22,7 @@ def qkv_parts(queries_per_group: int, head_dim: int) -> tuple[Part, ...]:
 
 
 def parts_of(widths: Mapping[str, int]) -> tuple[Part, ...]:
-    """Columns that repeat parts of these widths."""
+    """The parts of a matrix whose columns repeat blocks of these widths."""
     period, parts, end = sum(widths.values()), [], 0
     for name, width in widths.items():
         parts.append(Part(name, 1, period, end, width))
@@ -69,17 +69,17 @@ class AttentionSpec:
 
     @property
     def q_width(self) -> int:
-        """Of all query heads."""
+        """Total width of all query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Of all key heads, and of all value heads."""
+        """Total width of all key heads, which is also that of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def score_width(self) -> int:
-        """What one score costs: features of all queries, and of all values."""
+        """Features multiplied for one score: the width of all queries plus that of all values."""
         return 2 * self.q_width
 
     @property
@@ -109,7 +109,7 @@ class AttentionSpec:
         return specs
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """What a context-parallel rank exchanges before attention, and after it."""
+        """Bytes a context-parallel rank exchanges before attention and after it."""
         each = work.tokens * self.head_dim / work.mp * work.activation_bytes
         return (self.num_heads + 2 * self.num_kv_heads) * each, self.num_heads * each
 
@@ -135,7 +135,7 @@ class AttentionSpec:
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
-        """What attention reads: views of the projection, or copies cut out of it.
+        """The tensors attention reads: views of the projection, or copies of its parts.
 
         Queries are copied once more when they are scaled, so that only a recomputed core or flash attention
         keeps the unscaled ones.
@@ -161,7 +161,7 @@ class AttentionSpec:
         return [*steps, Step("heads", kept, (steps[-1].writes,), scratch=whole - kept, back=turning)]
 
     def _turned(self, work: Work, source: str, turning: float) -> Step:
-        """Rotary positions of queries and keys."""
+        """The steps that apply rotary positions to queries and keys."""
         part = turning * self.rotary_size / self.head_dim
         wide = part * 4 / work.activation_bytes
         if work.on_cpu:  # x cos + partners sin, with tables as large as x; both products keep their factors
@@ -172,14 +172,15 @@ class AttentionSpec:
 
 
 def _pairs(work: Work, num_heads: int) -> float:
-    """Scores: of whole sequences, with the heads divided by tensor and context ranks."""
+    """The number of scores one rank computes: whole sequences, heads divided over tensor- and
+    context-parallel ranks."""
     return work.micro_batch * (num_heads / (work.mp * work.sep)) * work.seq_len**2
 
 
 def core_operations(
     work: Work, num_heads: int, key_dim: int, value_dim: int, dropout: float
 ) -> Iterator[Operation]:
-    """Scores, softmax and context of heads whose keys and values have these widths."""
+    """Operations of scores, softmax and context for heads with these key and value widths."""
     pairs, e = _pairs(work, num_heads), work.activation_bytes
     if work.flash:
         half = pairs * (key_dim + value_dim)  # of two products
@@ -194,7 +195,7 @@ def core_operations(
 
 @dataclass(frozen=True)
 class CoreSizes:
-    """Sizes of scores, softmax and context on one rank, for their tape.
+    """Bytes of scores, softmax and context on one rank, from which their tape is built.
 
     Attributes:
         num_heads: query heads of the model.
@@ -212,8 +213,8 @@ class CoreSizes:
     softmax_in_fp32: bool
 
     def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
-        """Steps from ``heads`` (bytes of what is kept of queries, keys and values) to the context of the
-        positions that this rank has outside attention; ``recompute`` forgets everything in between."""
+        """Steps from ``heads`` (bytes kept of queries, keys and values) to the context at this rank's own
+        positions; with ``recompute`` nothing in between is kept."""
         core = self._steps(work)
         if recompute:
             inner = Tape({"heads": heads}, (*core, Step("flat", self.context, ("context",), back=0.0)))
@@ -226,7 +227,7 @@ class CoreSizes:
         return steps
 
     def _steps(self, work: Work) -> list[Step]:
-        """Scores, softmax, weights, context."""
+        """The steps of scores, softmax, weights and context."""
         n, e = _pairs(work, self.num_heads), work.activation_bytes
         whole = self.query + self.key + self.value
         if work.flash:

@@ -44,8 +44,8 @@ class AttentionStrategy:
         return ids
 
     def enter(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """``[s, b, g, r + 2, d]`` as the projection gives it, to what attention works on; dimensions behind
-        the heads may be others."""
+        """Exchange the projection's output ``[s, b, g, r + 2, d]`` for the positions and heads attention
+        works on. The last two dimensions may differ."""
         return qkv
 
     def core(
@@ -56,11 +56,13 @@ class AttentionStrategy:
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Attention itself, with rotary positions already applied; ``attend`` is this rank's kernel."""
+        """Run attention with the kernel ``attend`` on queries and keys that already carry rotary
+        positions."""
         return attend(query, key, value, document_start)
 
     def leave(self, context: paddle.Tensor) -> paddle.Tensor:
-        """``[s, b, g * r * d]`` of what attention worked on, back to this rank's positions and heads."""
+        """Exchange attention's output ``[s, b, g * r * d]`` for this rank's own positions and all of its
+        heads."""
         return context
 
 

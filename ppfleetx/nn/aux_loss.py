@@ -66,7 +66,7 @@ class AuxLoss:
 
 
 def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
-    """``hidden``, whose backward pass gives ``aux`` its gradient.
+    """Return ``hidden`` unchanged; its backward pass also starts the gradient of ``aux``.
 
     Outside of a step, in generation or in a teacher, it is ``hidden`` and nothing else.
     """
@@ -75,7 +75,7 @@ def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
 
 
 def counted_positions() -> paddle.Tensor | None:
-    """``[s, b]``: 1 for the positions of the hidden states here that count in the loss, 0 for the others.
+    """A mask ``[s, b]`` of this rank's hidden states: 1 where the position counts in the loss, else 0.
 
     None outside of a step.
     """
@@ -84,7 +84,7 @@ def counted_positions() -> paddle.Tensor | None:
 
 
 class StepScope:
-    """Knows for each layer that runs which micro batch of which step it runs for.
+    """Tracks, for every layer that runs, which micro batch of which step it is running.
 
     Args:
         factory: made the layers.
@@ -103,7 +103,7 @@ class StepScope:
         self._weights: dict[tuple[int, Divisor], paddle.Tensor] = {}
 
     def watch(self, stages: Iterable[nn.Layer]) -> None:
-        """Follow these layers: each runs once for each micro batch, in their order."""
+        """Register the layers to track. Each layer runs once per micro batch, in order."""
         for layer in stages:
             layer.register_forward_pre_hook(self._enter)
             layer.register_forward_post_hook(lambda *_: _PLACE.set(None) and None)
@@ -115,7 +115,8 @@ class StepScope:
         divisors: Mapping[str, float] | None = None,
         loss_scale: float = 1.0,
     ) -> Iterator[None]:
-        """Within, layers run for these micro batches; layers that run for more of them attach nothing.
+        """Context manager of one step over these micro batches. A layer that runs more often than that
+        attaches no loss.
 
         Args:
             divisors: None: losses get no gradient.
@@ -152,7 +153,7 @@ class StepScope:
             _PLACE.set(_Place(self, micro_batch))
 
     def weights_of(self, of: Divisor, micro_batch: int) -> paddle.Tensor:
-        """1 or 0 for each position ``[s, b]`` or each row ``[b]``: whether it counts."""
+        """1 for each position ``[s, b]`` or row ``[b]`` that counts, 0 for the others."""
         if (micro_batch, of) not in self._weights:
             weights = upload(_weights(self._micro_batches[micro_batch], of).astype(np.float32))
             if of == "tokens":
@@ -162,13 +163,14 @@ class StepScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """Over how much the metric is: of a step, so that all its micro batches and replicas are one."""
+        """The count a metric is divided by: that of the whole step, so that micro batches and replicas
+        average correctly."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())
 
     def _num_shares(self, same_on: Sequence[str]) -> int:
-        """Ranks that share a micro batch, and whose values add up."""
+        """The number of ranks that share one micro batch and whose values are summed."""
         return math.prod(self._ctx.size_of(axis) for axis in ("sep", "mp") if axis not in same_on)
 
 
@@ -176,12 +178,12 @@ _COUNTED: tuple[Divisor, ...] = ("tokens", "sequences")
 
 
 def counts_of(micro_batches: Sequence[Arrays]) -> list[float]:
-    """How many tokens and sequences count in these micro batches."""
+    """Count the tokens and the sequences of these micro batches."""
     return [sum(float(_weights(batch, of).sum()) for batch in micro_batches) for of in _COUNTED]
 
 
 def divisors_of(counts: Sequence[float]) -> Mapping[str, float]:
-    """The divisors of a step from the sums over the job of :func:`counts_of`."""
+    """Turn the sums of :func:`counts_of` over all ranks into the divisors of a step."""
     return {"step": 1.0, **{of: max(count, 1.0) for of, count in zip(_COUNTED, counts, strict=True)}}
 
 
@@ -196,7 +198,8 @@ _PLACE: ContextVar[_Place | None] = ContextVar("place", default=None)
 
 
 def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
-    """What counts of ``[b, s]`` tokens or ``[b]`` rows. A classifier's mask is one of rows."""
+    """Float weights of ``[b, s]`` tokens, or of ``[b]`` rows for a classifier, whose mask has one entry
+    per row."""
     mask = batch.get("loss_mask")
     if mask is None:  # of a task that counts otherwise
         mask = np.ones(batch["tokens"].shape, np.float32)
@@ -206,7 +209,7 @@ def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
 
 
 class _Attached(PyLayer):
-    """The first tensor; the second gets a constant gradient."""
+    """Pass the first tensor through; in the backward pass, give the second a constant gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: paddle.Tensor, value: paddle.Tensor, gradient: float) -> paddle.Tensor:

@@ -20,6 +20,7 @@ import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
 
+from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.matmul import Matmul
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
@@ -28,7 +29,7 @@ OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
 
 @dataclass(frozen=True)
 class PieceTarget:
-    """What a head needs to go from its input to the loss.
+    """Labels, mask and loss function: what a head needs to turn its input into a loss.
 
     Attributes:
         labels, mask: ``[b, s]`` of this rank's positions.
@@ -41,7 +42,7 @@ class PieceTarget:
 
 
 class LogitsInPieces:
-    """Stands for logits that have not been computed yet: the loss asks for them, piece by piece.
+    """A placeholder for logits that have not been computed. The loss requests them piece by piece.
 
     Args:
         head: the layer, a :class:`PieceHead`. It is called through its hooks, as in any forward pass.
@@ -49,17 +50,22 @@ class LogitsInPieces:
     """
 
     def __init__(self, head: PieceHead, hidden: paddle.Tensor) -> None:
-        self._head, self._hidden = head, hidden
+        self.head, self.hidden = head, hidden
 
     def loss(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> paddle.Tensor:
-        """``function``'s loss, summed over the pieces."""
+        """The sum of ``function`` over all pieces, differentiable."""
         if paddle.is_grad_enabled():
-            return self._head((self._hidden,), None, PieceTarget(labels, mask, function))
+            return self.head((self.hidden,), None, PieceTarget(labels, mask, function))
         return paddle.stack(self.each(labels, mask, function)).sum()
 
     def each(self, labels: paddle.Tensor, mask: paddle.Tensor, function: OfPiece) -> list[Any]:
-        """``function`` of every piece in order, without gradients."""
-        return self._head((self._hidden,), None, PieceTarget(labels, mask, function))
+        """``function`` of each piece, in order, without gradients."""
+        return self.head((self.hidden,), None, PieceTarget(labels, mask, function))
+
+    def logits(self) -> Iterator[paddle.Tensor]:
+        """Yield the logits ``[s', b, V]`` of each piece, in order, when they are asked for. No gradients;
+        hooks of the head do not run."""
+        return self.head.logits_in_pieces(self.hidden)
 
 
 class PieceHead(nn.Layer):
@@ -78,7 +84,8 @@ class PieceHead(nn.Layer):
 
     @contextmanager
     def loss_follows(self) -> Iterator[None]:
-        """Within, the logits are only used for their loss."""
+        """Context manager: inside it the head may return :class:`LogitsInPieces`, because only the loss
+        reads its output."""
         self._loss_follows = self.num_pieces > 1
         try:
             yield
@@ -86,28 +93,44 @@ class PieceHead(nn.Layer):
             self._loss_follows = False
 
     def defers(self, inputs: Sequence[Any]) -> bool:
-        """Whether a call with these positional arguments computes nothing yet, and so needs no weights."""
+        """Whether a call with these positional arguments returns :class:`LogitsInPieces`, and so reads no
+        weights yet."""
         _, cache, target = (*inputs, None, None)[:3]
         return self._loss_follows and cache is None and target is None
 
     def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
-        """Weight, bias, and whether the weight is transposed (``[V, h]``)."""
+        """Return the weight, the bias, and whether the weight is transposed (``[V, h]``)."""
         raise NotImplementedError
 
+    def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        """The head's input at all positions that this rank has labels for."""
+        raise NotImplementedError
+
+    def logits_in_pieces(self, hidden: paddle.Tensor) -> Iterator[paddle.Tensor]:
+        """See :meth:`LogitsInPieces.logits`."""
+        with paddle.no_grad():
+            whole = self.entered(hidden)
+            weight, bias, is_transposed = self.matrix()
+        for begin, end in _edges(whole.shape[0], self.num_pieces):
+            with paddle.no_grad():
+                piece = self._matmul.apart(whole[begin:end], weight, bias, is_transposed, weight)
+            yield piece
+
     def run_pieces(self, whole: paddle.Tensor, target: PieceTarget) -> Any:
-        """The loss of ``whole [s, b, h]``; without gradients, the results of all pieces."""
+        """Return the loss of ``whole [s, b, h]``; without gradients, a list with ``function`` of each
+        piece."""
         weight, bias, is_transposed = self.matrix()
         if paddle.is_grad_enabled():
             head = _HeadMatrix(weight, bias, is_transposed, self._matmul)
             return _LossInPieces.apply(whole, weight, bias, head, target, self.num_pieces)
         return [
-            target.function(_logits(piece, weight, bias, is_transposed), labels, mask)
+            target.function(self._matmul.apart(piece, weight, bias, is_transposed, weight), labels, mask)
             for piece, labels, mask in _pieces(whole, target, self.num_pieces)
         ]
 
 
 class _HeadMatrix:
-    """The head's weight and bias as they are multiplied. No tensor to Paddle."""
+    """The head's weight and bias in the type they are multiplied in. Not a tensor, so Paddle ignores it."""
 
     def __init__(
         self, weight: paddle.Tensor, bias: paddle.Tensor | None, is_transposed: bool, matmul: Matmul
@@ -116,13 +139,20 @@ class _HeadMatrix:
         self.is_transposed, self.matmul = is_transposed, matmul
 
     def values(self) -> list[paddle.Tensor]:
-        """Leaves of their own: nothing reaches the parameters, or the hooks on them, before the backward
+        """Detached copies of weight and bias, so that no hook on the parameters runs before the backward
         pass."""
-        return [_leaf(self.matmul.value(one), one.stop_gradient) for one in self.parameters]
+        value = paddle.Tensor.detach if bfloat16.are_entered() else self.matmul.value
+        return [_leaf(value(one), one.stop_gradient) for one in self.parameters]
+
+    def logits(
+        self, hidden: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None
+    ) -> paddle.Tensor:
+        """The product of ``hidden`` and such leaves."""
+        return self.matmul.apart(hidden, weight, bias, self.is_transposed, self.parameters[0])
 
 
 class _LossInPieces(PyLayer):
-    """Loss sum of ``function`` over the pieces; the gradients are made in the forward pass."""
+    """Sum ``function`` over the pieces; the forward pass also computes the gradients."""
 
     @staticmethod
     def forward(
@@ -137,7 +167,7 @@ class _LossInPieces(PyLayer):
         loss, of_whole, sums = None, [], [None] * len(head.parameters)
         for piece, labels, mask in _pieces(whole, target, num_pieces):
             leaves = [_leaf(piece, whole.stop_gradient), *head.values()]
-            part, gradients = _gradients(leaves, head.is_transposed, labels, mask, target.function)
+            part, gradients = _gradients(leaves, head, labels, mask, target.function)
             loss = part if loss is None else loss + part
             while len(gradients) > 1:  # each let go as soon as it has been added
                 index = len(gradients) - 2
@@ -173,29 +203,21 @@ def _leaf(tensor: paddle.Tensor, stop_gradient: bool) -> paddle.Tensor:
 
 def _gradients(
     leaves: Sequence[paddle.Tensor],
-    is_transposed: bool,
+    head: _HeadMatrix,
     labels: paddle.Tensor,
     mask: paddle.Tensor,
     function: OfPiece,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
-    """Loss of a piece, and the gradients of ``leaves`` (piece, weight, perhaps bias) that want one. The
-    leaves have none afterwards."""
-    hidden, weight, bias = (*leaves, None)[:3]
+    """Return the loss of a piece and the gradients of those ``leaves`` (piece, weight, optional bias) that
+    need one. Their ``grad`` is cleared afterwards."""
     with paddle.enable_grad():
-        part = function(_logits(hidden, weight, bias, is_transposed), labels, mask)
+        part = function(head.logits(*leaves), labels, mask)
         part.backward()  # not paddle.grad, which leaves what PyLayers have saved to the garbage collector
     return part.detach(), [leaf.grad for leaf in leaves]
 
 
-def _logits(
-    hidden: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None, is_transposed: bool
-) -> paddle.Tensor:
-    logits = paddle.matmul(hidden, weight, transpose_y=is_transposed)
-    return logits if bias is None else logits + bias
-
-
 def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
-    """Sums are kept in float32: there are as many terms as pieces."""
+    """Add a gradient to its float32 total."""
     if gradient is None:
         return total
     gradient = _in(gradient, paddle.float32)
@@ -203,16 +225,20 @@ def _added(total: paddle.Tensor | None, gradient: paddle.Tensor | None) -> paddl
 
 
 def _in(tensor: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
-    """``tensor`` in ``dtype``; itself, where ``astype`` would copy it, if it is."""
+    """Convert ``tensor`` to ``dtype`` without copying one that already has it."""
     return tensor if tensor.dtype == dtype else tensor.astype(dtype)
 
 
 def _pieces(
     whole: paddle.Tensor, target: PieceTarget, num_pieces: int
 ) -> Iterator[tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]]:
-    """Hidden, labels and mask of each piece: consecutive positions, their numbers equal or one apart."""
-    length = whole.shape[0]
-    count = min(num_pieces, length)
-    edges = [length * index // count for index in range(count + 1)]
-    for begin, end in pairwise(edges):
+    """Yield hidden states, labels and mask of each piece. Pieces are consecutive; their lengths differ by
+    at most one."""
+    for begin, end in _edges(whole.shape[0], num_pieces):
         yield whole[begin:end], target.labels[:, begin:end], target.mask[:, begin:end]
+
+
+def _edges(length: int, num_pieces: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the end position of each piece."""
+    count = min(num_pieces, length)
+    return pairwise([length * index // count for index in range(count + 1)])

@@ -1,4 +1,4 @@
-"""Column-parallel layers whose sums over the ranks travel while the gradient of the weight is computed.
+"""Column-parallel layers that overlap the all-reduce of the input's gradient with the weight's gradient.
 
 Each rank multiplies the whole input by its columns of the weight, so the gradient of the input is a sum over
 the ranks. The layers before need it, and nothing needs the gradient of the weight yet: so the sum is started
@@ -19,7 +19,7 @@ from ppfleetx.nn.matmul import Exchange, Finish
 
 
 class WholeInput:
-    """An :class:`~ppfleetx.nn.matmul.Exchange` of ranks that all hold the input whole."""
+    """:class:`~ppfleetx.nn.matmul.Exchange` for ranks that all hold the whole input."""
 
     gathers_again = False
 
@@ -38,7 +38,7 @@ class WholeInput:
 
 
 class ScatteredInput:
-    """An :class:`~ppfleetx.nn.matmul.Exchange` of ranks of which each holds a part of the positions.
+    """:class:`~ppfleetx.nn.matmul.Exchange` for ranks that each hold some positions of the input.
 
     Args:
         group: the ranks.
@@ -63,7 +63,7 @@ class ScatteredInput:
 
 
 def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
-    """Waits for ``task``; until then what it uses stays."""
+    """A function that waits for ``task`` and keeps its tensors alive until then."""
 
     def finish(_held: tuple[paddle.Tensor, ...] = _used) -> paddle.Tensor:
         task.wait()
@@ -73,7 +73,7 @@ def _finish(task: Any, result: paddle.Tensor, *_used: paddle.Tensor) -> Finish:
 
 
 def column_exchange(ctx: ParallelContext, *, gathers_again: bool) -> Exchange:
-    """What overlaps under a plan with tensor parallelism; for ``TensorParallelFactory.exchange``."""
+    """The :class:`~ppfleetx.nn.matmul.Exchange` of a plan with tensor parallelism, or None."""
     group = ctx.group_of("mp")
     if ctx.plan.sequence_parallel:
         return ScatteredInput(group, gathers_again=gathers_again)

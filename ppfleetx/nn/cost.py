@@ -1,4 +1,5 @@
-"""What a layer costs, in words that every declaration uses: operations, and steps of a tape. No Paddle.
+"""The vocabulary of layer costs, shared by all declarations: operations, and the steps of a tape. No
+Paddle.
 
 A multiply-add counts as two operations. Attention counts all pairs of positions, as the Megatron papers do
 and as a kernel without causal skipping computes them; fused attention skips the upper half.
@@ -68,7 +69,7 @@ class Work:
 
     @property
     def split(self) -> int:
-        """Into how many parts sequence parallelism slices the positions between products."""
+        """The number of parts sequence parallelism divides the positions into."""
         return self.mp if self.sequence_parallel else 1
 
     @property
@@ -81,7 +82,8 @@ class Work:
 
     @property
     def low_share(self) -> float:
-        """Size of a gradient as it arrives, as a share of its size as it is kept; 0: it stays as it is."""
+        """The size of an incoming gradient as a share of the size it is kept in; 0 if it is kept as it
+        comes."""
         same = self.gradient_bytes == self.parameter_bytes
         return 0.0 if same else self.parameter_bytes / self.gradient_bytes
 
@@ -90,7 +92,7 @@ class Work:
         return self.tokens * width * self.activation_bytes
 
     def part_of(self, width: float) -> float:
-        """The same for the positions between products that this rank has under sequence parallelism."""
+        """Bytes of activations at this rank's share of the positions under sequence parallelism."""
         return self.bytes_of(width) / self.split
 
 
@@ -123,16 +125,16 @@ class Operation:
 
     @property
     def backward_flops(self) -> float:
-        """Floating-point operations of its backward pass."""
+        """Floating-point operations of the backward pass."""
         return self.flops * (2.5 if self.kind == "flash" else 2.0)
 
     def is_repeated(self, recompute: Recompute) -> bool:
-        """Whether the backward pass computes the operation again under this granularity."""
+        """Whether the backward pass repeats this operation under the given recompute granularity."""
         return self.part in _REPEATED[recompute]
 
 
 def matmul(name: str, part: Part, rows: float, width_in: float, width_out: float) -> Operation:
-    """``[rows, width_in]`` times a weight ``[width_in, width_out]``."""
+    """The product of ``[rows, width_in]`` and a weight ``[width_in, width_out]``."""
     return Operation(
         name,
         "matmul",
@@ -144,12 +146,13 @@ def matmul(name: str, part: Part, rows: float, width_in: float, width_out: float
 
 
 def elementwise(name: str, part: Part, forward: float, backward: float, kernels: int = 1) -> Operation:
-    """An operation whose cost is the bytes that it reads and writes."""
+    """An operation that costs the bytes it reads and writes."""
     return Operation(name, "elementwise", part, 0.0, forward, backward, kernels)
 
 
 def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> Operation:
-    """Dropout of a branch and its addition: two inputs, the sum, one byte of mask."""
+    """Dropout of a branch and its addition to the residual: two inputs, the sum, and one byte of mask per
+    element."""
     values = work.tokens * width / work.split
     e, mask = work.activation_bytes, int(dropout > 0)
     return elementwise(name, part, values * (3 * e + mask), values * (2 * e + mask), 1 + mask)

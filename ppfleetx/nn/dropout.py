@@ -1,4 +1,4 @@
-"""Dropout of what all ranks hold alike, of what they hold parts of, and where nothing is dropped."""
+"""Dropout: replicated over ranks, sliced over ranks, and switched off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ppfleetx.distributed.random import sliced_stream
 
 
 class Dropout(nn.Dropout):
-    """Dropout that costs nothing where it drops nothing."""
+    """Dropout that does nothing in evaluation or at probability 0."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """``x`` with elements dropped; ``x`` itself in evaluation and where ``p`` is 0."""
@@ -22,7 +22,7 @@ class Dropout(nn.Dropout):
 
 
 class NoDropout:
-    """What is called in the place of dropout where nothing is ever dropped."""
+    """A callable that returns its input; used where dropout never applies."""
 
     p, training = 0.0, False
 
@@ -31,7 +31,7 @@ class NoDropout:
 
 
 class SlicedDropout(Dropout):
-    """Dropout of activations that tensor-parallel ranks hold different parts of: their masks differ."""
+    """Dropout of activations sliced over tensor-parallel ranks, with a different mask on each."""
 
     stream = staticmethod(sliced_stream)
     """For kernels that drop elements themselves."""

@@ -10,7 +10,7 @@ from paddle import nn
 
 
 class VocabParallelEmbedding(nn.Layer):
-    """The rows of a word table that a tensor-parallel rank holds, ``weight``.
+    """A word embedding whose rows are divided over the tensor-parallel ranks.
 
     Paddle's own layer needs ``c_embedding``. On a plugin's device that copies the whole table in each pass.
 
@@ -34,7 +34,7 @@ class VocabParallelEmbedding(nn.Layer):
 
 
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """A row of this rank's table for each token, and whether it is the token's own, ``[..., 1]``.
+    """For each token, a row of this rank's table and whether the token belongs to this rank, ``[..., 1]``.
 
     Tokens of other ranks get rows all over the table: a GPU adds up gradients that fall on one row slowly,
     even if they are zero.

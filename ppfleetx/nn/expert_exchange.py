@@ -1,4 +1,4 @@
-"""How rows of hidden states travel to the ranks of their experts, and back.
+"""The all-to-all exchange that brings hidden states to the ranks of their experts and back.
 
 A mixture layer gathers a row of hidden states for each choice, sorted by expert. With expert parallelism the
 experts of a layer are divided among the ranks along ``ep``, so every rank sends each other one the rows of
@@ -29,7 +29,7 @@ from ppfleetx.distributed.transfer import read, upload
 
 
 class ExpertExchange:
-    """For a rank that has all experts, whole: nothing travels.
+    """The exchange of a rank that holds all experts: nothing is sent.
 
     Attributes:
         adds_output_bias: whether this rank adds the experts' last bias; one of those that add up their slices
@@ -39,12 +39,12 @@ class ExpertExchange:
     adds_output_bias = True
 
     def own(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """The part of ``rows [n, ...]`` that this rank sends to experts, where several ranks hold the same
-        rows. The gradient is that of all rows."""
+        """The part of ``rows [n, ...]`` this rank dispatches when several ranks hold the same rows. The
+        backward pass gathers the gradient of all rows."""
         return rows
 
     def whole(self, rows: paddle.Tensor, num_rows: int) -> paddle.Tensor:
-        """All ``num_rows`` again, from the parts of :meth:`own`."""
+        """Gather the parts of :meth:`own` into all ``num_rows`` rows."""
         return rows
 
     def dispatch(self, rows: paddle.Tensor, counts: paddle.Tensor) -> Journey:
@@ -58,23 +58,23 @@ class ExpertExchange:
 
 
 class Journey:
-    """Rows on their way to experts and back; these stay where they are."""
+    """One dispatch of rows to experts and back. This base class sends nothing."""
 
     def __init__(self, rows: paddle.Tensor, counts: paddle.Tensor) -> None:
         self._rows, self._counts = rows, counts
 
     def arrive(self) -> tuple[paddle.Tensor, np.ndarray]:
-        """The rows for this rank's experts, sorted by expert, and how many each gets, on the host. What is
-        computed before the call does not wait for them."""
+        """Wait for the rows of this rank's experts; return them sorted by expert, with the number of rows
+        per expert on the host. Work queued before this call overlaps the exchange."""
         return self._rows, read(self._counts)
 
     def back(self, outputs: paddle.Tensor) -> paddle.Tensor:
-        """What the experts made of the rows, in the order of the rows that were sent."""
+        """Send the experts' outputs back; return them in the order of the rows that were dispatched."""
         return outputs
 
 
 class ParallelExperts(ExpertExchange):
-    """Among the ranks of a pipeline stage.
+    """The exchange among the expert-parallel ranks of a pipeline stage.
 
     Args:
         ep: ranks among which the experts are divided; None: every rank has all of them.
@@ -106,7 +106,7 @@ class ParallelExperts(ExpertExchange):
 
 
 class _Travel(Journey):
-    """Between ranks."""
+    """A dispatch between ranks."""
 
     def __init__(self, rows: paddle.Tensor, route: Route) -> None:
         if paddle.is_grad_enabled() and rows.stop_gradient:  # all ranks come by in the backward pass
@@ -126,7 +126,7 @@ class _Travel(Journey):
 
 @dataclass(frozen=True)
 class Route:
-    """How the rows of one dispatch travel.
+    """Which rows of one dispatch go where.
 
     A rank that would send or receive nothing sends itself a row of zeros, for its last expert: Paddle's
     exchanges and operators do not take tensors without elements on every device.
@@ -147,7 +147,7 @@ class Route:
 
     @classmethod
     def of(cls, counts: paddle.Tensor, ep: Any, emp: Any) -> Route:
-        """Exchange the counts: one message along each axis, and one look at the device."""
+        """Exchange the row counts: one message along each axis, and one wait for the device."""
         size, me = (1, 0) if ep is None else (ep.nranks, ep.rank)
         slices, num_experts = 1 if emp is None else emp.nranks, counts.shape[0]
         table = counts
@@ -170,47 +170,47 @@ class Route:
 
     @property
     def local_counts(self) -> np.ndarray:
-        """Rows that each expert of this rank gets."""
+        """The number of rows of each expert on this rank."""
         return self.table.sum((0, 1))
 
     @property
     def _received(self) -> np.ndarray:
-        """Rows from each rank along ``ep``."""
+        """The number of rows received from each rank along ``ep``."""
         return self.table[0 if self.emp is None else self.emp.rank].sum(1)
 
     @property
     def _longest(self) -> int:
-        """Rows of the rank along ``emp`` that received most: all send as many to each other."""
+        """The largest number of rows any rank along ``emp`` received; every rank pads to it."""
         return int(self.table.sum((1, 2)).max())
 
     @cached_property
     def _order(self) -> paddle.Tensor:
-        """Where the rows of each expert lie in what ``emp`` has gathered."""
+        """The positions of each expert's rows among those gathered along ``emp``."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property
     def _place(self) -> paddle.Tensor:
-        """The opposite of :attr:`_order`. Padding gets any row: nobody reads what becomes of it."""
+        """The inverse of :attr:`_order`. Padding maps to an arbitrary row, which nothing reads."""
         order = sorted_by_expert(self.table, self._longest)
         place = np.zeros(len(self.table) * self._longest, np.int64)
         place[order] = np.arange(len(order))
         return upload(place)
 
     def depart(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """Start to send rows, sorted by expert, to the ranks of their experts."""
+        """Start sending rows, sorted by expert, to the ranks of their experts."""
         if self.zeros_at is not None:
             zeros = paddle.zeros([1, *rows.shape[1:]], rows.dtype)
             rows = _joined(rows[: self.zeros_at], zeros, rows[self.zeros_at :])
         return message.start(rows, self.sent, self._received, self.ep)
 
     def spread(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """Rows that have come along ``ep`` to all ranks along ``emp``: sorted by expert again."""
+        """Gather the rows received along ``ep`` over all ranks along ``emp``, sorted by expert."""
         if self.emp is not None:
             rows = gather_rows(rows, self._longest, self.emp)
         return rows.index_select(self._order)
 
     def collect(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """The opposite of :meth:`spread`: what the ranks along ``emp`` have is added up."""
+        """Reduce-scatter the outputs over the ranks along ``emp``: the inverse of :meth:`spread`."""
         rows = rows.index_select(self._place)
         if self.emp is None:
             return rows
@@ -219,11 +219,11 @@ class Route:
         return total[: int(self._received.sum())]
 
     def send_back(self, rows: paddle.Tensor, message: Message) -> paddle.Tensor:
-        """Start the opposite of :meth:`depart`, for :meth:`at_home`."""
+        """Start sending outputs back; :meth:`at_home` waits for them."""
         return message.start(rows, self._received, self.sent, self.ep)
 
     def at_home(self, message: Message) -> paddle.Tensor:
-        """The rows of :meth:`send_back`, once they are there."""
+        """Wait for the rows of :meth:`send_back`."""
         rows = message.wait()
         if self.zeros_at is None:
             return rows
@@ -231,13 +231,14 @@ class Route:
 
 
 class Message:
-    """Rows under way along ``ep``."""
+    """An all-to-all along ``ep`` that has been started."""
 
     def __init__(self) -> None:
         self._finish: Callable[[], paddle.Tensor] | None = None
 
     def start(self, rows: paddle.Tensor, sent: np.ndarray, received: np.ndarray, group: Any) -> paddle.Tensor:
-        """The tensor that the rows arrive in. Without a group they are there."""
+        """Start the exchange and return the tensor it fills. Without a group, that tensor is already
+        complete."""
         if group is None:
             self._finish = lambda: rows
             return rows
@@ -245,7 +246,7 @@ class Message:
         return out
 
     def wait(self) -> paddle.Tensor:
-        """The rows, once they are there."""
+        """Wait for the exchange and return the rows."""
         finish, self._finish = self._finish, None
         return finish()
 
@@ -256,8 +257,8 @@ def _joined(*parts: paddle.Tensor) -> paddle.Tensor:
 
 
 def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
-    """Where rows lie that are wanted in the order (expert, slice, source): those of slice ``j`` begin at
-    ``j * stride``, in the order (source, expert).
+    """The indices that reorder rows from (source, expert) to (expert, slice, source) order; the rows of
+    slice ``j`` begin at ``j * stride``.
 
     Args:
         table: ``[slice, source, expert]``, numbers of rows.
@@ -273,7 +274,8 @@ def sorted_by_expert(table: np.ndarray, stride: int) -> np.ndarray:
 
 
 class _Depart(PyLayer):
-    """Backward, the rows' gradients have been on their way since :class:`_Arrive`."""
+    """Send rows in the forward pass. In the backward pass their gradients, sent by :class:`_Arrive`,
+    arrive here."""
 
     @staticmethod
     def forward(ctx: Any, rows: paddle.Tensor, route: Route, message: Message) -> paddle.Tensor:
@@ -319,7 +321,7 @@ def _share(num_rows: int, group: Any) -> int:
 
 
 def _part(rows: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """The share of this rank; a row of zeros where there are fewer rows than ranks."""
+    """This rank's share of the rows, or one row of zeros if there are fewer rows than ranks."""
     share = _share(rows.shape[0], group)
     part = rows[group.rank * share : (group.rank + 1) * share]
     return part if part.shape[0] else paddle.zeros([1, *rows.shape[1:]], rows.dtype)

@@ -55,13 +55,14 @@ _KINDS = {"columns": "ColumnParallelLinear", "rows": "RowParallelLinear"}
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
-    """The matrix ``[in, out]`` of a linear, however it is stored."""
+    """Return the matrix ``[in, out]`` of a linear, dequantised if need be."""
     is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
     return linear.spec if is_quantized else linear.weight.spec
 
 
 def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
-    """The factory of a plan; without ``train`` for a model whose weights do not change once it is used."""
+    """Return the factory of a plan. Without ``train`` it makes layers whose weights never change after
+    first use."""
     if ctx.size_of("mp") > 1:
         factory = TensorParallelFactory(ctx.group_of("mp"), ctx.plan.sequence_parallel)
     else:
@@ -75,7 +76,8 @@ def layer_factory(ctx: ParallelContext, *, train: bool = True) -> LocalFactory:
 
 
 def _expert_exchange(ctx: ParallelContext) -> ExpertExchange:
-    """Groups of experts exist where the model has some (``distributed/init.py``)."""
+    """The exchange of this plan's expert groups, which exist only if the model has experts
+    (``distributed/init.py``)."""
     alike = ctx.group_of("mp") if ctx.size_of("mp") > 1 and not ctx.plan.sequence_parallel else None
     groups = {"ep": ctx.groups.get("ep"), "emp": ctx.groups.get("emp"), "alike": alike}
     return ParallelExperts(**groups) if any(groups.values()) else ExpertExchange()
@@ -221,7 +223,7 @@ class LocalFactory:
         return values
 
     def _position_groups(self) -> list[Any]:
-        """Groups whose ranks hold different positions of the hidden states."""
+        """The process groups whose ranks hold different positions of the hidden states."""
         return [] if self.attention.group is None else [self.attention.group]
 
     def token_loss(
@@ -312,7 +314,8 @@ class TensorParallelFactory(LocalFactory):
         return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
-        """Maxima over what is sliced are those of all ranks; so are the gradients of learned bounds."""
+        """A quantiser whose maxima, and whose gradients of learned bounds, are reduced over the ranks that
+        slice the tensor."""
         has_sliced_input = linear.weight.spec.lies("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input
@@ -332,14 +335,15 @@ class TensorParallelFactory(LocalFactory):
         return maxima
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        """Where input features are sliced, A gives terms of a sum; where output features are, B is sliced."""
+        """An adapter sliced like its linear: with sliced input features A yields partial sums, with sliced
+        output features B is sliced."""
         cut = _matrix_of(linear).lies("mp")
         join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
         return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Input features sliced: products are parts of a sum. Output features: its input must be whole, and
-        the input's gradient is a sum."""
+        """A quantised linear: with sliced input features its products are partial sums; with sliced output
+        features the input's gradient is."""
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)
         made = partial(QuantizedLinear, linear, form, declare=self.declare)

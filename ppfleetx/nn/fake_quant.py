@@ -114,12 +114,12 @@ class _LearnedClip(PyLayer):
 
 
 def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
-    """``maxima`` of what one rank holds whole."""
+    """Return ``maxima`` unchanged: this rank holds the whole tensor."""
     return maxima
 
 
 class FakeQuantizer(nn.Layer):
-    """How one linear's weight and input are rounded.
+    """Rounds the weight and the input of one linear.
 
     Parameters, where the configuration asks for them: ``input_scale [1]``, the moving average of the input's
     largest magnitude (0: nothing was seen yet, and inputs are not rounded; it is not trained);
@@ -220,11 +220,11 @@ class FakeQuantizer(nn.Layer):
     # -- from step to step
 
     def begin(self) -> None:
-        """Forget what was seen, and look at the weight anew: it may have changed."""
+        """Forget the observed maxima, and read the weight again, which may have changed."""
         self._bound = self._largest = None
 
     def take_largest(self) -> paddle.Tensor:
-        """The largest magnitude of the inputs since this was last called, ``[]``; 0 where there were none."""
+        """Return the largest input magnitude, ``[]``, since the last call, and reset it; 0 without inputs."""
         largest, self._largest = self._largest, None
         return paddle.zeros([]) if largest is None else largest
 
@@ -239,7 +239,7 @@ class FakeQuantizer(nn.Layer):
 
 
 def quantize_linear(linear: nn.Layer, quantizer: FakeQuantizer) -> None:
-    """Let ``linear`` compute with its weight and input as ``quantizer`` rounds them."""
+    """Make ``linear`` multiply with the weight and input that ``quantizer`` rounds."""
     linear.add_sublayer(QUANTIZER, quantizer)
     linear.register_forward_pre_hook(_round)
     linear.register_forward_post_hook(_restore)
@@ -261,7 +261,7 @@ def _restore(linear: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle
 def with_quantizers(
     stages: Sequence[Stage], cfg: QuantizationConfig, factory: LayerFactory, *, follows: bool
 ) -> list[Stage]:
-    """``stages`` with fake quantisation of the linears that ``cfg`` names.
+    """Add fake quantisation to the linears that ``cfg`` names; return the new ``stages``.
 
     Args:
         stages: the model.
@@ -294,7 +294,7 @@ def _quantize(
 
 
 def _frozen(layer: nn.Layer, name_of: NameOf, *, finish: Finish) -> None:
-    """The embedding does not train; blocks still get gradients of what they are given."""
+    """Freeze the embedding; the blocks' inputs still get gradients."""
     for parameter in layer.parameters():
         parameter.stop_gradient = True
     finish(layer, name_of)
@@ -302,7 +302,7 @@ def _frozen(layer: nn.Layer, name_of: NameOf, *, finish: Finish) -> None:
 
 
 def _frozen_tie(stage: Stage) -> Stage:
-    """A head that shares the embedding does not train it either."""
+    """Freeze the tied embedding in the head too."""
     return stage if stage.tie is None else replace(stage, finish=partial(_freeze, finish=stage.finish))
 
 
@@ -313,5 +313,5 @@ def _freeze(layer: nn.Layer, name_of: NameOf, *, finish: Finish) -> None:
 
 
 def quantizers_of(layer: nn.Layer) -> list[FakeQuantizer]:
-    """Quantisers of a layer or container, in model order."""
+    """All quantisers of a layer or container, in model order."""
     return [one for one in layer.sublayers(include_self=True) if isinstance(one, FakeQuantizer)]

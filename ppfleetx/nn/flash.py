@@ -1,4 +1,4 @@
-"""Flash attention of Paddle's, or of a device's plugin: what it can serve, and the call.
+"""Flash attention of Paddle or of a device plugin: when it can be used, and how it is called.
 
 Shape letters as in :mod:`ppfleetx.nn.kernels`. What does not fit ends in Paddle 3.3.1 with an assertion or an
 external error of the kernel, so it is asked for here first.
@@ -27,7 +27,7 @@ _CARDS_THAT_TRAIN_LARGER = ((8, 0), (9, 0))
 def flash_obstacle(
     query: paddle.Tensor, dropout: nn.Layer, *, packed: bool, fused: FusedOps | None = None
 ) -> str | None:
-    """Why flash attention cannot serve such queries here, or None when it can.
+    """The reason flash attention cannot serve such queries here; None if it can.
 
     Args:
         dropout: of the attention weights; where it is in training, there will be a backward pass.
@@ -62,7 +62,8 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
 def limit(
     version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
 ) -> str | None:
-    """The limit of flash attention's ``version`` that is exceeded, in words.
+    """The limit of this flash attention ``version`` that the sizes exceed, in words; None if there is
+    none.
 
     The library checks the same: version 2 in ``csrc/capi/flash_attn.cu`` of PaddlePaddle/flash-attention,
     version 3 in Paddle's ``flash_attn_v3_kernel.cu`` and ``nn/functional/flash_attention.py``.
@@ -95,7 +96,8 @@ def limit(
 
 
 def flash_version(head_size: int, *, packed: bool) -> int:
-    """Which version Paddle will take: its flag's, but not always where results must be deterministic."""
+    """The version of flash attention Paddle will run: that of its flag, except in some deterministic
+    cases."""
     version = _flag("FLAGS_flash_attn_version", 2)
     takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not packed or head_size > 128)
     return 2 if takes_other else version
@@ -108,9 +110,11 @@ def flash_attention(
     document_start: paddle.Tensor | None,
     dropout: nn.Layer,
 ) -> paddle.Tensor:
-    """Attention by Paddle's kernel, where documents packed in a row go through flashmask, or by the plugin's,
-    where they go as a mask of all pairs of positions. Values that are narrower than keys are filled up with
-    zeros, because the kernels take one head size."""
+    """Run flash attention: Paddle's, with packed documents as flashmask, or the plugin's, with packed
+    documents as a full mask.
+
+    Values narrower than keys are padded with zeros, because the kernels take one head size.
+    """
     _, groups, per_group, _, head_dim = query.shape
     value_dim = value.shape[-1]
     if value_dim < head_dim:
@@ -155,7 +159,7 @@ _capability = functools.cache(capability)
 
 
 def _flag(name: str, default: int) -> int:
-    """A flag of Paddle that builds without a GPU do not have."""
+    """The value of a Paddle flag, which builds without GPU support lack."""
     try:
         return paddle.get_flags(name)[name]
     except ValueError:

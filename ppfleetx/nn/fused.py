@@ -1,4 +1,5 @@
-"""Fused operators: one kernel of Paddle's in the place of several. The one table of them, and the choice.
+"""Fused operators: one Paddle kernel in place of several. This is the only table of them, and the only
+place that chooses.
 
 What an operator computes is defined by its composite, plain operators that run everywhere. A fused operator
 is taken where this build of Paddle, or the device's plugin, has it for the place and the element type, and
@@ -141,7 +142,8 @@ class FusedOps:
         self._types = {name: {getattr(paddle, t) for t in types} for name, types in self.taken.items()}
 
     def takes(self, name: FusedName, *tensors: paddle.Tensor) -> bool:
-        """Whether ``name`` serves such tensors; not in a program that is being exported."""
+        """Whether the fused operator ``name`` is used for such tensors. Never inside a program that is
+        being exported."""
         types = self._types.get(name)
         if types is None or not paddle.in_dynamic_mode():
             return False
@@ -162,7 +164,7 @@ def choose(
     ctx: ParallelContext,
     unused: Mapping[FusedName, str] | None = None,
 ) -> FusedOps:
-    """What ``Model.fused_ops`` means here, the same on all ranks.
+    """Resolve ``Model.fused_ops`` for this device, identically on all ranks.
 
     Args:
         setting: its value.
@@ -202,7 +204,7 @@ def choose(
 
 
 def say(ops: FusedOps) -> None:
-    """One line of the log; a second one where a GPU has to do without operators."""
+    """Log the operators that are used; on a GPU, warn about those that are missing."""
     get_logger().info(f"fused operators: {ops}; all else by plain ones (Model.fused_ops)")
     if ops.refused and on_card():
         reasons = "; ".join(f"{name}: {why}" for name, why in ops.refused.items())
@@ -212,7 +214,8 @@ def say(ops: FusedOps) -> None:
 def obstacles(
     names: Sequence[FusedName], types: Sequence[str], *, by_itself: bool = False
 ) -> dict[FusedName, dict[str, str | None]]:
-    """For each operator and element type, why it cannot be used on the current device; None: it can.
+    """For each operator and element type, the reason it cannot be used on the current device; None if it
+    can.
 
     Args:
         by_itself: the user has not asked for the operators; on a CPU only those that change no bit are used.
@@ -226,7 +229,7 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """What can be said against an operator without running it."""
+    """The reason an operator cannot be used that is known without running it."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"
@@ -247,7 +250,8 @@ _results: dict[tuple[str, str, str], str | None] = {}
 
 
 def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | None]:
-    """What the trials of operators say; on a card another process makes them, which a fault may cost."""
+    """Run the trials of the operators; on a card, in another process, because a fault would poison this
+    one."""
     new = [pair for pair in pairs if (*pair, device) not in _results]
     trials = [(TABLE[name].trial, dtype) for name, dtype in new]
     if not is_card(device):
@@ -264,7 +268,7 @@ def _function(place: str) -> Callable[[str], Pairs]:
 
 
 def forget_trials() -> None:
-    """What was tried is tried again."""
+    """Clear the results of trials, so that they run again."""
     _results.clear()
     kernel_types.cache_clear()
 
@@ -274,7 +278,7 @@ def _agree(
     refused: dict[str, str],
     everywhere: Sequence[Mapping[str, Sequence[str]]],
 ) -> None:
-    """Take only what every rank can: copies of a parameter must get the same update to the last bit."""
+    """Keep the operators that every rank can use: copies of a parameter must stay equal to the last bit."""
     for name, kinds in taken.items():
         shared = [kind for kind in kinds if all(kind in other[name] for other in everywhere)]
         if len(shared) < len(kinds) and not shared:

@@ -1,4 +1,4 @@
-"""Trials of the layers' fused operators: each beside its composite, forward and backward, on few numbers."""
+"""Small trials that compare each fused operator with its composite, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Function = Callable[..., paddle.Tensor]
 
 
 def rms_norm(dtype: str) -> Pairs:
-    """Rows of a width that is no power of two."""
+    """Try RMSNorm with a width that is no power of two."""
     yield from _both(
         lambda x, gain: norm.fused_rms_norm(x, gain, 1e-5),
         lambda x, gain: norm.rms_norm(x, gain, 1e-5),
@@ -30,7 +30,7 @@ def rms_norm(dtype: str) -> Pairs:
 
 
 def rope(dtype: str) -> Pairs:
-    """Positions that do not count from 0, several heads of several groups."""
+    """Try rotary positions that do not start at 0, with several groups of several heads."""
     rotaries = RotaryEmbedding(64, 32, 100.0), RotaryEmbedding(64, 32, 100.0)
     rotaries[0].fused = FusedOps({"rope": [dtype]})
     positions = paddle.to_tensor((np.arange(10).reshape([2, 5]) * 7) % 32)
@@ -39,12 +39,12 @@ def rope(dtype: str) -> Pairs:
 
 
 def swiglu(dtype: str) -> Pairs:
-    """Pairs of gate and input."""
+    """Try SwiGLU on pairs of gate and input."""
     yield from _both(mlp.fused_swiglu, mlp.swiglu, _random(dtype, [3, 2, 48]))
 
 
 def causal_softmax(dtype: str) -> Pairs:
-    """Attention by it against attention without, with heads that share keys."""
+    """Try the fused causal softmax against the reference, with shared key heads."""
     query, key, value = _random(dtype, [2, 2, 3, 32, 16], [2, 2, 32, 16], [2, 2, 32, 16])
     fused, plain = KernelOptions(fused=FusedOps({"causal_softmax": ["float32", dtype]})), KernelOptions()
     dropout = _no_dropout()
@@ -56,7 +56,7 @@ def causal_softmax(dtype: str) -> Pairs:
 
 
 def packed_attention(dtype: str) -> Pairs:
-    """Flash attention of one tensor against the reference kernel, of three."""
+    """Try flash attention of packed queries, keys and values against the reference kernel."""
     dropout = _no_dropout()
 
     def reference(qkv: paddle.Tensor) -> paddle.Tensor:
@@ -71,7 +71,7 @@ def packed_attention(dtype: str) -> Pairs:
 
 
 def plugin_attention(dtype: str) -> Pairs:
-    """Attention of heads that share keys against the reference, one document in a row and several."""
+    """Try a plugin's attention against the reference: shared key heads, one document and several."""
     dropout = _no_dropout()
     inputs = _random(dtype, [2, 2, 3, 32, 64], [2, 2, 32, 64], [2, 2, 32, 64])
     starts = paddle.to_tensor(np.array([[0] * 20 + [20] * 12, [0] * 7 + [7] * 25], np.int32))
@@ -86,7 +86,7 @@ def plugin_attention(dtype: str) -> Pairs:
 
 
 def linear_grad_add(dtype: str) -> Pairs:
-    """Two products with one weight: the sum of its gradients, and the gradients of the inputs."""
+    """Try two products with one weight: the accumulated weight gradient and both input gradients."""
     weight, bias, *inputs = _random(dtype, [16, 24], [24], [3, 2, 16], [5, 16])
     sums, gradients = [], []
     for matmul in (Matmul(fused=FusedOps({"linear_grad_add": [dtype]})), Matmul()):
@@ -102,7 +102,7 @@ def linear_grad_add(dtype: str) -> Pairs:
 
 
 def weight_cast(dtype: str) -> Pairs:
-    """Two products with the copy of one weight: its gradient, and that of a weight converted for each."""
+    """Try two products with one cast copy of a weight against casting the weight for each product."""
     weight, *inputs = _random("float32", [16, 24], [3, 16], [5, 16])
     kept = Matmul(cast_to=dtype)
     rows = [x.astype(dtype) for x in inputs]
@@ -127,7 +127,7 @@ def _no_dropout() -> nn.Layer:
 
 
 def _both(fused: Function, plain: Function, inputs: list[paddle.Tensor]) -> Pairs:
-    """Results, and the gradients of all ``inputs``."""
+    """Return the results and the gradients of all ``inputs``."""
     results = [_with_gradients(function, inputs) for function in (fused, plain)]
     yield from zip(*results, strict=True)
 
@@ -142,7 +142,7 @@ def _with_gradients(function: Function, inputs: list[paddle.Tensor]) -> list[pad
 
 
 def _random(dtype: str, *shapes: list[int]) -> list[paddle.Tensor]:
-    """Normal numbers that do not come from Paddle's generators, whose states belong to the run."""
+    """Normal random numbers that leave Paddle's generators, and so the run's random state, alone."""
     generator = np.random.default_rng(0)
     arrays = (generator.standard_normal(shape).astype(np.float32) for shape in shapes)
     return [paddle.to_tensor(array).astype(dtype) for array in arrays]

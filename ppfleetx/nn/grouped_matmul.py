@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import paddle
 import paddle.nn.functional as F
 
+from ppfleetx.nn.cpu_ops import bfloat16
+
 Counts = Sequence[int]
 
 
@@ -25,7 +27,7 @@ def product(
         x, result = _in(x, dtype), paddle.empty([x.shape[0], weight.shape[-1]], dtype)
         for group, begin, end in _spans(counts):
             rows = result._slice(begin, end)
-            paddle.matmul(x._slice(begin, end), _in(_of(weight, group), dtype), out=rows)
+            _multiply(x._slice(begin, end), _in(_of(weight, group), dtype), rows)
             if bias is not None:
                 rows.add_(_in(_of(bias, group), dtype).expand_as(rows))
     return result
@@ -36,7 +38,7 @@ def input_gradient(upstream: paddle.Tensor, weight: paddle.Tensor, counts: Count
     result = paddle.empty([upstream.shape[0], weight.shape[1]], upstream.dtype)
     for group, begin, end in _spans(counts):
         matrix = _in(_of(weight, group), upstream.dtype)
-        paddle.matmul(upstream._slice(begin, end), matrix, transpose_y=True, out=result._slice(begin, end))
+        _multiply(upstream._slice(begin, end), matrix, result._slice(begin, end), transpose_y=True)
     return result
 
 
@@ -45,7 +47,7 @@ def weight_gradient(x: paddle.Tensor, upstream: paddle.Tensor, counts: Counts) -
     result = paddle.empty([len(counts), x.shape[-1], upstream.shape[-1]], upstream.dtype)
     for group, begin, end in _spans(counts):
         rows = x._slice(begin, end), upstream._slice(begin, end)
-        paddle.matmul(*rows, transpose_x=True, out=_of(result, group))
+        _multiply(*rows, _of(result, group), transpose_x=True)
     _clear_empty(result, counts)
     return result
 
@@ -59,8 +61,16 @@ def bias_gradient(upstream: paddle.Tensor, counts: Counts) -> paddle.Tensor:
     return result
 
 
+def _multiply(x: paddle.Tensor, y: paddle.Tensor, out: paddle.Tensor, **transposes: bool) -> None:
+    """Write a product into ``out``."""
+    if bfloat16.are_entered():
+        paddle.assign(bfloat16.matmul(x, y, **transposes), out)
+    else:
+        paddle.matmul(x, y, out=out, **transposes)
+
+
 def _spans(counts: Counts) -> Iterator[tuple[int, int, int]]:
-    """Groups that have rows, and where these begin and end."""
+    """Yield each group that has rows, with the range of its rows."""
     end = 0
     for group, count in enumerate(counts):
         begin, end = end, end + int(count)
@@ -69,7 +79,7 @@ def _spans(counts: Counts) -> Iterator[tuple[int, int, int]]:
 
 
 def _of(tensor: paddle.Tensor, group: int) -> paddle.Tensor:
-    """Its part of one group: the same memory."""
+    """The part of a tensor that belongs to one group, as a view."""
     return tensor.detach()._slice(group, group + 1).reshape_(tensor.shape[1:])
 
 

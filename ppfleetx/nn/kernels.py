@@ -28,7 +28,7 @@ _HALF = (paddle.float16, paddle.bfloat16)
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What the kernels need to know beside the tensors.
+    """Options of the attention kernels.
 
     Attributes:
         kernel: one of :data:`KERNELS`. ``auto`` takes flash where it can run, and says once where a GPU
@@ -136,7 +136,7 @@ def _masked_softmax(
     document_start: paddle.Tensor | None,
     fused: FusedOps,
 ) -> paddle.Tensor:
-    """Weights of scores ``[b, n, q, k]``; those that are not allowed have none."""
+    """Softmax of scores ``[b, n, q, k]``; masked positions get probability 0."""
     if fused.takes("causal_softmax", scores) and document_start is None and _fits_triangle(scores):
         return _C_ops.fused_softmax_mask_upper_triangle(scores)
     return F.softmax(mask_scores(scores, num_queries, num_keys, document_start))
@@ -149,7 +149,7 @@ def _fits_triangle(scores: paddle.Tensor) -> bool:
 
 
 def _add_penalty(scores: paddle.Tensor, penalty: paddle.Tensor, per_group: int) -> paddle.Tensor:
-    """``scores [b, g, r * q, k]`` and ``penalty``, to broadcast against ``[b, n, q, k]``."""
+    """Add ``penalty``, which broadcasts against ``[b, n, q, k]``, to ``scores [b, g, r * q, k]``."""
     shape = scores.shape
     if penalty.dtype != scores.dtype:
         penalty = penalty.astype(scores.dtype)

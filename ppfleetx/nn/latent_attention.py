@@ -63,7 +63,7 @@ class LatentAttention(HeadAttention):
         return self.out_proj(joined(context))
 
     def _queries(self, hidden: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """``[b, n, 1, s, p + t]``, turned."""
+        """Queries ``[b, n, 1, s, p + t]`` with rotary positions applied."""
         if self.q_down is not None:
             hidden = self.q_norm(self.q_down(hidden))
         query = self.q_up(hidden).reshape([0, 0, self.num_heads, self.spec.head_dim])
@@ -72,14 +72,14 @@ class LatentAttention(HeadAttention):
         return query if self.spec.score_factor == 1.0 else query * self.spec.score_factor
 
     def _cut(self, heads: paddle.Tensor) -> list[paddle.Tensor]:
-        """What positions do not turn of each head, and what they turn."""
+        """Split each head into its plain features and its rotary features."""
         return heads.split([self.spec.nope_head_dim, self.spec.rope_head_dim], axis=-1)
 
     def _compressed(
         self, hidden: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Compressed keys and values ``[s, b, c]``, of the positions in ``hidden``, and the part of the keys
-        that is turned ``[b, 1, s, t]``, of the positions in heads."""
+        """Return the compressed keys and values ``[s, b, c]`` at the positions of ``hidden``, and the
+        rotary part of the keys ``[b, 1, s, t]`` at the positions attention works on."""
         compressed, turning = self.kv_down(hidden).split(
             [self.spec.kv_rank, self.spec.rope_head_dim], axis=-1
         )
@@ -92,7 +92,7 @@ class LatentAttention(HeadAttention):
         return normed if normed.dtype == turned.dtype else normed.astype(turned.dtype), turned
 
     def _heads(self, compressed: paddle.Tensor, turned: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Keys ``[b, n, s, p + t]`` and values ``[b, n, s, v]``."""
+        """Return keys ``[b, n, s, p + t]`` and values ``[b, n, s, v]``."""
         width = self.spec.nope_head_dim + self.spec.value_head_dim
         both = self.kv_up(compressed).reshape([0, 0, self.num_heads, width]).transpose([1, 2, 0, 3])
         still, value = both.split([self.spec.nope_head_dim, self.spec.value_head_dim], axis=-1)
@@ -102,7 +102,7 @@ class LatentAttention(HeadAttention):
     def _enter(
         self, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Heads and positions that attention works on, when ranks have other positions of the sequences."""
+        """Exchange heads for positions where ranks hold different positions of the sequences."""
         if self.strategy.group is None:
             return query, key, value
         packed = paddle.concat([query.squeeze(2), key, value], axis=-1).transpose([2, 0, 1, 3])
@@ -132,7 +132,7 @@ class LatentAttention(HeadAttention):
         return paddle.matmul(context.squeeze(1), to_values).unsqueeze(2)
 
     def _projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """The projection to keys ``[n, p, c]`` and the one to values ``[n, c, v]``."""
+        """Return the projections to keys ``[n, p, c]`` and to values ``[n, c, v]``."""
         if self.to_keys is not None:
             return self.to_keys, self.to_values
         if self.factory.keeps_weights and paddle.in_dynamic_mode() and not paddle.is_grad_enabled():
@@ -142,7 +142,7 @@ class LatentAttention(HeadAttention):
 
     @paddle.no_grad()
     def keep_projections(self) -> None:
-        """Weights no longer change: cut the projections out of their matrix once."""
+        """Split the projections out of their matrix once, for a model whose weights no longer change."""
         self.to_keys, self.to_values = self._cut_projections()
 
     def _cut_projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:

@@ -68,38 +68,38 @@ class LatentAttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """What one score costs: features of all queries, and of all values."""
+        """Features multiplied for one score: the width of all queries plus that of all values."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
 
     @property
     def q_down(self) -> LinearSpec | None:
-        """Hidden states to compressed queries."""
+        """The projection of hidden states to compressed queries."""
         return None if self.q_rank is None else self._down(self.q_rank)
 
     @property
     def q_norm(self) -> NormSpec | None:
-        """Norm of compressed queries."""
+        """The norm of compressed queries."""
         return None if self.q_rank is None else NormSpec(self.norm[0], self.q_rank, self.norm[1])
 
     @property
     def q_up(self) -> LinearSpec:
-        """Compressed queries to those of each head, ``[head][nope_head_dim, rope_head_dim]``."""
+        """The projection of compressed queries to heads, ``[head][nope_head_dim, rope_head_dim]``."""
         width_in = self.hidden_size if self.q_rank is None else self.q_rank
         return self._up(width_in, {"q": self.head_dim})
 
     @property
     def kv_down(self) -> LinearSpec:
-        """Hidden states to compressed keys and values, and the turned part of the key."""
+        """The projection of hidden states to compressed keys and values and the rotary part of the key."""
         return self._down(self.kv_rank + self.rope_head_dim)
 
     @property
     def kv_norm(self) -> NormSpec:
-        """Norm of compressed keys and values."""
+        """The norm of compressed keys and values."""
         return NormSpec(self.norm[0], self.kv_rank, self.norm[1])
 
     @property
     def kv_up(self) -> LinearSpec:
-        """Compressed to keys and values of each head, ``[head][nope_head_dim, value_head_dim]``."""
+        """The projection of compressed vectors to heads, ``[head][nope_head_dim, value_head_dim]``."""
         return self._up(self.kv_rank, {"k": self.nope_head_dim, "v": self.value_head_dim})
 
     @property
@@ -109,11 +109,12 @@ class LatentAttentionSpec:
         return LinearSpec(width, self.hidden_size, "rows", self.output_bias, self.output_init)
 
     def _down(self, width: int) -> LinearSpec:
-        """Compressed vectors are the same for all heads: every tensor-parallel rank makes them whole."""
+        """A projection to a compressed vector. All heads share it, so every tensor-parallel rank computes
+        it whole."""
         return LinearSpec(self.hidden_size, width, "whole", self.down_bias, self.init, of_trunk=True)
 
     def _up(self, width_in: int, widths: dict[str, int]) -> LinearSpec:
-        """To parts of these widths in each head."""
+        """A projection to heads that consist of parts of these widths."""
         parts, period = parts_of(widths), sum(widths.values())
         width = self.num_heads * period
         return LinearSpec(width_in, width, "columns", bias=False, init=self.init, parts=parts)
@@ -128,12 +129,12 @@ class LatentAttentionSpec:
         return specs
 
     def exchanged_bytes(self, work: Work) -> tuple[float, float]:
-        """What a context-parallel rank exchanges before attention, and after it."""
+        """Bytes a context-parallel rank exchanges before attention and after it."""
         q, v = self._bytes(work)
         return 2 * q + v, v
 
     def _bytes(self, work: Work) -> tuple[float, float]:
-        """All queries (or keys), and all values, on one rank."""
+        """Bytes of all queries (or keys) and of all values on one rank."""
         here = self.num_heads / work.mp
         return work.bytes_of(here * self.head_dim), work.bytes_of(here * self.value_head_dim)
 
@@ -162,7 +163,7 @@ class LatentAttentionSpec:
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
     def _up_steps(self, work: Work, reads: str) -> list[Step]:
-        """From the hidden states to ``queries`` and ``keys and values``."""
+        """The steps from the hidden states to ``queries`` and ``keys and values``."""
         steps, source = [], reads
         if self.q_down is not None:
             steps += self.q_down.tape(work, "queries down", reads)
@@ -175,7 +176,7 @@ class LatentAttentionSpec:
         return [*steps, *self.kv_up.tape(work, "keys and values", "compressed normed")]
 
     def _heads(self, work: Work, *, keeps_queries: bool) -> list[Step]:
-        """Heads before positions, and turned: copies of queries, keys and values."""
+        """The steps that make heads: copies of queries, keys and values, and their rotary positions."""
         q, v = self._bytes(work)
         turning = q * self.rope_head_dim / self.head_dim
         wide = turning * 4 / work.activation_bytes

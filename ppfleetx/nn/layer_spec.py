@@ -22,7 +22,7 @@ Specs = dict[str, ParamSpec]
 
 
 class LayerSpec(Protocol):
-    """What every declaration says.
+    """Base class of declarations: parameters and cost of a layer.
 
     Those of whole layers also have ``operations``, of a forward pass on one rank, and ``tape``: what these
     write, and keep for the backward pass.
@@ -34,7 +34,7 @@ class LayerSpec(Protocol):
 
 
 def within(layer: str, specs: Specs) -> Specs:
-    """``specs`` of the sub-layer called ``layer``."""
+    """Prefix the names of ``specs`` with the sub-layer ``layer``."""
     return {f"{layer}.{name}": spec for name, spec in specs.items()}
 
 
@@ -78,24 +78,24 @@ class LinearSpec:
         return {"weight": weight, "bias": bias}
 
     def _here(self, work: Work) -> tuple[float, float]:
-        """Features on one rank."""
+        """The number of a linear's features that one rank holds."""
         rows, columns = (work.mp if self.cut == cut else 1 for cut in ("rows", "columns"))
         return self.in_features / rows, self.out_features / columns
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
-        """The product."""
+        """The cost of the product."""
         return matmul(name, part, self._rows(work), *self._here(work))
 
     def _rows(self, work: Work) -> float:
-        """Positions on one rank."""
+        """The number of positions on one rank."""
         return work.tokens / (work.split if self.of_trunk else 1)
 
     def weight_bytes(self, work: Work) -> float:
-        """Of the matrix' gradient on one rank."""
+        """Bytes of the weight's gradient on one rank."""
         return math.prod(self._here(work)) * work.gradient_bytes
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """The product, what it exchanges between ranks, and its bias."""
+        """The steps of the product, its exchange between ranks, and its bias."""
         weights = self.weight_bytes(work)
         size = self._rows(work) * self._here(work)[1] * work.activation_bytes
         if self.cut == "rows" and work.split > 1:
@@ -140,12 +140,12 @@ class NormSpec:
         return {name: dense((self.size,), *values[name], partial=partial) for name in names}
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
-        """The norm of the hidden states."""
+        """The cost of normalising the hidden states."""
         moved = work.part_of(self.size)
         return elementwise(name, part, 2 * moved, 4 * moved)
 
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
-        """The norm of the hidden states, or of a tensor of ``size`` bytes."""
+        """The steps of normalising the hidden states, or a tensor of ``size`` bytes."""
         u = work.part_of(self.size) if size is None else size
         is_rms, e = self.kind == "RMSNorm", work.activation_bytes
         if not is_rms or work.on_cpu or work.fused:
@@ -173,6 +173,6 @@ class TableSpec:
         return {"weight": dense((self.rows, self.width), self.init, kind, mp=mp)}
 
     def weight_bytes(self, work: Work) -> float:
-        """Of the gradient on one rank."""
+        """Bytes of the table's gradient on one rank."""
         rows = self.rows / work.mp if self.of_words else self.rows
         return rows * self.width * work.gradient_bytes

@@ -1,4 +1,4 @@
-"""Linear layers of one card: of all rows, and of rows in groups that have a matrix each."""
+"""Linear layers of one card: plain ones, and grouped ones with a matrix per group of rows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import paddle
 from paddle import nn
 
+from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.grouped_matmul import Counts
 from ppfleetx.nn.matmul import Matmul
 
 
 class Linear(nn.Layer):
-    """``x @ weight + bias`` with ``weight [in, out]``.
+    """A linear layer, ``x @ weight + bias`` with ``weight [in, out]``.
 
     Attributes:
         linear: computes it; what Paddle's own parallel layers call by this name.
@@ -27,7 +28,7 @@ class Linear(nn.Layer):
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """``x [..., in]`` to ``[..., out]``."""
-        if self.bias is not None and trains_on_cpu(x):
+        if self.bias is not None and trains_on_cpu(x) and not bfloat16.are_entered():
             return _add_bias(self.linear(x, self.weight), self.bias)
         return self.linear(x, self.weight, self.bias)
 
@@ -36,7 +37,7 @@ class Linear(nn.Layer):
 
 
 class GroupedLinear(nn.Layer):
-    """``x @ weight[g] + bias[g]`` of the rows of each group, with ``weight [groups, in, out]``.
+    """A linear layer per group of rows: ``x @ weight[g] + bias[g]`` with ``weight [groups, in, out]``.
 
     Args:
         weight, bias: their shapes here; None: there is no bias.
@@ -60,7 +61,7 @@ class GroupedLinear(nn.Layer):
 
 
 def trains_on_cpu(x: paddle.Tensor) -> bool:
-    """Whether a formulation whose backward pass is fast in Paddle's CPU kernels pays here.
+    """Whether to use the formulation with the faster backward pass in Paddle's CPU kernels.
 
     False while a program is exported: there the plain operators are wanted.
     """
@@ -80,7 +81,7 @@ def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
 
 
 def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
-    """``x + smaller``, which is broadcast to the shape of ``x``. For passes without gradients.
+    """Add ``smaller``, broadcast to the shape of ``x``, in passes without gradients.
 
     Paddle's CPU kernel takes up to ten times as long to add tensors of different shapes. Its GPU kernel does
     not, and has no float16 expansion.

@@ -68,7 +68,7 @@ class LoraBranch(nn.Layer):
 
 
 def with_adapters(stages: Sequence[Stage], cfg: LoraConfig, factory: LayerFactory) -> list[Stage]:
-    """``stages`` with all parameters frozen, and adapters at the linears that ``cfg`` names."""
+    """Freeze all parameters of ``stages``, and add adapters to the linears that ``cfg`` names."""
     adapt = partial(_adapt, cfg=cfg, factory=factory)
     first, *rest = (replace(stage, finish=adapt) for stage in stages)
     return [replace(first, finish=partial(adapt, is_first=True)), *rest]

@@ -109,7 +109,7 @@ def _in_pieces(
     loss_mask: paddle.Tensor,
     of_piece: Callable[..., LossOutput],
 ) -> LossOutput:
-    """Loss of all pieces, and that of each row."""
+    """The loss of all pieces, and of each row."""
     rows: list[Callable[[], Sum]] = []
 
     def loss_of_piece(*piece: paddle.Tensor) -> paddle.Tensor:
@@ -125,7 +125,7 @@ def _in_pieces(
 
 
 def _weighted_sum(per_token: paddle.Tensor, loss_mask: paddle.Tensor) -> LossOutput:
-    """Of ``per_token [s, b]``."""
+    """The loss and row losses of ``per_token [s, b]``, weighted with the mask."""
     weights = loss_mask.astype("float32").transpose([1, 0])
     weighted = per_token * weights.astype(per_token.dtype)
     kept = weighted.detach()
@@ -133,13 +133,13 @@ def _weighted_sum(per_token: paddle.Tensor, loss_mask: paddle.Tensor) -> LossOut
 
 
 def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
-    """Sums over the last axis of float32 in the host's memory, as float64."""
+    """Sum the last axis of a float32 tensor in host memory, pairwise, as float64."""
     sums = np.add.reduce(np.from_dlpack(softmax.detach()), axis=-1)
     return paddle.to_tensor(sums.astype(np.float64))
 
 
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
-    """0 for each position of ``logits [s, b, V]``, NaN where one of them is not finite.
+    """Return 0 for each position of ``logits [s, b, V]``, NaN if one of its logits is not finite.
 
     Paddle's cross entropy on the CPU answers NaN logits with a finite number. In training their gradient
     tells; an evaluation has none.
@@ -148,7 +148,7 @@ def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
 
 
 class _HidePadding(PyLayer):
-    """Logits with the padding columns so low that they take no probability, and no gradient at all.
+    """Set the padding columns of the logits so low that they get neither probability nor gradient.
 
     Touches the padding columns only; ``where`` over all of them takes three times as long.
     """

@@ -1,4 +1,4 @@
-"""What a task's loss gives: a sum that is differentiated, and metrics as sums with their counts.
+"""The result of a task's loss: a differentiable sum, and metrics as sums with counts.
 
 Neither is a mean. The runner divides the loss by a count that it knows before the first forward pass
 (``BasicModule.count``), and each metric by the sum of its own counts, over all micro batches and ranks. So no
@@ -54,14 +54,15 @@ class LossOutput:
     rows: Callable[[], Sum] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """(loss sum, how much counts): the form of before, for one version."""
+        """Unpack as (loss sum, count), the former result, for one more version."""
         _warn("a loss is a LossOutput, and no longer a pair: read its `loss`")
         yield self.loss
         yield None if self.rows is None else self.rows().count.sum()
 
 
 def as_loss_output(found: Any, task: object) -> LossOutput:
-    """What ``task.loss`` gave; a pair (loss sum, count) is taken for one more version, with a warning."""
+    """Return the result of ``task.loss`` as a :class:`LossOutput`; a pair (loss sum, count) is accepted
+    for one more version, with a warning."""
     if isinstance(found, LossOutput):
         return found
     _warn(

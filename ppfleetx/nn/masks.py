@@ -1,4 +1,5 @@
-"""Who may attend to whom: the only place that decides it, in training, evaluation and decoding alike.
+"""Attention masks: the only place that decides which positions see each other, in training, evaluation and
+decoding.
 
 Shapes: b batch, n heads, q query positions, k key positions. Keys end where queries end: with a cache
 the first ``k - q`` keys are the past, and query row ``i`` stands at position ``i + k - q``.
@@ -17,13 +18,13 @@ _BLOCKED = -1e9
 
 
 def causal_mask(num_queries: int, num_keys: int) -> paddle.Tensor:
-    """``[q, k]``: a position sees itself and what is before it."""
+    """The causal mask ``[q, k]``: each position sees itself and everything before it."""
     rows = paddle.arange(num_queries).unsqueeze(-1) + (num_keys - num_queries)
     return paddle.arange(num_keys).unsqueeze(0) <= rows
 
 
 def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tensor | None) -> paddle.Tensor:
-    """Mask to broadcast against scores ``[b, n, q, k]``.
+    """The mask of allowed pairs, which broadcasts against scores ``[b, n, q, k]``.
 
     Args:
         num_queries: query positions of this call.
@@ -48,8 +49,8 @@ def window_start(
     document_start: paddle.Tensor | None,
     num_keys: int | None = None,
 ) -> paddle.Tensor:
-    """First position that each of ``length`` positions may attend to, ``[b, s]`` int32: at most ``window``
-    before its own, and none before ``document_start [b, s]``. They are the last of ``num_keys``."""
+    """The first position each of ``length`` positions may attend to, ``[b, s]`` int32: at most ``window``
+    before itself, and not before ``document_start [b, s]``. The positions are the last of ``num_keys``."""
     past = 0 if num_keys is None else num_keys - length
     first = (paddle.arange(length, dtype="int32") + (past - window)).clip(min=0).unsqueeze(0)
     if document_start is None:
@@ -60,7 +61,7 @@ def window_start(
 def mask_scores(
     scores: paddle.Tensor, num_queries: int, num_keys: int, document_start: paddle.Tensor | None
 ) -> paddle.Tensor:
-    """Scores ``[b, n, q, k]`` with what is not allowed set so low that it gets no probability.
+    """Set masked scores ``[b, n, q, k]`` so low that they get no probability.
 
     In dynamic mode the plain causal mask is added as a ``[q, k]`` matrix made once, which is cheaper than
     ``where`` and its gradient. Exported programs choose by ``where``: there a sum of different shapes is
@@ -74,13 +75,13 @@ def mask_scores(
 
 
 def blocked_score(dtype: paddle.dtype) -> float:
-    """What stands for a score that is not allowed. Finite, also in float16, which ends at -65504: a row of
-    nothing else has a softmax."""
+    """The value of a masked score. It is finite, in float16 too, so that a fully masked row still has a
+    softmax."""
     return max(_BLOCKED, paddle.finfo(dtype).min)
 
 
 def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> paddle.Tensor:
-    """What to add to scores so that only ``visible`` ones (bool, of any shape) get probability."""
+    """The addend for scores that leaves probability only where ``visible`` (bool, any shape) is True."""
     zero, blocked = (paddle.full([], value, dtype) for value in (0.0, blocked_score(dtype)))
     return paddle.where(visible, zero, blocked)
 
@@ -122,5 +123,6 @@ def flash_row_limits(document_start: paddle.Tensor) -> paddle.Tensor:
 
 @lru_cache(maxsize=8)
 def _causal_penalty(num_queries: int, num_keys: int, dtype: paddle.dtype, device: str) -> paddle.Tensor:
-    """``[q, k]``: 0 where attention is allowed. Every layer of every step asks for the same one."""
+    """The addend ``[q, k]`` of the causal mask, 0 where attention is allowed. Cached, because every layer
+    asks for it."""
     return penalty_of(causal_mask(num_queries, num_keys), dtype)

@@ -9,6 +9,9 @@ A run's options change four things about a product, each of them on its own:
 - *when*: in the backward pass, or after it, when a pipeline rank would otherwise wait (``defers``; Qi et al.,
   "Zero Bubble Pipeline Parallelism", 2023).
 
+On a CPU, whose Paddle multiplies in float32 alone, :mod:`ppfleetx.nn.cpu_ops.bfloat16` computes the products
+while its ``products`` is entered: of operands in bfloat16, with results and gradients in float32.
+
 Only the fused sum changes numbers: it rounds nothing to 16 bits on its way. Apart from that each product is
 the one that Paddle's backward pass computes, a bias is added before the product is rounded, and the gradients
 of a weight are added in the order of the micro batches.
@@ -29,6 +32,7 @@ from paddle.autograd import PyLayer
 from paddle.base.framework import EagerParamBase
 
 from ppfleetx.nn import grouped_matmul
+from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 
 Finish = Callable[[], paddle.Tensor]
@@ -36,7 +40,7 @@ Finish = Callable[[], paddle.Tensor]
 
 
 class Exchange(Protocol):
-    """What tensor-parallel ranks exchange around the product of each with its columns of a weight.
+    """Communication among tensor-parallel ranks around a column-parallel product.
 
     Attributes:
         gathers_again: the whole input is not kept for the backward pass.
@@ -45,13 +49,13 @@ class Exchange(Protocol):
     gathers_again: bool
 
     def whole(self, x: paddle.Tensor) -> paddle.Tensor:
-        """The product's input from what this rank holds of it."""
+        """Gather the product's whole input from this rank's part."""
 
     def start_whole(self, x: paddle.Tensor) -> Finish:
-        """Start :meth:`whole`."""
+        """Start the gather of :meth:`whole`."""
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
-        """Start the sum over the ranks of the input's gradient; this rank gets its part of it."""
+        """Start to reduce the input's gradient over the ranks; this rank receives its part of it."""
 
 
 class Matmul:
@@ -100,9 +104,25 @@ class Matmul:
         *,
         is_transposed: bool = False,
     ) -> paddle.Tensor:
-        """The product with this rank's columns. The sum of the input's gradient over the ranks travels while
-        the weight's gradient is computed."""
+        """Multiply by this rank's columns. The reduction of the input's gradient overlaps the weight's
+        gradient."""
         return self._multiply(x, weight, bias, is_transposed, exchange)
+
+    def apart(
+        self,
+        x: paddle.Tensor,
+        leaf: paddle.Tensor,
+        bias: paddle.Tensor | None,
+        is_transposed: bool,
+        parameter: paddle.Tensor,
+    ) -> paddle.Tensor:
+        """The product with ``leaf``, which has the values of ``parameter`` and gets the gradient instead."""
+        if bfloat16.are_entered():
+            return _Matmul.apply(
+                x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
+            )
+        product = paddle.matmul(x, leaf, transpose_y=is_transposed)
+        return product if bias is None else product + bias
 
     def grouped(
         self,
@@ -111,7 +131,7 @@ class Matmul:
         bias: paddle.Tensor | None,
         counts: grouped_matmul.Counts,
     ) -> paddle.Tensor:
-        """``x [n, in]``, sorted into groups of ``counts`` rows, times ``weight [groups, in, out]``.
+        """Multiply ``x [n, in]``, sorted into groups of ``counts`` rows, by ``weight [groups, in, out]``.
 
         The weight's gradient never goes straight into ``main_grad``.
         """
@@ -131,6 +151,7 @@ class Matmul:
     ) -> paddle.Tensor:
         if not paddle.in_dynamic_mode():  # a program that is exported
             return _product(x, weight, bias, is_transposed)
+        on_cpu = bfloat16.are_entered()
         weight, bias = self._low(weight), None if bias is None else self._low(bias)
         trains = paddle.is_grad_enabled() and not weight.stop_gradient
         adds = trains and self.adds_to_main_gradient(weight)
@@ -138,17 +159,20 @@ class Matmul:
         defers, overlaps = self.defers and trains and goes_on, exchange is not None and goes_on
         if exchange is not None and not overlaps:
             x, exchange = exchange.whole(x), None
-        if not (adds or defers or overlaps):
+        if not (on_cpu or adds or defers or overlaps):
             return _product(x, weight, bias, is_transposed)
         self.uses["overlapped"] += overlaps
-        work = _Work(weight, is_transposed, exchange, self._add if adds else None)
+        if on_cpu:
+            work = _CpuWork(weight, self.value(weight), is_transposed, exchange)
+        else:
+            work = _Work(weight, is_transposed, exchange, self._add if adds else None)
         return _Matmul.apply(x, bias, None if defers else weight, work, self._defer if defers else None)
 
     # -- 16-bit copies of weights
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around passes that nothing updates a parameter in; the copies are gone afterwards."""
+        """Context manager: 16-bit copies are kept while it is open. No parameter may be updated inside."""
         self._copies = {}
         try:
             yield
@@ -156,7 +180,8 @@ class Matmul:
             self._copies = None
 
     def value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """What is multiplied for ``parameter``, apart from the graph: its copy, or itself.
+        """Return the tensor multiplied in place of ``parameter``, detached: its 16-bit copy, or the
+        parameter itself.
 
         Only parameters have copies. What is computed from one (a weight that is rounded) is gone after its
         product, and the next tensor may be given its ``id``.
@@ -167,13 +192,15 @@ class Matmul:
         copy = self._copies.get(id(parameter))
         if copy is None:
             self.uses["casts"] += 1
-            copy = self._copies[id(parameter)] = parameter.detach().astype(self._dtype)
+            cast = bfloat16.cast if bfloat16.are_entered() else partial(paddle.cast, dtype=self._dtype)
+            copy = self._copies[id(parameter)] = cast(parameter.detach())
         self.uses["weight_cast"] += 1
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """:meth:`value` with a way back for its gradient."""
-        if self._dtype is None or self._copies is None:
+        """The tensor of :meth:`value`, through which the gradient still reaches the parameter; in bfloat16 on
+        a CPU the parameter itself."""
+        if self._dtype is None or self._copies is None or bfloat16.are_entered():
             return parameter
         value = self.value(parameter)
         return parameter if value.dtype == parameter.dtype else _Copy.apply(parameter, _Holder(value))
@@ -181,12 +208,12 @@ class Matmul:
     # -- gradients in float32
 
     def adds_to_main_gradient(self, weight: paddle.Tensor) -> bool:
-        """Whether the weight's gradients go straight into its ``main_grad``. One that is computed from a
-        parameter (rounded, cast) gets its gradient the usual way."""
+        """Whether gradients of this weight are added straight to its ``main_grad``. A weight computed from
+        a parameter (rounded, cast) is excluded."""
         return weight.is_leaf and self._fused.takes("linear_grad_add", weight)
 
     def add_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
-        """Add a float32 ``gradient`` that is computed elsewhere to ``main_grad``."""
+        """Add a float32 ``gradient`` computed elsewhere to ``main_grad``."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
         weight.main_grad = gradient if main is None else main.add_(gradient)
@@ -202,21 +229,22 @@ class Matmul:
 
     @property
     def num_waiting(self) -> int:
-        """Micro batches whose weights have not got their gradients."""
+        """The number of micro batches whose weight gradients are deferred and not computed yet."""
         return len(self._waiting)
 
     def begin(self) -> None:
-        """Forget what a step that did not come to its end has left."""
+        """Discard deferred gradients of a step that was interrupted."""
         self._open.clear()
         self._waiting.clear()
 
     def end_backward(self) -> None:
-        """The gradients of a micro batch's inputs are complete: those of its weights may be asked for."""
+        """Mark the end of a micro batch's backward pass: its input gradients are complete, and its weight
+        gradients may be computed."""
         self._waiting.append(list(self._open))
         self._open.clear()
 
     def run_next(self) -> None:
-        """Gradients of weights of the micro batch that has waited longest.
+        """Compute the weight gradients of the micro batch that has waited longest.
 
         A weight may be computed from a parameter (rounded, cast): the rest of the way runs then too. Hooks on
         parameters are called as in any backward pass.
@@ -227,7 +255,7 @@ class Matmul:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Within a backward pass: call as soon as the weights that it has passed have their gradients."""
+        """Inside a backward pass: call a function once all weights passed so far have their gradients."""
         if self.defers:
             self._open.append(call)
         else:
@@ -251,7 +279,7 @@ Add = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], None]
 
 
 class _Work:
-    """A product with one weight. No tensor to Paddle, so that no gradient is asked for."""
+    """One product with one weight. It is not a tensor, so autograd ignores it."""
 
     def __init__(
         self, weight: paddle.Tensor, is_transposed: bool, exchange: Exchange | None, add: Add | None
@@ -262,16 +290,28 @@ class _Work:
     def gathers_again(self) -> bool:
         return self.exchange is not None and self.exchange.gathers_again
 
+    def operand(self, x: paddle.Tensor) -> paddle.Tensor:
+        """The product's input as it is multiplied."""
+        return x
+
     def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
         return _product(x, self.weight, bias, self.is_transposed)
 
+    def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
+        """What the gradient of the weight needs of the input."""
+        return _in(x.detach(), result.dtype)
+
+    def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
+        """The gradient of the product as it is multiplied; and that of the bias, if it comes with it."""
+        return gradient, None
+
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
-        """The gradient of the input from that of the product."""
+        """Return the input's gradient."""
         weight = _in(self.weight.detach(), upstream.dtype)
         return paddle.matmul(upstream, weight, transpose_y=not self.is_transposed)
 
     def of_weight(self, x: paddle.Tensor, upstream: paddle.Tensor) -> paddle.Tensor | None:
-        """The gradient of the weight; None where it has been added to the weight's ``main_grad``."""
+        """Return the weight's gradient; None if it was added to ``main_grad``."""
         left, right = (upstream, x) if self.is_transposed else (x, upstream)
         if self.add is not None:
             self.add(self.weight, left, right)
@@ -280,12 +320,49 @@ class _Work:
         return paddle.matmul(left, right, transpose_x=True)
 
     def of_bias(self, upstream: paddle.Tensor) -> paddle.Tensor:
-        """The gradient of the bias."""
+        """Return the bias gradient."""
         return upstream.reshape([-1, upstream.shape[-1]]).sum(0)
 
 
+class _CpuWork(_Work):
+    """A product in bfloat16 on a CPU. Input, weight and upstream gradient are rounded once each.
+
+    Args:
+        value: the weight's copy in bfloat16; in float32 it is rounded for each product.
+    """
+
+    def __init__(
+        self, weight: paddle.Tensor, value: paddle.Tensor, is_transposed: bool, exchange: Exchange | None
+    ) -> None:
+        super().__init__(weight, is_transposed, exchange, None)
+        self._copy = value if value.dtype == paddle.bfloat16 else None
+
+    def operand(self, x: paddle.Tensor) -> paddle.Tensor:
+        return bfloat16.cast(x)
+
+    def product(self, x: paddle.Tensor, bias: paddle.Tensor | None) -> paddle.Tensor:
+        return bfloat16.matmul(x, self._matrix(), bias, transpose_y=self.is_transposed)
+
+    def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
+        return x
+
+    def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
+        return bfloat16.cast_and_sum(gradient)
+
+    def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
+        return bfloat16.matmul(upstream, self._matrix(), transpose_y=not self.is_transposed)
+
+    def of_weight(self, x: paddle.Tensor, upstream: paddle.Tensor) -> paddle.Tensor:
+        left, right = (upstream, x) if self.is_transposed else (x, upstream)
+        left, right = (tensor.reshape([-1, tensor.shape[-1]]) for tensor in (left, right))
+        return bfloat16.matmul(left, right, transpose_x=True)
+
+    def _matrix(self) -> paddle.Tensor:
+        return self.weight.detach() if self._copy is None else self._copy
+
+
 class _GroupedWork(_Work):
-    """A product of sorted rows with one matrix for each group."""
+    """The product of sorted rows with one matrix per group."""
 
     def __init__(self, weight: paddle.Tensor, counts: grouped_matmul.Counts) -> None:
         super().__init__(weight, False, None, None)
@@ -305,21 +382,21 @@ class _GroupedWork(_Work):
 
 
 class _WeightGradient:
-    """The half of the backward pass that nothing waits for: the gradient of the weight from the product's
-    input ``x`` and the gradient ``upstream`` of its output."""
+    """The weight's gradient, computed from the product's input ``x`` and its output gradient ``upstream``.
+    Nothing in the backward pass waits for it, so it can run later."""
 
     def __init__(self, work: _Work, x: paddle.Tensor, upstream: paddle.Tensor) -> None:
         self.work, self.x, self.upstream = work, x, upstream
 
     def compute(self) -> paddle.Tensor | None:
-        """The gradient; None where it has been added to the weight's ``main_grad``."""
+        """Return the weight's gradient; None if it was added to ``main_grad``."""
         gradient = self.work.of_weight(self.x, self.upstream)
         return None if gradient is None else _in(gradient, self.work.weight.dtype)
 
 
 class _Matmul(PyLayer):
-    """A product that passes on the gradients of its input and bias, and computes that of its weight or, with
-    ``defer``, leaves it to somebody else."""
+    """The product as an autograd function: returns the gradients of input and bias, and computes the
+    weight's gradient or defers it."""
 
     @staticmethod
     def forward(
@@ -331,6 +408,7 @@ class _Matmul(PyLayer):
         defer: Callable[[_WeightGradient], None] | None,
     ) -> paddle.Tensor:
         whole = x if work.exchange is None else work.exchange.whole(x)
+        whole = work.operand(whole)
         result = work.product(whole, bias)
         ctx.tensors = (bias is not None, weight is not None)
         ctx.wants_x, ctx.x_dtype = not x.stop_gradient, x.dtype
@@ -338,25 +416,27 @@ class _Matmul(PyLayer):
         # The weight itself, not what it holds now: sharding stage 3 brings its values back for the backward
         # pass.
         ctx.work, ctx.defer = work, defer
-        ctx.x = x.detach() if work.gathers_again else _in(whole.detach(), result.dtype)
+        ctx.x = x.detach() if work.gathers_again else work.kept(whole, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         with paddle.amp.auto_cast(enable=False):
             work = ctx.work
+            upstream, of_bias = work.upstream(upstream)
             of_input, of_weight = _backward(ctx, upstream)
             has_bias, has_weight = ctx.tensors
             gradients = [of_input]
             if has_bias:
-                gradients.append(_of_bias(work, upstream, ctx.bias_dtype))
+                gradients.append(_of_bias(work, upstream, ctx.bias_dtype, of_bias))
             if has_weight:
                 gradients.append(of_weight)
         return tuple(gradients)
 
 
 def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, paddle.Tensor | None]:
-    """Gradients of input and weight; the second is computed while the first travels."""
+    """Return the gradients of input and weight. The weight's is computed while the input's is being
+    reduced."""
     work, x = ctx.work, ctx.x
     ctx.work = ctx.x = None
     gathering = work.exchange.start_whole(x) if work.gathers_again else None
@@ -374,14 +454,18 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
     return (of_input if finish is None else finish()), of_weight
 
 
-def _of_bias(work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None) -> paddle.Tensor | None:
-    """The gradient of the bias; None where it is frozen."""
-    return None if dtype is None else _in(_in(work.of_bias(upstream), upstream.dtype), dtype)
+def _of_bias(
+    work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None, known: paddle.Tensor | None
+) -> paddle.Tensor | None:
+    """Return the bias gradient, ``known`` if it is; None if the bias is frozen."""
+    if dtype is None or known is not None:
+        return None if dtype is None else known
+    return _in(_in(work.of_bias(upstream), upstream.dtype), dtype)
 
 
 class _Given(PyLayer):
-    """Zero, as a function of the weight; its backward pass brings the weight's gradient, and goes on from
-    there to what the weight was computed from."""
+    """A zero that depends on the weight. Its backward pass delivers the weight's gradient, to whatever the
+    weight was computed from as well."""
 
     @staticmethod
     def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:
@@ -414,7 +498,7 @@ class _Holder:
 
 
 class _Copy(PyLayer):
-    """A copy that exists; its gradient is converted to the parameter's type, as that of a conversion is."""
+    """Use an existing 16-bit copy of a parameter; the gradient is converted back to the parameter's type."""
 
     @staticmethod
     def forward(ctx: Any, parameter: paddle.Tensor, holder: _Holder) -> paddle.Tensor:

@@ -55,7 +55,7 @@ def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
 
 
 class Activation:
-    """The activation that a declaration names, in one kernel where there is one.
+    """The activation a declaration names, fused where a fused operator is used.
 
     Raises:
         ConfigError: its output does not have the width that it was registered for.
@@ -65,7 +65,7 @@ class Activation:
         self.function, self._fused = _checked_activation(name), factory.fused
 
     def __call__(self, inner: paddle.Tensor) -> paddle.Tensor:
-        """``inner [s, b, width]``, element by element, or half as wide with a gate."""
+        """Apply the activation to ``inner [s, b, width]``; a gated one halves the width."""
         if self.function is swiglu and self._fused.takes("swiglu", inner):
             return fused_swiglu(inner)
         return self.function(inner)
@@ -86,7 +86,8 @@ class MLP(nn.Layer):
 
 
 def _checked_activation(name: str) -> Callable[[paddle.Tensor], paddle.Tensor]:
-    """The activation, once it has shown on a small tensor that its trait ``gated`` is true to it.
+    """Check on a small tensor that an activation halves the width if, and only if, it is registered as
+    ``gated``.
 
     A wrong one would fail later, in a product of matrices that says nothing of activations.
     """

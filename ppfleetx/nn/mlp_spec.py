@@ -43,19 +43,19 @@ class MLPSpec:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the activation makes one of pairs."""
+        """Whether the activation combines pairs of gate and up."""
         return ACTIVATIONS.traits(self.activation).gated
 
     @property
     def fc1(self) -> LinearSpec:
-        """From the hidden states."""
+        """The first linear, from the hidden states."""
         parts = GATE_AND_UP if self.is_gated else ()
         width = self.ffn_hidden_size * (len(parts) or 1)
         return LinearSpec(self.hidden_size, width, "columns", self.bias, self.init, parts=parts)
 
     @property
     def fc2(self) -> LinearSpec:
-        """Into the hidden states."""
+        """The second linear, back to the hidden states."""
         return LinearSpec(self.ffn_hidden_size, self.hidden_size, "rows", self.bias, self.output_init)
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:

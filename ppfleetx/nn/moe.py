@@ -32,7 +32,7 @@ _WHOLE_SEQUENCES = ("mp", "sep")
 
 
 class Router(nn.Layer):
-    """Chooses the experts of each position, and keeps count.
+    """Chooses the experts of each position and counts how many positions each expert gets.
 
     Attributes:
         seen: ``[2, E]``, since it was last cleared: how many of the positions that count in the loss chose
@@ -54,8 +54,8 @@ class Router(nn.Layer):
         self.seen: paddle.Tensor | None = None
 
     def forward(self, hidden: paddle.Tensor) -> tuple[choices.Routing, paddle.Tensor | None, list[AuxLoss]]:
-        """The choice for ``hidden [s, b, h]``, which of it stay within the capacity (None: all do), and the
-        losses of it."""
+        """Return the routing of ``hidden [s, b, h]``, the mask of choices within capacity (None: all), and
+        the router's losses."""
         with paddle.amp.auto_cast(enable=False):
             logits = paddle.matmul(self._input(hidden), self.weight.astype("float32"))
             routing = choices.route(logits, self.cfg.top_k, self.cfg.router, self.bias)
@@ -122,7 +122,8 @@ class Router(nn.Layer):
             yield AuxLoss("z_loss", choices.z_loss(logits), cfg.z_loss_weight)
 
     def _counted_by_loss(self, chosen: paddle.Tensor, routing: choices.Routing) -> paddle.Tensor:
-        """``[s, b, E]``: the choice by scores alone, without bias and groups; for GShard the first one."""
+        """The choices the balancing loss counts, ``[s, b, E]``: by score alone, without bias or groups;
+        for GShard only the first choice."""
         cfg = self.cfg
         if cfg.aux_loss.kind == "gshard":
             return choices.chosen_mask(routing.scores.argmax(-1, keepdim=True), cfg.num_experts)
@@ -159,7 +160,7 @@ class Experts(nn.Layer):
 
 
 class MoE(nn.Layer):
-    """A mixture of experts on ``[s, b, h]``, and perhaps an MLP for all positions beside it."""
+    """A mixture of experts on ``[s, b, h]``, with optional shared experts that see every position."""
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
         super().__init__()
@@ -194,7 +195,7 @@ class MoE(nn.Layer):
         return mixed if shared is None else mixed + shared
 
     def _shared(self, hidden: paddle.Tensor) -> paddle.Tensor | None:
-        """What the shared experts give."""
+        """The output of the shared experts."""
         if self.shared is None:
             return None
         shared = self.shared(hidden)
@@ -202,7 +203,7 @@ class MoE(nn.Layer):
 
 
 class Order:
-    """Rows in the order of the experts that they go to, and back.
+    """The order of rows sorted by expert, and its inverse.
 
     Args:
         choice: ``[n, k]`` experts of each position.
@@ -231,21 +232,21 @@ class Order:
         self._order, self._place = order, place.reshape(choice.shape)
 
     def dispatch(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """``rows [n, h]`` to one for each choice, sorted by expert."""
+        """Gather ``rows [n, h]`` into one row per choice, sorted by expert."""
         return _Dispatch.apply(rows, self)
 
     def combine(self, outputs: paddle.Tensor, weights: paddle.Tensor) -> paddle.Tensor:
-        """``outputs``, one for each choice, times ``weights [n, k]`` and added up: ``[n, h]``."""
+        """Sum ``outputs``, one row per choice, weighted with ``weights [n, k]``: ``[n, h]``."""
         if self._kept is not None:
             weights = weights * self._kept
         return _Combine.apply(outputs, weights.astype(outputs.dtype), self)
 
     def gather(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """The row of each choice, sorted by expert."""
+        """Return the row of each choice, sorted by expert."""
         return rows.index_select(self._order // self._k)
 
     def add_up(self, outputs: paddle.Tensor, weights: paddle.Tensor | None) -> paddle.Tensor:
-        """The sum of what belongs to each row, ``[n, h]``; ``weights [n, k]``, None: all are 1."""
+        """Sum the rows of each position's choices, ``[n, h]``, weighted with ``weights [n, k]`` if given."""
         if weights is not None:
             parts = outputs.index_select(self._place.reshape([-1])).reshape([-1, self._k, outputs.shape[-1]])
             return paddle.bmm(weights.unsqueeze(1), parts).squeeze(1)
@@ -255,16 +256,16 @@ class Order:
         return total
 
     def of_choices(self, values: paddle.Tensor) -> paddle.Tensor:
-        """``values [n, k]`` in the order of the experts, ``[choices, 1]``."""
+        """Reorder ``values [n, k]`` by expert: ``[choices, 1]``."""
         return values.reshape([-1, 1]).index_select(self._order)
 
     def of_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """``values [choices, 1]``, in the order of the experts, as ``[n, k]``."""
+        """Reorder ``values [choices, 1]``, sorted by expert, to ``[n, k]``."""
         return values.index_select(self._place.reshape([-1])).reshape(self._place.shape)
 
     @property
     def kept(self) -> paddle.Tensor | None:
-        """``[n, k]`` 1 or 0, as it was given."""
+        """The mask of kept choices ``[n, k]`` of 1 and 0."""
         return self._kept
 
 

@@ -65,12 +65,12 @@ class MoESpec:
 
     @property
     def fc1(self) -> GroupedLinearSpec:
-        """Of all experts, from the hidden states."""
+        """The first linear of all experts."""
         return GroupedLinearSpec(self.cfg.num_experts, self.expert.fc1)
 
     @property
     def fc2(self) -> GroupedLinearSpec:
-        """Of all experts, into the hidden states."""
+        """The second linear of all experts."""
         return GroupedLinearSpec(self.cfg.num_experts, self.expert.fc2)
 
     @property
@@ -120,7 +120,7 @@ class MoESpec:
 
     @property
     def idle_size(self) -> int:
-        """Elements of the matrices that a position is not multiplied by."""
+        """The number of elements in the experts a position does not choose."""
         idle = self.cfg.num_experts - self.cfg.top_k
         width = self.expert.fc1.out_features + self.expert.fc2.in_features
         return idle * self.hidden_size * width
@@ -138,13 +138,13 @@ class MoESpec:
             yield elementwise("sum", "mlp", 3 * part, 0.0)
 
     def _rows(self, work: Work, load: float = 1.0) -> Work:
-        """The rows of the experts of one rank, which get ``load`` times the mean."""
+        """The rows one rank's experts process: ``load`` times the mean."""
         emp = work.mp if work.emp is None else work.emp
         rows = work.micro_batch * self.cfg.top_k * emp / work.mp * load
         return replace(work, micro_batch=rows, mp=emp, sequence_parallel=False)
 
     def sent_bytes(self, work: Work) -> float:
-        """Of the rows that a rank sends to experts, itself included: one for each choice."""
+        """Bytes of the rows one rank sends to experts, its own included: one row per choice."""
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:

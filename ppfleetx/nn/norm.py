@@ -73,7 +73,7 @@ def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> p
 
 
 class _CpuNorm(PyLayer):
-    """Both norms with a backward pass made of matrix-vector products: about half the time on CPU.
+    """Both norms with a backward pass of matrix-vector products, which takes about half the time on a CPU.
 
     With x̂ the normalised input, r its inverse deviation and g the gain, the gradients for an upstream
     dy are  dx = r (dy g - [mean(dy g)] - x̂ mean(dy g x̂)),  dg = Σ dy x̂,  db = Σ dy;  the bracket is

@@ -1,4 +1,4 @@
-"""Products of few rows with a large matrix on a CPU, which is what decoding and short prompts are made of.
+"""Products of a few rows with a large constant matrix on a CPU: the work of decoding and short prompts.
 
 MKL packs the matrix again in every product, which for few rows costs as much as reading it a second and a
 third time. Cut into panels as narrow as one tile of its kernels it is used where it lies. Measured with
@@ -27,7 +27,8 @@ _MEMORY_LEFT = 0.25  # of the machine; with less, the copy is not made
 
 
 def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
-    """``weight [k, n]`` as ``[p, k, w]``, filled up with zeros; of a program's constant, a constant."""
+    """Cut ``weight [k, n]`` into panels ``[p, k, w]``, padded with zeros. A constant of a program stays a
+    constant."""
     rows, columns = weight.shape
     missing = -columns % WIDTH
     if missing:
@@ -36,12 +37,12 @@ def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
 
 
 def times_panels(rows: paddle.Tensor, panels: paddle.Tensor) -> paddle.Tensor:
-    """``rows [m, k]`` (or ``[1, m, k]``) times a matrix in panels ``[p, k, w]``: ``[m, p * w]``."""
+    """Multiply ``rows [m, k]`` (or ``[1, m, k]``) by a matrix in panels ``[p, k, w]``: ``[m, p * w]``."""
     return paddle.matmul(rows, panels).transpose([1, 0, 2]).flatten(1)
 
 
 class Panels:
-    """A copy of ``weight [k, n]`` as ``[p, k, w]``, filled up with zeros."""
+    """A copy of ``weight [k, n]`` in panels ``[p, k, w]``, padded with zeros."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.width = weight.shape[1]
@@ -68,7 +69,7 @@ def use_huge_pages(tensor: paddle.Tensor) -> None:
 
 
 class PanelMatrix:
-    """A constant matrix ``[k, n]`` that makes its panels when they pay for the first time."""
+    """A constant matrix ``[k, n]`` that builds its panels the first time they pay off."""
 
     def __init__(self, weight: paddle.Tensor) -> None:
         self.weight = weight
@@ -83,8 +84,8 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """What the operator for whole blocks multiplies ``num_rows`` rows with: one of
-        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`, and the values. None: there is no memory for it."""
+        """The matrix as the fused-block operator takes it for ``num_rows`` rows: one of
+        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`, and its arrays; None if memory does not suffice."""
         if num_rows == 1:
             return "whole", self.weight
         return ("panels", self._panels.values) if self._has_panels() else None
@@ -101,20 +102,20 @@ class PanelMatrix:
 
 
 class InferenceLinear(Linear):
-    """A :class:`~ppfleetx.nn.linear.Linear` whose weight no longer changes once it has been used."""
+    """A :class:`~ppfleetx.nn.linear.Linear` whose weight does not change after its first use."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self._matrix = PanelMatrix(self.weight)
 
     def use(self, weight: paddle.Tensor) -> None:
-        """From now on multiply with ``weight`` in passes without gradients."""
+        """Use ``weight`` in passes without gradients from now on."""
         if self._matrix.weight is not weight:
             self._matrix = PanelMatrix(weight)
 
     @property
     def matrix(self) -> PanelMatrix:
-        """What passes without gradients multiply with."""
+        """The matrix used in passes without gradients."""
         return self._matrix
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:

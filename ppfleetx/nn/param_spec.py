@@ -1,4 +1,4 @@
-"""What a parameter is and where it lies: a declaration, and all that follows from it under a plan.
+"""The declaration of a parameter: what it is, where it lies, and everything a plan derives from that.
 
 A :class:`ParamSpec` says, for each axis of a view of the ranks (``config/mesh.py``), where the value lies and
 what one backward pass leaves of the gradient. Slices, sums of gradients, owners, the norm and who writes a
@@ -20,19 +20,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """Each rank along the axis has an equal part of dimension ``dim``."""
+    """Each rank along the axis holds an equal slice of dimension ``dim``."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Each rank along the axis has the whole."""
+    """Each rank along the axis holds the whole tensor."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank along the axis has a term of a sum."""
+    """Each rank along the axis holds one term of a sum."""
 
 
 Placement = Shard | Replicate | Partial
@@ -41,7 +41,7 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 
 @dataclass(frozen=True)
 class Part:
-    """A matrix inside a fused parameter: queries, keys, values, gate, up.
+    """One matrix inside a fused parameter: queries, keys, values, gate or up.
 
     Of every ``period`` consecutive indices of dimension ``dim`` it has ``width``, from ``offset`` on.
     """
@@ -53,13 +53,13 @@ class Part:
     width: int
 
     def indices(self, size: int) -> list[int]:
-        """Its indices in a dimension of ``size``."""
+        """The indices of the part along a dimension of ``size``."""
         return [at for at in range(size) if self.offset <= at % self.period < self.offset + self.width]
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter of the whole model.
+    """The declaration of one parameter of the whole model.
 
     Attributes:
         shape: of the whole parameter.
@@ -90,11 +90,11 @@ class ParamSpec:
 
     @property
     def view(self) -> View:
-        """The view of the ranks that it lies in."""
+        """The view of the ranks that the parameter uses."""
         return view_of({*self.value, *self.grad})
 
     def lies(self, axis: str) -> Placement:
-        """Where the value lies along ``axis``."""
+        """The placement of the value along ``axis``."""
         return self.value.get(axis, REPLICATE)
 
     def sums(self, axis: str) -> bool:
@@ -111,7 +111,8 @@ def dense(
     partial: bool = False,
     parts: tuple[Part, ...] = (),
 ) -> ParamSpec:
-    """A parameter of the dense view: every rank along dp, sharding and sep has other tokens.
+    """Declare a parameter of the dense view, in which all ranks along dp, sharding and sep process
+    different tokens.
 
     Args:
         shape, init, kind, parts: see :class:`ParamSpec`.
@@ -126,7 +127,7 @@ def dense(
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What one rank holds of a parameter: :func:`placed` of its :class:`ParamSpec`.
+    """One rank's slice of a parameter: :func:`placed` of its :class:`ParamSpec`.
 
     Attributes:
         name: canonical name.
@@ -146,7 +147,8 @@ class ParamInfo:
 
 
 def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
-    """What ``rank`` holds. Axes that cut the same dimension cut it in the order of the view.
+    """Return the slice that ``rank`` holds. Axes that cut the same dimension cut it in the order of the
+    view.
 
     Raises:
         ValueError: a dimension does not divide.
@@ -166,13 +168,13 @@ def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
 
 
 def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """The axis among whose ranks the parameter has one owner; () where each rank owns what it has."""
+    """The axis along which the parameter has a single owner; () if each rank owns its own slice."""
     axis = spec.view.owners
     return (axis,) if mesh.plan.sharding > 1 and mesh.size_of(axis) > 1 else ()
 
 
 def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
-    """An owner for each parameter, by name: the largest first, each to the rank that has least so far.
+    """Assign each parameter an owner, by name: the largest first, each to the rank with the least so far.
 
     Those named in ``first`` go to rank 0.
     """
@@ -187,7 +189,7 @@ def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()
 
 
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
-    """The groups over which the gradient is summed, in order, after its sum into the owner.
+    """The groups over which a gradient is summed, in order, after the reduction to its owner.
 
     The order decides about bits. Replicas are summed in one group: after two sums, one behind the other,
     they would hold what was added in two orders. Tied copies come last: a sum of two numbers has one order.
@@ -203,19 +205,19 @@ def _sums_over(spec: ParamSpec, axis: str, mesh: Mesh) -> bool:
 
 
 def kept_equal_over(spec: ParamSpec, mesh: Mesh) -> Axes:
-    """The axis along which ranks must get the same gradient to the last bit, because they have the whole."""
+    """The axis along which gradients must be equal to the last bit, because each rank holds the whole
+    parameter."""
     axis = spec.view.tensor
     return (axis,) if mesh.size_of(axis) > 1 and spec.lies(axis) == REPLICATE else ()
 
 
 def may_miss(spec: ParamSpec) -> bool:
-    """Whether a backward pass may leave no gradient: no token may have come to an expert. On which ranks, the
-    data decide; so its gradient is zero there, and is summed at the end of a step."""
+    """Whether a backward pass may leave the parameter without a gradient: an expert may get no token."""
     return spec.trains and "ep" in spec.view.axes
 
 
 def norm_axes(view: View, mesh: Mesh) -> Axes:
-    """Axes over which squares of gradients are summed: all but those of replicas without owners."""
+    """The axes over which squared gradients are summed: all except those of replicas that have no owner."""
     owners = (view.owners,) if mesh.plan.sharding > 1 else ()
     order = (view.tensor, *(axis for axis in view.axes if axis != view.tensor))
     return tuple(axis for axis in order if axis in owners or not _is_replica(axis, view))
@@ -226,7 +228,8 @@ def _is_replica(axis: str, view: View) -> bool:
 
 
 def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Whether ``rank`` counts the parameter in the norm: one of the ranks along :func:`norm_axes`.
+    """Whether ``rank`` counts the parameter in the gradient norm: exactly one rank along :func:`norm_axes`
+    does.
 
     Args:
         owns: whether the rank is the owner.
@@ -238,15 +241,15 @@ def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 
 def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Whether ``rank`` writes its slice into a checkpoint: of those that count it, the first replica."""
+    """Whether ``rank`` writes its slice into a checkpoint: the first replica of those that count it does."""
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     copies = [a for a in spec.view.axes if a not in without and spec.lies(a) == REPLICATE]
     return owns and first_holder and all(at[axis] == 0 for axis in copies)
 
 
 def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
-    """The axes over which ranks exchange something about ``specs``, in the order in which all ranks make
-    groups of them."""
+    """The axes along which ranks communicate about ``specs``, in the order in which all ranks create the
+    groups."""
     needed: set[Axes] = set()
     for spec in specs:
         needed |= {*gradient_sums(spec, mesh), owner_axes(spec, mesh), kept_equal_over(spec, mesh)}
@@ -255,5 +258,5 @@ def groups_needed(specs: Iterable[ParamSpec], mesh: Mesh) -> tuple[Axes, ...]:
 
 
 def in_order(sums: Iterable[Axes]) -> list[Axes]:
-    """Groups of :func:`gradient_sums` of several parameters, each once, in the order of the sums."""
+    """The groups of :func:`gradient_sums` of several parameters, each once, in the order of the sums."""
     return sorted(set(sums), key=lambda axes: (SUM_ORDER.index(axes[0]), axes))

@@ -1,4 +1,4 @@
-"""How positions enter a model: something is added to the embeddings, or attention turns by them."""
+"""Position embeddings: added to the hidden states, or applied to queries and keys in attention."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Rotary(Protocol):
     """Turns queries and keys by their positions; the scores then depend on distances."""
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """``x [b, groups, heads, s, head_dim]`` turned by the positions ``[b, s]``, in the same shape."""
+        """Rotate ``x [b, groups, heads, s, head_dim]`` by the positions ``[b, s]``; the shape stays."""
 
 
 @dataclass(frozen=True)
 class Positions:
-    """What a position embedding puts into a model. All None: nothing.
+    """The parts of a position embedding. All None: the model has no position embedding.
 
     Attributes:
         table_rows: rows of a learned table that is added to the embeddings.

@@ -50,7 +50,7 @@ def unpack(packed: paddle.Tensor) -> paddle.Tensor:
 
 
 class QuantizedMatrix:
-    """A constant matrix ``[k, n]`` of few bits.
+    """A constant matrix of 8-bit or 4-bit integers and scales.
 
     Args:
         weight, scale: as stored; see the module.
@@ -76,7 +76,7 @@ class QuantizedMatrix:
         return self.form.activation_bits is not None
 
     def integers(self) -> paddle.Tensor:
-        """What is stored, without scales: ``[k, n]`` float32."""
+        """The stored integers without scales, ``[k, n]`` float32."""
         return unpack(self.weight) if self.form.bits == 4 else paddle.cast(self.weight, "float32")
 
     def dequantized(self) -> paddle.Tensor:
@@ -89,7 +89,8 @@ class QuantizedMatrix:
         return scaled.reshape([-1, self.out_features])
 
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Weights and scales as our own operators take them; of a program's constants, constants."""
+        """Arrange weights and scales as our CPU operators take them. Constants of a program stay
+        constants."""
         if self.rounds_activations:
             values = cpu_ops.int8_quads(self.weight)
         else:
@@ -97,7 +98,7 @@ class QuantizedMatrix:
         return values, cpu_ops.scale_panels(self.scale)
 
     def panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """:meth:`make_panels`, made once."""
+        """The result of :meth:`make_panels`, computed once."""
         if self._panels is None:
             self._panels = tuple(panel.contiguous() for panel in self.make_panels())
             use_huge_pages(self._panels[0])
@@ -105,7 +106,7 @@ class QuantizedMatrix:
 
     @property
     def panel_format(self) -> str:
-        """Which of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS` the panels have."""
+        """The format of the panels, one of :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`."""
         if self.rounds_activations:
             return "int8_int8"
         return "int4" if self.form.bits == 4 else "int8"
@@ -113,7 +114,7 @@ class QuantizedMatrix:
     def multiply_panels(
         self, x: paddle.Tensor, panels: tuple[paddle.Tensor, paddle.Tensor], bias: paddle.Tensor | None
     ) -> paddle.Tensor:
-        """``x [..., k] @ matrix + bias`` by our own operators."""
+        """Compute ``x [..., k] @ matrix + bias`` with our CPU operators."""
         if self.rounds_activations:
             product = cpu_ops.int8_int8_product
         else:
@@ -121,7 +122,7 @@ class QuantizedMatrix:
         return product(x, *panels, bias, self.out_features)
 
     def has_operator(self, x: paddle.Tensor) -> bool:
-        """Whether our own operators can multiply ``x`` with it."""
+        """Whether our CPU operators can multiply ``x`` by this matrix."""
         if not x.place.is_cpu_place() or x.dtype != paddle.float32 or not cpu_ops.are_available():
             return False
         return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
@@ -146,8 +147,7 @@ class QuantizedMatrix:
         return self.rescaled(self._widened.linear, x, bias)
 
     def widened(self, dtype: Any = paddle.float32) -> paddle.Tensor:
-        """``[k, n]`` to multiply with where no operator takes what is stored: the matrix, or for rounded
-        activations in float32 its integers. 16 bits do not hold sums of products of integers."""
+        """The matrix ``[k, n]`` in floating point, for devices without an operator for the stored form."""
         if self.rounds_activations and dtype == paddle.float32:
             return self.integers()
         return self.dequantized().astype(dtype)
@@ -158,7 +158,8 @@ class QuantizedMatrix:
         x: paddle.Tensor,
         bias: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """The product with rounded rows of ``x``; ``multiply`` multiplies with :meth:`widened`."""
+        """Multiply the rounded rows of ``x`` and apply their scales; ``multiply`` multiplies by
+        :meth:`widened`."""
         if x.dtype == paddle.float32:
             integers, step = round_rows(x)
             product = multiply(integers) * paddle.multiply(step, self.scale)
@@ -168,7 +169,8 @@ class QuantizedMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def _gpu_arch(self, x: paddle.Tensor) -> int | None:
-        """Compute capability, as Paddle's kernel for 8-bit weights names it; None where there is none."""
+        """The compute capability as Paddle's kernel for 8-bit weights names it; None if it does not
+        support the card."""
         fits = self.in_features % _GPU_MULTIPLE == 0 and self.out_features % _GPU_MULTIPLE == 0
         if self.form != Form(8) or not fits or not on_gpu():
             return None
@@ -179,7 +181,8 @@ class QuantizedMatrix:
 
 
 def round_rows(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Each row of float32 ``x [..., k]`` as integers of 8 bits, in float32, and their scale ``[..., 1]``."""
+    """Round each row of float32 ``x [..., k]`` to 8 bits; return the integers as float32, and the scales
+    ``[..., 1]``."""
     step = (x.abs().max(axis=-1, keepdim=True) / _LEVELS).clip(min=_SMALLEST_SCALE)
     return (x / step).round(), step
 
@@ -189,8 +192,7 @@ def _wants_gradient(x: paddle.Tensor) -> bool:
 
 
 class _FrozenProduct(PyLayer):
-    """A product whose backward pass reaches ``x`` alone, as if ``x`` had not been rounded. Nothing is kept
-    for it but the matrix as it is stored."""
+    """A product whose backward pass computes only the gradient of ``x``, as if ``x`` had not been rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, matrix: QuantizedMatrix) -> paddle.Tensor:
@@ -262,7 +264,7 @@ class QuantizedLinear(nn.Layer):
 
 
 class QuantizedGroupedLinear(nn.Layer):
-    """Linears of experts, each with a :class:`QuantizedMatrix`.
+    """The linears of all experts, each with a :class:`QuantizedMatrix`.
 
     ``weight`` and ``scale`` are those of :class:`QuantizedLinear`, of all experts.
 
@@ -299,7 +301,7 @@ class QuantizedGroupedLinear(nn.Layer):
         return paddle.concat(parts)
 
     def _matrix(self, expert: int) -> QuantizedMatrix:
-        """Made when it is first used: only then are the values there to stay."""
+        """The matrix, built at first use, when the weights are final."""
         if expert not in self._matrices:
             stored = self.weight[expert], self.scale[expert]
             self._matrices[expert] = QuantizedMatrix(*stored, self.form)
@@ -307,7 +309,7 @@ class QuantizedGroupedLinear(nn.Layer):
 
 
 class QuantizedEmbedding(nn.Layer):
-    """A word embedding of 8 bits, of which this rank may hold some rows.
+    """A word embedding of 8 bits, or this rank's rows of it.
 
     Args:
         embedding: whose place it takes.
@@ -352,7 +354,7 @@ class QuantizedEmbedding(nn.Layer):
         return rows if dtype is None else rows.astype(dtype)
 
     def head_matrix(self, vocab_size: int | None) -> QuantizedMatrix:
-        """The table transposed, ``[h, V]``, of its first ``vocab_size`` rows (None: of all)."""
+        """The transposed table ``[h, V]``, or its first ``vocab_size`` columns."""
         weight, scale = (tensor[:vocab_size].transpose([1, 0]).contiguous() for tensor in self.parameters())
         return QuantizedMatrix(weight, scale, Form(8))
 
@@ -360,8 +362,8 @@ class QuantizedEmbedding(nn.Layer):
 def with_small_weights(
     stages: Sequence[Stage], cfg: WeightsConfig | None, factory: LayerFactory
 ) -> list[Stage]:
-    """``stages`` whose linears and word embedding are stored as ``Compress.Weights`` says; None: as ever.
-    Adapters are added to the layers that are then there."""
+    """Return ``stages`` whose linears and word embedding are stored as ``Compress.Weights`` says;
+    unchanged if None. Adapters are added to the layers that exist then."""
     if cfg is None:
         return list(stages)
     put = partial(_replace, cfg=cfg, factory=factory)

@@ -15,7 +15,8 @@ import paddle
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run now, forget, and run again in the backward pass with the same random numbers and context variables.
+    """Run a function without keeping activations, and run it again in the backward pass with the same
+    random numbers and context variables.
 
     Args:
         function: pure but for its parameters and random numbers; any callable that takes ``args``.
@@ -34,7 +35,7 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def is_recomputing() -> bool:
-    """Whether what runs has run before, in the forward pass."""
+    """Whether the current code is the second run, in the backward pass."""
     return _RECOMPUTING.get()
 
 
@@ -47,5 +48,5 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def may_recompute(layer: paddle.nn.Layer) -> bool:
-    """Whether there will be a backward pass to recompute in."""
+    """Whether recomputation applies: there will be a backward pass."""
     return layer.training and paddle.is_grad_enabled()

@@ -21,7 +21,7 @@ from ppfleetx.nn.rope_scaling import attention_factor, inverse_frequencies
 
 
 class RotaryEmbedding:
-    """cos and sin tables for the positions of a batch, and the rotation itself.
+    """The cos and sin tables for the positions of a batch, and the rotation.
 
     Args:
         head_dim: even number of features that are turned: a head's size, or the first part of it.
@@ -50,8 +50,8 @@ class RotaryEmbedding:
         self.interleaved = interleaved
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Turn each head of ``x [b, groups, heads, s, d]`` by its position ``[b, s]``: of its d features the
-        first ``head_dim``."""
+        """Rotate the first ``head_dim`` features of each head of ``x [b, groups, heads, s, d]`` by its
+        position ``[b, s]``."""
         if x.shape[-1] > self.head_dim:
             turning, still = x.split([self.head_dim, x.shape[-1] - self.head_dim], axis=-1)
             return paddle.concat([self.rotate(turning, position_ids), still], axis=-1)
@@ -75,8 +75,7 @@ class RotaryEmbedding:
         return plugin_operator("fused_rope") is None or x.shape[-1] % 64 == 0
 
     def _rotate_fused(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """In float32, as above: in 16 bits the kernel would take cosines and sines of 16 bits, and
-        ``auto_cast`` counts it among what may be."""
+        """Rotate with the fused kernel, in float32: in 16 bits it would use cos and sin of 16 bits."""
         b, groups, heads, s, size = x.shape
         rows = x.transpose([0, 3, 1, 2, 4]).reshape([b, s, groups * heads, size]).astype("float32")
         of_plugin = plugin_operator("fused_rope")
@@ -106,7 +105,7 @@ class RotaryEmbedding:
 
     @staticmethod
     def _as_heads(rows: paddle.Tensor, x: paddle.Tensor) -> paddle.Tensor:
-        """``rows``, of positions before heads, in the order and type of ``x``."""
+        """Bring ``rows``, with positions before heads, into the order and type of ``x``."""
         b, groups, heads, s, size = x.shape
         return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
@@ -121,8 +120,8 @@ class RotaryEmbedding:
         return x * cos + paddle.matmul(x, _partners(self.head_dim, self.interleaved)) * sin
 
     def cos_sin(self, position_ids: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """cos and sin of every position's angles, times YaRN's attention factor, ``[b, s, head_dim / 2]`` in
-        float32 (from float64)."""
+        """Return cos and sin of every position's angles, times YaRN's attention factor, ``[b, s, head_dim
+        / 2]`` float32, computed in float64."""
         if paddle.in_dynamic_mode():
             cos, sin = _tables(
                 self.max_positions, self.head_dim, self.base, self.scaling, paddle.get_device()
@@ -140,7 +139,7 @@ class RotaryEmbedding:
 
 @lru_cache(maxsize=4)
 def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
-    """``[d, d]``: what turns each pair ``(first, second)`` of a head into ``(-second, first)``."""
+    """The matrix ``[d, d]`` that maps each pair ``(first, second)`` of a head to ``(-second, first)``."""
     pairs, swap = np.eye(head_dim // 2, dtype=np.float32), np.array([[0, 1], [-1, 0]], dtype=np.float32)
     return paddle.to_tensor(np.kron(pairs, swap) if interleaved else np.kron(swap, pairs))
 
@@ -149,7 +148,7 @@ def _partners(head_dim: int, interleaved: bool) -> paddle.Tensor:
 def _whole_tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, ...]:
-    """cos and sin ``[1, max_positions, 1, head_dim]``, for both halves of a head."""
+    """The cos and sin tables ``[1, max_positions, 1, head_dim]`` for both halves of a head."""
     tables = _tables(max_positions, head_dim, base, scaling, device)
     return tuple(paddle.concat([table, table], axis=-1).unsqueeze([0, 2]) for table in tables)
 
@@ -158,7 +157,7 @@ def _whole_tables(
 def _tables(
     max_positions: int, head_dim: int, base: float, scaling: RopeScalingConfig | None, device: str
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """cos and sin ``[max_positions, head_dim / 2]``, shared by all layers."""
+    """The cos and sin tables ``[max_positions, head_dim / 2]``, shared by all layers."""
     frequency = inverse_frequencies(head_dim, base, scaling)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequency
     factor = attention_factor(scaling)

@@ -14,7 +14,7 @@ from ppfleetx.config.sections.rope import RopeScalingConfig
 
 
 def inverse_frequencies(head_dim: int, base: float, scaling: RopeScalingConfig | None) -> np.ndarray:
-    """Angle per position of each pair of features, ``[head_dim / 2]``, the fastest first.
+    """The angle per position of each pair of features, ``[head_dim / 2]``, the fastest first.
 
     Args:
         head_dim: even size of a head.
@@ -28,7 +28,7 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RopeScalingConfig |
 
 
 def attention_factor(scaling: RopeScalingConfig | None) -> float:
-    """What cos and sin are multiplied by (YaRN, Peng et al., 2023); 1 without YaRN."""
+    """The factor YaRN applies to cos and sin (Peng et al., 2023); 1 without YaRN."""
     if scaling is None or scaling.type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
@@ -41,7 +41,7 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """What DeepSeek's latent attention multiplies scores by, beside what :func:`attention_factor` does."""
+    """The factor that DeepSeek's latent attention applies to scores on top of :func:`attention_factor`."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _magnitude(scaling, scaling.mscale_all_dim) ** 2
@@ -52,7 +52,8 @@ def _magnitude(scaling: RopeScalingConfig, weight: float) -> float:
 
 
 def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig) -> np.ndarray | float:
-    """0 where a frequency stays, 1 where it is divided by the factor, between them where it is mixed."""
+    """The share of stretching of each frequency: 0 keeps it, 1 divides it by the factor, values between
+    mix both."""
     if scaling.type == "linear":
         return 1.0
     if scaling.type == "llama3":
@@ -64,7 +65,7 @@ def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig)
 
 
 def _yarn_bounds(head_dim: int, base: float, scaling: RopeScalingConfig) -> tuple[float, float]:
-    """Indices of the last frequency that stays and the first that is divided."""
+    """The indices of the last frequency YaRN keeps and the first it fully divides."""
 
     def index_of(turns: float) -> float:
         length = scaling.original_max_position_embeddings

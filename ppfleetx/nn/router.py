@@ -1,4 +1,4 @@
-"""The choice of experts and its statistics, as functions of a router's logits. All of it is float32.
+"""The router's mathematics: choice of experts and statistics, as functions of its logits. All in float32.
 
 Shape letters: s positions of this rank, b sequences, E experts, k experts that a position chooses.
 """
@@ -16,7 +16,7 @@ _TINY = 1e-20  # DeepSeek-V3's; sigmoids of all chosen experts may be 0
 
 
 class Routing(NamedTuple):
-    """What a router decides.
+    """A router's decision for each position.
 
     Attributes:
         choice: ``[s, b, k]`` experts of each position, the best one first.
@@ -30,7 +30,7 @@ class Routing(NamedTuple):
 
 
 def route(logits: paddle.Tensor, top_k: int, cfg: RouterConfig, bias: paddle.Tensor | None = None) -> Routing:
-    """The ``top_k`` experts of each position by its ``logits [s, b, E]``.
+    """Choose the ``top_k`` experts of each position from its ``logits [s, b, E]``.
 
     Args:
         logits, top_k, cfg: see above.
@@ -69,7 +69,7 @@ def _choose(
 
 
 def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
-    """``choice [..., k]`` of ``count`` things as ones in ``[..., count]`` zeros."""
+    """Turn ``choice [..., k]`` of ``count`` items into a mask ``[..., count]`` of ones and zeros."""
     zeros = paddle.zeros([*choice.shape[:-1], count], "float32")
     return zeros.put_along_axis(choice, paddle.ones([], "float32"), -1)
 
@@ -78,14 +78,16 @@ def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
 
 
 def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
-    """``[b, 2 E + 1]``: of the positions here that count, ``counts [s, b]``, how many chose each expert, the
-    sum of its scores, and how many there are. Ranks that share a sequence add these up."""
+    """Statistics of each sequence, ``[b, 2 E + 1]``, over its counted positions on this rank (``counts [s,
+    b]``): choices per expert, summed scores per expert, and the number of positions. Ranks that share a
+    sequence add these up."""
     of_each = counts.unsqueeze(-1)
     return paddle.concat([(chosen * of_each).sum(0), (scores * of_each).sum(0), of_each.sum(0)], -1)
 
 
 def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
-    """``[b]``: ``E sum_e f_e P_e`` of each sequence, from its :func:`sequence_sums` (Wang et al., 2024)."""
+    """The balancing loss ``E sum_e f_e P_e`` of each sequence, ``[b]``, from its :func:`sequence_sums`
+    (Wang et al., 2024)."""
     experts = (sums.shape[-1] - 1) // 2
     choices, scores, positions = sums.split([experts, experts, 1], -1)
     positions = positions.clip(min=1.0)
@@ -93,17 +95,19 @@ def sequence_balance(sums: paddle.Tensor, top_k: int) -> paddle.Tensor:
 
 
 def balance_of_shares(scores: paddle.Tensor, shares: paddle.Tensor) -> paddle.Tensor:
-    """``[s, b]``: ``E sum_e f_e p_e`` of each position, where ``f`` is ``shares [E]``, known beforehand."""
+    """The balancing loss ``E sum_e f_e p_e`` of each position, ``[s, b]``, with ``f`` given as ``shares
+    [E]``."""
     return scores.shape[-1] * (scores * shares).sum(-1)
 
 
 def z_loss(logits: paddle.Tensor) -> paddle.Tensor:
-    """``[s, b]``: the square of each position's log of the sum of exponentials (Zoph et al., 2022)."""
+    """The squared log-sum-exp of each position's logits, ``[s, b]`` (Zoph et al., 2022)."""
     return logits.logsumexp(-1).square()
 
 
 def entropy(scores: paddle.Tensor) -> paddle.Tensor:
-    """``[s, b]``: of each position's scores; ``log E`` where it likes all experts alike, 0 where only one."""
+    """The entropy of each position's scores, ``[s, b]``: ``log E`` if all experts are equal, 0 if one has
+    everything."""
     return -(scores * scores.clip(min=_TINY).log()).sum(-1)
 
 
@@ -111,7 +115,8 @@ def entropy(scores: paddle.Tensor) -> paddle.Tensor:
 
 
 def moved_bias(bias: paddle.Tensor, loads: paddle.Tensor, rate: float) -> paddle.Tensor:
-    """``bias [E]``, raised by ``rate`` where ``loads [E]`` are below their mean and lowered where above."""
+    """Move ``bias [E]`` by ``rate``: up for experts whose ``loads [E]`` are below the mean, down for those
+    above it."""
     return bias + rate * (loads.mean() - loads).sign()
 
 
@@ -125,7 +130,7 @@ def within_capacity(
     factor: float,
     policy: str,
 ) -> paddle.Tensor:
-    """Which choices ``[s, b, k]`` are not dropped, as 0 and 1.
+    """The mask ``[s, b, k]`` of choices that are not dropped.
 
     An expert takes ``ceil(factor k n / E)`` of a sequence's n positions that count; of others nothing is
     dropped. All positions of the sequences must be here.

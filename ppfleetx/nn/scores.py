@@ -65,13 +65,13 @@ def _joined(pieces: list[tuple[paddle.Tensor, paddle.Tensor]]) -> tuple[paddle.T
 
 
 class _Columns:
-    """The columns of the logits that are here, ``[first, true_vocab)`` of the vocabulary at most."""
+    """The columns of the logits on this rank: at most ``[first, true_vocab)`` of the vocabulary."""
 
     def __init__(self, first: int, true_vocab: int) -> None:
         self.first, self._true_vocab = first, true_vocab
 
     def hide_padding(self, rows: paddle.Tensor) -> paddle.Tensor:
-        """``rows [n, V]`` in float32, with padding columns that take no probability."""
+        """Convert ``rows [n, V]`` to float32, with padding columns that get no probability."""
         rows, num_true = rows.astype("float32"), max(0, self._true_vocab - self.first)
         if num_true < rows.shape[-1]:
             rows = rows.clone()
@@ -79,11 +79,11 @@ class _Columns:
         return rows
 
     def likeliest(self, highest: paddle.Tensor, token: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Highest logit and its token over the whole vocabulary, of those found here; each ``[n]``."""
+        """Reduce the local highest logit and its token to those of the whole vocabulary; each ``[n]``."""
         return highest, token
 
     def total(self, *parts: paddle.Tensor) -> list[paddle.Tensor]:
-        """Sums over the whole vocabulary, of the sums of what is here."""
+        """Reduce local sums to sums over the whole vocabulary."""
         return list(parts)
 
 
@@ -131,8 +131,8 @@ def _scores(
 def _score_rows(
     rows: paddle.Tensor, wanted: paddle.Tensor, columns: _Columns
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """``rows [n, V]`` of logits and the tokens ``[n]`` that came: their log probabilities (float64), and
-    whether they are the likeliest."""
+    """Return the log probability (float64) of the given tokens ``[n]`` under ``rows [n, V]`` of logits,
+    and whether each is the likeliest."""
     width = rows.shape[-1]
     rows = columns.hide_padding(rows)
     highest, token = columns.likeliest(rows.max(axis=-1), rows.argmax(axis=-1) + columns.first)

@@ -41,7 +41,7 @@ Finish = Callable[[nn.Layer, NameOf], None]
 
 @dataclass(frozen=True)
 class Tie:
-    """The sub-layer ``attribute`` of this stage is one and the same in all stages with this ``key``.
+    """A sub-layer shared by all stages with the same ``key``: their ``attribute`` is one object.
 
     ``key`` is also its canonical place: the parameters of the shared sub-layer are named
     ``{key}.weight`` in whichever stage they are found. The sub-layer holds nothing but what is shared,
@@ -54,7 +54,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Stage:
-    """Recipe of one layer of the model.
+    """The recipe of one layer of the model.
 
     Attributes:
         name: unique name, e.g. ``decoder.layers.3``.
@@ -102,70 +102,73 @@ class LayerFactory(Protocol):
     group: Any
 
     def local_count(self, count: int, what: str) -> int:
-        """How many of ``count`` equal parts (``what``: "key/value heads") one rank holds."""
+        """The number of ``count`` equal parts (``what``: "key/value heads") on this rank."""
 
     def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
-        """Say what a parameter is that a layer has made by itself, with the shape that this rank holds."""
+        """Declare a parameter that a layer created itself, with the shape it has on this rank."""
 
     def linear(self, spec: LinearSpec) -> nn.Layer:
-        """The declared linear; see :class:`LinearSpec` for what is sliced."""
+        """Make the declared linear; see :class:`LinearSpec` for how it is sliced."""
 
     def grouped_linear(self, spec: GroupedLinearSpec) -> nn.Layer:
-        """The declared linears of experts, as far as they live here."""
+        """Make this rank's part of the declared linears of experts."""
 
     def whole_linear(
         self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
     ) -> nn.Layer:
-        """Linear ``[in, out]`` held whole by every rank, for input that is whole too; ``of_trunk``: for the
-        positions of the hidden states that are here, as a router's."""
+        """Make a linear ``[in, out]`` that every rank holds whole, for whole input; with ``of_trunk`` for
+        this rank's positions of the hidden states, like a router's."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
         """The :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear made here; ``follows``: training
         moves its scale."""
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        """Adapter for a linear made here, sliced as it is: maps the linear's input to its output."""
+        """Make an adapter, sliced like its linear, that maps the linear's input to its output."""
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """What takes the place of a linear made here, its weights stored as ``form`` says."""
+        """Make the quantised replacement of a linear, its weights stored as ``form`` says."""
 
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
-        """What takes the place of a word embedding made here, its rows stored in 8 bits."""
+        """Make the quantised replacement of a word embedding, its rows stored in 8 bits."""
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
-        """The declared table; the output is whole."""
+        """Make the declared table; its output is whole."""
 
     def norm(self, spec: NormSpec) -> nn.Layer:
-        """The declared norm."""
+        """Make the declared norm."""
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
-        """Dropout; ``inside_heads`` when the tensor is sliced over heads and masks must differ by rank."""
+        """Make a dropout layer; ``inside_heads`` if its input is sliced over heads, so that masks must
+        differ by rank."""
 
     def enter_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """``[s, b, h]`` whole to what the blocks work on (its part of ``s`` under sequence parallelism)."""
+        """Turn whole ``[s, b, h]`` into the blocks' input: under sequence parallelism, this rank's part of
+        ``s``."""
 
     def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """What the blocks work on back to ``[s, b, h]`` whole, for what every rank then computes alike."""
+        """Turn the blocks' output into whole ``[s, b, h]`` for layers that every rank computes alike."""
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Hidden states ``[s, b, h]`` to what a head multiplies by its matrix: all positions of the rank."""
+        """Turn hidden states ``[s, b, h]`` into the head's input, which has all positions of the rank."""
 
     def tied_logits(self, hidden: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-        """Hidden states times the word embedding ``[V, h]`` transposed; columns stay sliced."""
+        """Multiply hidden states by the transposed word embedding ``[V, h]``; the columns stay sliced."""
 
     def local_positions(self, ids: paddle.Tensor) -> paddle.Tensor:
-        """The positions of ``[b, s]`` that this rank begins with (its part of ``s`` under sep)."""
+        """Return the positions of ``[b, s]`` on this rank (its part of ``s`` under sep)."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Sums over this rank's positions to sums over whole sequences, float32.
+        """Add sums over this rank's positions up to sums over whole sequences, in float32.
 
-        A loss made of them is the same on the axes ``mp`` and ``sep``."""
+        A loss made of them is the same on the axes ``mp`` and ``sep``.
+        """
 
     def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """``[s, ...]`` of this rank's positions to those of whole sequences; carries no gradient."""
+        """Gather ``[s, ...]`` of this rank's positions over whole sequences; no gradient passes."""
 
     def own_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """The opposite of :meth:`all_positions`."""
+        """Return this rank's positions: the inverse of :meth:`all_positions`."""
 
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
@@ -219,7 +222,7 @@ def build_stage(
 
 
 def declare(parameter: paddle.Tensor, spec: ParamSpec, mesh: Mesh = _ALONE, rank: int = 0) -> None:
-    """Attach ``spec`` to a parameter that ``rank`` has made, and what the rank holds of it: ``info``."""
+    """Attach the declaration ``spec`` to a parameter, and as ``info`` the slice of it that ``rank`` holds."""
     info = placed(spec, mesh, rank)
     assert tuple(parameter.shape) == info.local_shape, f"{parameter.shape} is made, {info} is declared"
     parameter.spec, parameter.info = spec, info
@@ -236,7 +239,7 @@ def _name(parameter: paddle.Tensor, stage: Stage, path: str) -> None:
 
 
 def first_value(parameter: paddle.Tensor, seed: int) -> paddle.Tensor:
-    """Initial values, in float32, of a parameter that carries its named ``info``."""
+    """Draw the initial values, in float32, of a parameter that has its named ``info``."""
     info: ParamInfo = parameter.info
     return paddle.to_tensor(
         draw(info.init, seed, info.name, info.global_shape, info.offset, info.local_shape)
@@ -254,13 +257,13 @@ def _canonical_name(stage: Stage, path: str) -> str:
 
 
 def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """Hook after a first layer that does not train: recomputation, pipelines and sharding stage 3 follow the
-    gradient of what a block is given."""
+    """A hook for a frozen first layer: its output still asks for a gradient, because recomputation,
+    pipelines and sharding stage 3 rely on one."""
     if layer.training and paddle.is_grad_enabled():
         state[0].stop_gradient = False
     return state
 
 
 def canonical_parameters(layer: nn.Layer) -> dict[str, paddle.Tensor]:
-    """Parameters of a layer or container by canonical name; a tied one appears once."""
+    """Return the parameters of a layer or container by canonical name; a tied one appears once."""
     return {parameter.info.name: parameter for parameter in layer.parameters()}

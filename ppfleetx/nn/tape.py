@@ -1,4 +1,4 @@
-"""Which tensors are alive when: a list of operations, played forwards and backwards.
+"""Memory of a forward and backward pass, found by replaying a list of operations.
 
 An operation allocates its result and what it needs for a moment, keeps some tensors for its backward pass,
 and in the backward pass turns the gradient of its result into gradients of what it read. The play gives what
@@ -13,7 +13,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of a forward pass. All sizes are bytes.
+    """One operation of a forward pass. All sizes are in bytes.
 
     Attributes:
         writes: name of the result.
@@ -66,7 +66,7 @@ class Tape:
 
     @cached_property
     def _roots(self) -> dict[str, str]:
-        """Whose memory each tensor is."""
+        """For each tensor, the tensor whose memory it uses."""
         roots = {name: name for name in self.inputs}
         for step in self.steps:
             roots[step.writes] = roots[step.reads[0]] if step.view else step.writes
@@ -78,23 +78,23 @@ class Tape:
 
     @property
     def output(self) -> str:
-        """Memory of the tape's result."""
+        """The memory that holds the tape's result."""
         return self._roots[self.steps[-1].writes]
 
     @cached_property
     def _held(self) -> set[str]:
-        """Memory that outlives the forward pass, inputs aside."""
+        """The memory that survives the forward pass, without the inputs."""
         kept = {name for step in self.steps for name in self._kept_by(step)} | {self.output}
         return kept - self.inputs.keys()
 
     @cached_property
     def kept(self) -> float:
-        """Bytes that the forward pass leaves: what is kept, and the result."""
+        """Bytes alive after the forward pass: what is kept for the backward pass, and the result."""
         extra = sum(step.extra for step in self.steps)
         return sum(self._sizes[name] for name in self._held) + extra
 
     def forward_peak(self, values: float = 0.0) -> float:
-        """Most bytes at once in the forward pass, inputs not counted.
+        """The peak of the forward pass in bytes, without the inputs.
 
         Args:
             values: bytes of fetched parameters, beside the steps that need any.
@@ -111,7 +111,7 @@ class Tape:
         return max(self._forward(keeps=False))
 
     def _forward(self, *, keeps: bool) -> tuple[float, float]:
-        """The peaks among the steps that need parameters, and among the others."""
+        """The forward peaks of the steps that use parameters, and of all others."""
         last = {}  # memory -> the last step that reads it
         for number, step in enumerate(self.steps):
             for name in (*step.reads, *step.keeps):
@@ -129,8 +129,7 @@ class Tape:
         return peaks[0], peaks[1]
 
     def backward_peak(self, *, first: bool, values: float = 0.0) -> float:
-        """Most bytes at once in the backward pass: the rest of what was kept, gradients, what is needed for a
-        moment.
+        """The peak of the backward pass in bytes: kept tensors, gradients and temporaries.
 
         Args:
             first: the gradients of parameters stay; later they are added to those that are there.
@@ -183,5 +182,5 @@ class Tape:
 
     @cached_property
     def weights(self) -> float:
-        """Bytes of all gradients of parameters."""
+        """Bytes of the gradients of all parameters."""
         return sum(step.weights + (step.inner.weights if step.inner else 0.0) for step in self.steps)

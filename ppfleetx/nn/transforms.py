@@ -28,7 +28,7 @@ _KINDS = {
 def transformed(
     specs: Mapping[str, ParamSpec], lora: LoraConfig | None, compress: CompressConfig | None
 ) -> Mapping[str, ParamSpec]:
-    """``specs`` as ``Model.lora`` and section ``Compress`` change them."""
+    """Return ``specs`` as changed by ``Model.lora`` and section ``Compress``."""
     if compress is not None and compress.quantization is not None:
         specs = fake_quantized(specs, compress.quantization)
     if lora is not None:
@@ -39,7 +39,7 @@ def transformed(
 
 
 def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
-    """Frozen, but for a classification head, and with adapters beside the linears that ``cfg`` names."""
+    """Freeze all parameters except a classification head, and add adapters at the linears ``cfg`` names."""
     result: Specs = {}
     for name, spec in specs.items():
         result[name] = replace(spec, trains=spec.trains and name.startswith("score."))
@@ -50,7 +50,7 @@ def adapted(specs: Mapping[str, ParamSpec], cfg: LoraConfig) -> Specs:
 
 
 def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> Specs:
-    """With the numbers of a quantiser at each linear that ``cfg`` names, and perhaps a frozen embedding."""
+    """Add the parameters of fake quantisers at the linears ``cfg`` names; freeze the embedding if asked."""
     result: Specs = {}
     for name, spec in specs.items():
         is_frozen = cfg.freeze_embedding and name.startswith("embedding.")
@@ -63,7 +63,7 @@ def fake_quantized(specs: Mapping[str, ParamSpec], cfg: QuantizationConfig) -> S
 
 
 def stored_small(specs: Mapping[str, ParamSpec], cfg: WeightsConfig) -> Specs:
-    """With codes and scales in the place of the matrices that ``cfg`` names."""
+    """Replace the matrices ``cfg`` names with codes and scales."""
     result: Specs = {}
     for name, spec in specs.items():
         layer = name.removesuffix(".weight")
@@ -85,8 +85,8 @@ def _named(layer: str, specs: Specs) -> Specs:
 
 
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """A low-rank adapter of ``matrix [in, out]``, sliced as the matrix is: A where its input features are
-    sliced, B where its output features are. A starts as N(0, 1 / in), so that x A is of the size of x."""
+    """A low-rank adapter of ``matrix [in, out]``, sliced like it: A with the input features, B with the
+    output features. A starts as N(0, 1 / in), so that x A has the size of x."""
     if len(matrix.shape) == 3:
         return _adapters_of_experts(matrix, rank)
     width_in, width_out = matrix.shape
@@ -101,7 +101,8 @@ def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> 
 
 
 def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
-    """One for each expert. What is whole on ranks that slice the experts gets a term of a sum on each."""
+    """One adapter per expert. Parts that ranks slicing the experts hold whole get a partial gradient on
+    each."""
     experts, width_in, width_out = matrix.shape
 
     def of_experts(shape: tuple[int, ...], init: Init, dim: int) -> ParamSpec:
@@ -116,7 +117,7 @@ def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
 
 
 def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
-    """The numbers that a quantiser has: the scale of its input, the learned shares of the bounds."""
+    """The names of a quantiser's parameters: the input's scale, and the learned shares of the bounds."""
     has = {
         "input_scale": cfg.activation_quantize_type == "moving_average_abs_max",
         "weight_clip": cfg.weight_preprocess_type is not None,
@@ -126,9 +127,7 @@ def quantizer_numbers(cfg: QuantizationConfig) -> tuple[str, ...]:
 
 
 def quantizer(matrix: ParamSpec, names: Iterable[str], *, sequence_parallel: bool = True) -> Specs:
-    """The numbers of a fake quantiser of ``matrix``. Each rank learns the share of the weight's bound from
-    its part of the weight, and the share of the input's bound from its features or positions. All experts
-    share them."""
+    """The parameters of a fake quantiser of ``matrix``. All experts share them."""
     if len(matrix.shape) == 3:
         return {name: _number_of_experts(name) for name in names}
     cut = matrix.lies("mp")
@@ -147,15 +146,15 @@ def _number_of_experts(name: str) -> ParamSpec:
 
 
 def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
-    """The stored integers of a frozen ``matrix``, of which ``per_row`` input features share a row."""
+    """The stored integers of a frozen ``matrix``, ``per_row`` input features to a row."""
     dtype = "int8" if per_row == 1 else "uint8"
     *experts, width_in, width_out = matrix.shape
     return replace(matrix, shape=(*experts, width_in // per_row, width_out), dtype=dtype, trains=False)
 
 
 def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
-    """The scales of a frozen ``matrix``: one for each group of input features and output feature, or for each
-    output feature (None), which is then the same on all ranks that share its input features."""
+    """The scales of a frozen ``matrix``: per group of input features and output feature, or (None) per
+    output feature."""
     if group_size is not None:
         return replace(codes(matrix, group_size), dtype="float32")
     *experts, _, width_out = matrix.shape
@@ -166,5 +165,5 @@ def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
 
 
 def row_scales(table: ParamSpec) -> ParamSpec:
-    """The scales of a stored word embedding, one for each row."""
+    """The scales of a quantised word embedding, one per row."""
     return replace(table, shape=(table.shape[0], 1), dtype="float32", trains=False)

@@ -1,4 +1,4 @@
-"""Trials of fused operators in a process of their own, for cards.
+"""Trials of fused operators on a card, run in a child process.
 
 An operator that touches memory it must not touch ends more than its call: the card refuses all that the
 process asks for from then on, or the process is killed. So a child makes the trials, on the same card, and
@@ -34,7 +34,7 @@ Trial = tuple[str, str]
 
 
 def tried_apart(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) -> list[str | None]:
-    """What is wrong with each operator according to its trial; None: nothing.
+    """Return each operator's failure according to its trial; None if it passed.
 
     Args:
         trials: to be made, in this order.
@@ -59,8 +59,8 @@ def tried_apart(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) 
 def _child(
     trials: Sequence[Trial], device: str, flags: Mapping[str, Any]
 ) -> tuple[bool, list[str | None], str]:
-    """Whether a child came as far as the first trial, what it said of each, and how it ended: "" when it has
-    said so of all that it began."""
+    """Run one child. Return whether it reached the first trial, its reported results, and how it ended (""
+    if it reported every trial it began)."""
     command = [sys.executable, "-m", __name__, json.dumps([trials, device, dict(flags)])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}  # noqa: PTH109
     try:
@@ -85,7 +85,7 @@ def _end_of(code: int, errors: bytes) -> str:
 
 
 def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
-    """What is wrong with an operator according to its trial; None: it gives what its composite gives."""
+    """Return how an operator differs from its composite in its trial; None if it agrees."""
     epsilon = float(paddle.finfo(getattr(paddle, dtype)).eps)
     allowed = epsilon * (64 if dtype == "float32" else 8)
     try:
@@ -103,14 +103,14 @@ def difference(trial: Callable[[str], Pairs], dtype: str) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """The line that says something: Paddle frames what a backward pass raises."""
+    """The first informative line of an error; Paddle puts a frame around errors of backward passes."""
     lines = [line.strip() for line in str(error).splitlines()]
     said = [line for line in lines if line not in ("", "{", "(External)") and not line.startswith("===")]
     return said[0] if said else type(error).__name__
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The child."""
+    """Run trials as the child process."""
     trials, device, flags = json.loads(arguments[0])
     paddle.set_flags(flags)
     paddle.set_device(device)

@@ -65,8 +65,8 @@ class AdamW(Rule):
                 adamw(view, rate, **options)
 
     def _learn_powers(self, views: Sequence[ParamView]) -> None:
-        """Read both betas to the power of the steps taken where they are not known yet: the parameters of
-        one fused call must share them, because a GPU's kernel reads the first one's for all."""
+        """Read the powers of both betas where they are not cached. Parameters of one fused call must share
+        them, because a GPU kernel reads the first one's for all."""
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
 
@@ -74,7 +74,7 @@ class AdamW(Rule):
 def adamw(
     view: ParamView, lr: paddle.Tensor, *, betas: tuple[float, float], epsilon: float, weight_decay: float
 ) -> None:
-    """One step of AdamW, in place."""
+    """Apply one step of AdamW in place."""
     has_master = view.rounded is not None
     moment1, moment2, power1, power2 = (view.states[name] for name in STATES)
     _C_ops.adamw_(
@@ -111,7 +111,7 @@ def fused_adamw(
     epsilon: float,
     weight_decay: float,
 ) -> None:
-    """One step of AdamW on float32 tensors, in place.
+    """Apply one step of AdamW to float32 tensors in place.
 
     Args:
         parameters, gradients: as many of each, pairwise of one shape.
@@ -143,8 +143,8 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Both betas to the power of the steps taken, read from the states; 0 on a CPU, whose kernel reads each
-    parameter's own."""
+    """Return both betas to the power of the step count, from the states; 0 on a CPU, whose kernel reads
+    each parameter's own."""
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)
     powers = [view.states[name] for name in STATES[2:] for view in views]

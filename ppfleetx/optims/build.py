@@ -1,4 +1,4 @@
-"""From section `Optimizer` of the configuration to an optimizer."""
+"""Build the optimizer of the configuration's `Optimizer` section."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig
 from ppfleetx.nn.param_spec import ParamSpec
-from ppfleetx.optims.groups import decays, fits, layer_factor
+from ppfleetx.optims.groups import decays, layer_factor
 from ppfleetx.optims.optimizer import NamedParams, Optimizer, UpdatePlace
 from ppfleetx.optims.rule import Group, OneByOne, Rule, UpdateRule
 from ppfleetx.utils.log import get_logger
@@ -23,7 +23,7 @@ def build_optimizer(
     place: UpdatePlace | None = None,
     num_layers: int = 0,
 ) -> Optimizer:
-    """Optimizer of section `Optimizer` over (canonical name, parameter) pairs.
+    """Build the optimizer of section `Optimizer` over (canonical name, parameter) pairs.
 
     Args:
         cfg_optimizer: the section.
@@ -49,7 +49,8 @@ def build_optimizer(
 
 
 def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
-    """The groups of section ``Optimizer``: first those of ``groups``, then what the optimizer registered.
+    """The parameter groups of section ``Optimizer``: first those of ``groups``, then those of the
+    registered optimizer.
 
     A group of the section takes from each group of its optimizer what fits it.
     """
@@ -65,11 +66,11 @@ def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
 
 
 def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
-    return fits(own, spec) and group.takes(spec)
+    return own.takes(spec.name, spec.kind) and group.takes(spec)
 
 
 def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
-    """What was registered: a rule for everything, or a function that gives groups."""
+    """Return the registered entry: a rule for all parameters, or a function that returns groups."""
     part = OPTIMIZERS.load(cfg.name)
     if not isinstance(part, type):
         groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)

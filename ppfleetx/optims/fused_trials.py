@@ -17,7 +17,7 @@ _BETAS, _EPSILON, _LR = (0.9, 0.95), 1e-8, 1e-3
 
 
 def adamw(dtype: str) -> Pairs:
-    """Steps with decay and without, against the kernel of one tensor."""
+    """Try steps with and without decay against the kernel for one tensor."""
     generator = np.random.default_rng(0)
     lr = paddle.full([1], _LR)
     start = [generator.standard_normal(shape).astype(dtype) for shape in _SHAPES]
@@ -36,7 +36,8 @@ def adamw(dtype: str) -> Pairs:
 
 
 def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
-    """Parameter, moments and powers; the powers in host memory, where Paddle's optimizers keep them."""
+    """Make a parameter, its moments and its powers; the powers in host memory, where Paddle's optimizers
+    keep them."""
     states = []
     for value in start:
         powers = [paddle.full([1], beta).cpu() for beta in _BETAS]
@@ -45,14 +46,14 @@ def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
 
 
 def grad_norm(dtype: str) -> Pairs:
-    """The sum of all squares."""
+    """Try the sum of all squares."""
     gradients = _gradients(dtype)
     fused, plain = (squares_of(gradients, ops) for ops in (FusedOps({"grad_norm": [dtype]}), FusedOps()))
     yield sum(fused), sum(plain)
 
 
 def grad_scale(dtype: str) -> Pairs:
-    """Every scaled gradient."""
+    """Try the scaling of all gradients."""
     fused, plain = _gradients(dtype), _gradients(dtype)
     scale_all(fused, 0.37, FusedOps({"grad_scale": [dtype]}))
     scale_all(plain, 0.37, FusedOps())

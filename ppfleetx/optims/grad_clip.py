@@ -22,7 +22,7 @@ _SMALL = 1 << 16
 
 
 def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tensor:
-    """Sum of squares of all gradients, a float64 tensor of shape [].
+    """Return the sum of squares of all gradients, a float64 tensor of shape [].
 
     A parameter that comes twice (tied) counts once; one without a gradient counts zero.
     """
@@ -35,8 +35,7 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
 
 
 def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
-    """Squared norms, of shape [], that add up to that of all ``gradients``: one for each gradient, or, with
-    the fused operator, one for all small ones (their squares are then added in another order)."""
+    """Return squared norms of shape [] that add up to that of all ``gradients``."""
     import paddle
     from paddle import _C_ops
 
@@ -48,7 +47,7 @@ def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
 
 
 def scale_all(gradients: Sequence[Tensor], factor: float, ops: FusedOps) -> None:
-    """Multiply all ``gradients`` by ``factor``, in place."""
+    """Multiply all ``gradients`` by ``factor`` in place."""
     import paddle
     from paddle import _C_ops
 
@@ -64,7 +63,7 @@ def scale_all(gradients: Sequence[Tensor], factor: float, ops: FusedOps) -> None
 def scale_to_norm(
     params: Iterable[Tensor], norm: float, max_norm: float | None, ops: FusedOps = NO_FUSED_OPS
 ) -> None:
-    """Scale all gradients in place so that their global norm, which is ``norm``, is at most ``max_norm``.
+    """Scale all gradients in place so that their global norm, given as ``norm``, is at most ``max_norm``.
 
     The factor is ``max_norm / (norm + 1e-6)``, applied when below 1 (Megatron); ``max_norm`` None or 0 leaves
     them alone. So does a norm that is not finite: whether to skip the step or to stop is the caller's choice,

@@ -1,4 +1,4 @@
-"""Where a parameter's gradient is, whatever the precision.
+"""Access to a parameter's gradient: ``grad``, or the float32 ``main_grad`` of a 16-bit parameter.
 
 A 16-bit parameter may keep its gradient in float32 beside it, in ``main_grad`` (the attribute Paddle's own
 optimizers look for); ``grad`` then is empty between backward passes. Everything that reads, sums, scales
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient to work on, in place if need be; None when the parameter has none.
+    """Return the gradient, contiguous, for reading or in-place work; None if the parameter has none.
 
     It has no strides: the backward pass may give one that has, and neither collectives nor operators that
     write into lists of tensors can take that. Paddle then moves the tensor itself.
@@ -25,8 +25,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def complete_gradient(parameter: Tensor) -> Tensor:
-    """The gradient; where no pass has given one, zeros become it (but for a parameter whose value is
-    elsewhere: it cannot keep them)."""
+    """Return the gradient; create zeros if no pass produced one."""
     import paddle
 
     gradient = gradient_of(parameter)
@@ -40,8 +39,8 @@ def complete_gradient(parameter: Tensor) -> Tensor:
 
 
 def expects_gradient(parameter: Tensor) -> bool:
-    """Whether a step computes with the parameter: all ranks know, whatever their data. (A learned bound does
-    nothing before there is something to bound.)"""
+    """Whether a step computes with the parameter; the answer is the same on all ranks, whatever their
+    data."""
     return not getattr(parameter, "is_idle", False)
 
 
@@ -53,8 +52,7 @@ def drop_gradient(parameter: Tensor) -> None:
 
 
 def add_to_main_gradient(parameter: Tensor) -> None:
-    """Move ``grad`` into the float32 ``main_grad``, adding to what is there. That of a parameter that is
-    float32 itself stays where it is."""
+    """Move ``grad`` into the float32 ``main_grad``, adding to it. A float32 parameter keeps its ``grad``."""
     import paddle
 
     if parameter.grad is None or parameter.dtype == paddle.float32:
@@ -81,7 +79,7 @@ def take_gradient(parameter: Tensor) -> Tensor:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to the gradient; where there is none, ``gradient`` itself becomes it."""
+    """Add ``gradient`` to the parameter's gradient; if there is none, use the tensor itself."""
     import paddle
 
     with paddle.no_grad():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig
+from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig, is_hidden
 from ppfleetx.nn.param_spec import ParamSpec
 
 
@@ -23,9 +22,18 @@ def decays(name: str, global_shape: Sequence[int]) -> bool:
     return not (name.endswith(".bias") or len(global_shape) <= 1)
 
 
+def takes_all(spec: ParamSpec) -> bool:
+    """Takes every parameter."""
+    return True
+
+
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether Muon moves it: matrices of the blocks, not tables, heads, routers and adapters."""
-    return spec.kind == "matrix" and spec.name.startswith("decoder.layers.")
+    """Whether it is a matrix of a block. Embeddings, heads, routers and adapters are not."""
+    return is_hidden(spec.name, spec.kind)
+
+
+MUON_RULES: dict[str, Callable[[ParamSpec], bool]] = {"Muon": is_hidden_matrix, "AdamW": takes_all}
+"""The rules of ``Optimizer.name: Muon``; each parameter belongs to the first that takes it."""
 
 
 def layer_factor(name: str, decay: float, num_layers: int) -> float:
@@ -38,23 +46,16 @@ def layer_factor(name: str, decay: float, num_layers: int) -> float:
     return decay ** (num_layers + 1) if name.startswith("embedding.") else 1.0
 
 
-def fits(group: ParamGroupConfig, spec: ParamSpec) -> bool:
-    """Whether a parameter belongs to a group of the section, where no earlier one has it."""
-    if group.kinds and spec.kind not in group.kinds:
-        return False
-    return not group.patterns or any(fnmatchcase(spec.name, pattern) for pattern in group.patterns)
-
-
 @dataclass(frozen=True)
 class GroupRow:
     """A line of the list that ``--check`` prints.
 
     Attributes:
         name: of the group.
-        optimizer: that moves it.
+        optimizer: what moves them.
         names: canonical names of its parameters.
-        num_elements: all of them together.
-        settings: what differs from the other parameters.
+        num_elements: of all its parameters together.
+        settings: those that differ from the section's.
     """
 
     name: str
@@ -77,7 +78,10 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     for spec in specs:
         if spec.trains:
-            number = next((n for n, group in enumerate(cfg.groups) if fits(group, spec)), len(cfg.groups))
+            number = next(
+                (n for n, group in enumerate(cfg.groups) if group.takes(spec.name, spec.kind)),
+                len(cfg.groups),
+            )
             members[number].append(spec)
     rows = []
     for number, found in enumerate(members):
@@ -102,10 +106,10 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
 def _rows(key: str, own: ParamGroupConfig, optimizer: str, found: list[ParamSpec]) -> list[GroupRow]:
     changed = ("lr_factor", "weight_decay", "beta1", "beta2")
     settings = ", ".join(f"{name} {getattr(own, name):g}" for name in changed if name in own.model_fields_set)
-    parts = {optimizer: found}
-    if optimizer == "Muon":
-        matrices = [spec for spec in found if is_hidden_matrix(spec)]
-        parts = {"Muon": matrices, "AdamW": [spec for spec in found if not is_hidden_matrix(spec)]}
+    rules = MUON_RULES if optimizer == "Muon" else {optimizer: takes_all}
+    parts: dict[str, list[ParamSpec]] = {name: [] for name in rules}
+    for spec in found:
+        parts[next(name for name, takes in rules.items() if takes(spec))].append(spec)
     return [
         GroupRow(
             key,

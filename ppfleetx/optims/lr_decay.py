@@ -1,4 +1,4 @@
-"""The courses of the learning rate after its warm-up, by the names of ``Optimizer.lr.decay_style``.
+"""Learning-rate decay functions by their names in ``Optimizer.lr.decay_style``.
 
 A course is a function ``(n, schedule) -> rate``: of the step n being taken, and of a
 :class:`~ppfleetx.optims.schedules.Schedule`, of which it reads ``max_lr``, ``min_lr``, ``warmup_steps`` (W,
@@ -27,18 +27,18 @@ WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
 
 
 def cosine(n: int, schedule: Schedule) -> float:
-    """Half a cosine from `max_lr` at W to `min_lr` at D."""
+    """Half a cosine from `max_lr` at W down to `min_lr` at D."""
     left = 0.5 * (1.0 + math.cos(math.pi * _done(n, schedule)))
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * left
 
 
 def linear(n: int, schedule: Schedule) -> float:
-    """Straight line from `max_lr` at W to `min_lr` at D."""
+    """A straight line from `max_lr` at W to `min_lr` at D."""
     return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * (1.0 - _done(n, schedule))
 
 
 def constant(n: int, schedule: Schedule) -> float:
-    """`max_lr` in every step."""
+    """`max_lr` at every step."""
     return schedule.max_lr
 
 
@@ -59,5 +59,5 @@ def wsd(n: int, schedule: Schedule) -> float:
 
 
 def _done(n: int, schedule: Schedule) -> float:
-    """The part of the way from W to D that is behind."""
+    """The fraction of the way from W to D that is done."""
     return (n - schedule.warmup_steps) / (schedule.decay_steps - schedule.warmup_steps)

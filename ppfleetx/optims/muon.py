@@ -10,7 +10,7 @@ from paddle import Tensor
 from ppfleetx.config.sections.optimizer import Coefficients, MuonScale, OptimizerConfig
 from ppfleetx.nn.param_spec import Part
 from ppfleetx.optims.adamw import AdamW
-from ppfleetx.optims.groups import is_hidden_matrix
+from ppfleetx.optims.groups import MUON_RULES
 from ppfleetx.optims.rule import Group, ParamView, Rule, StateSpec
 
 COEFFICIENTS: dict[Coefficients, list[tuple[float, float, float]]] = {
@@ -132,4 +132,5 @@ def scale_of(kind: MuonScale, *, fan_out: int, fan_in: int) -> float:
 
 def muon(cfg: OptimizerConfig) -> list[Group]:
     """The groups of ``Optimizer.name = Muon``."""
-    return [Group("matrices", Muon(cfg), is_hidden_matrix), Group("rest", AdamW(cfg))]
+    rules: dict[str, type[Rule]] = {"Muon": Muon, "AdamW": AdamW}
+    return [Group(name, rules[name](cfg), takes) for name, takes in MUON_RULES.items()]

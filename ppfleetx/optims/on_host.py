@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 def copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
-    """A copy in host memory, also of what is there already (where ``Tensor.cpu`` gives the tensor itself)."""
+    """Copy a tensor to host memory, even if it is there already (``Tensor.cpu`` then returns the tensor
+    itself)."""
     return tensor.detach()._copy_to(paddle.CPUPlace(), True)
 
 
 @contextmanager
 def made_on_host() -> Iterator[None]:
-    """Within, Paddle makes new tensors in host memory."""
+    """Context manager in which Paddle creates tensors in host memory."""
     device = paddle.get_device()
     paddle.set_device("cpu")
     try:

@@ -30,12 +30,12 @@ StateKey = tuple[str, str]
 
 
 def _alone(axis: str) -> None:
-    """There is no other rank along any axis."""
+    """The group lookup of a job without other ranks: None along every axis."""
 
 
 @dataclass(frozen=True)
 class UpdatePlace:
-    """Where and how an optimizer works.
+    """Where an optimizer's states live, and how it finds groups of ranks.
 
     Attributes:
         multi_precision: keep float32 master weights of 16-bit parameters.
@@ -68,7 +68,7 @@ class _Members:
 
 
 class Optimizer:
-    """Moves parameters by the rules of their groups.
+    """An optimizer: updates parameters by the rules of their groups.
 
     Args:
         groups: each parameter belongs to the first that takes it.
@@ -102,14 +102,14 @@ class Optimizer:
             group.rule.fused = place.fused and not place.on_host
 
     def keep_only(self, owned: Callable[[Tensor], bool], updated: Callable[[], None]) -> None:
-        """Update, and keep states of, the `owned` parameters only; call `updated` after each update."""
+        """Restrict updates and states to the `owned` parameters; call `updated` after each update."""
         self.named_params = [(name, param) for name, param in self.named_params if owned(param)]
         self._members = self._find_members()
         self._updated = updated
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Use these float32 tensors, by canonical name, as the master weights of 16-bit parameters; they lie
-        where the states lie. The others are made from the rounded parameters."""
+        """Use these float32 tensors, by canonical name, as master weights; missing ones are made from the
+        rounded parameters."""
         self._masters |= {name: masters[name] for name, _ in self.named_params if name in masters}
 
     @paddle.no_grad()
@@ -125,12 +125,13 @@ class Optimizer:
         self._updated()
 
     def clear_grad(self) -> None:
-        """Drop all gradients, also of parameters that another rank updates."""
+        """Drop the gradients of all parameters, including those that other ranks update."""
         for param in self._all:
             drop_gradient(param)
 
     def state(self) -> dict[StateKey, Tensor]:
-        """State tensors, (canonical name, state name) -> tensor; created first if no step was taken."""
+        """Return the state tensors, (canonical name, state name) -> tensor, creating them if no step was
+        taken."""
         for group in self._groups:
             group.rule.forget()
         state: dict[StateKey, Tensor] = {}
@@ -142,7 +143,7 @@ class Optimizer:
         return state
 
     def _find_members(self) -> list[_Members]:
-        """What is updated together: by group, learning rate, and whether weight decay applies."""
+        """Group parameters that are updated together: by group, learning rate and weight decay."""
         found: dict[tuple[int, float, float | None], NamedParams] = {}
         for number, group in enumerate(self._groups):
             for name, param in self.named_params:
@@ -158,7 +159,7 @@ class Optimizer:
         ]
 
     def _views(self, members: NamedParams) -> list[ParamView]:
-        """Those of the parameters that have a gradient."""
+        """Views of the parameters that have a gradient."""
         views = []
         for name, param in members:
             gradient = gradient_of(param)
@@ -219,6 +220,6 @@ def _is_16_bit(param: Tensor) -> bool:
 
 
 def _trainable(named_params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Parameters that train, each once (a tied one may be listed under one name from two places)."""
+    """The trainable parameters, each once (a tied one may be listed twice under one name)."""
     unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
     return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]

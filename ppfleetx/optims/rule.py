@@ -1,4 +1,4 @@
-"""What an optimizer is made of: rules that move parameters, and the states that they keep."""
+"""The optimizer contract: update rules and the states they keep."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import paddle
 from paddle import Tensor, _C_ops
+
+from ppfleetx.optims.groups import takes_all
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.optimizer import OptimizerConfig
@@ -33,7 +35,7 @@ class StateSpec:
 
 @dataclass
 class ParamView:
-    """A parameter as a rule sees it. All tensors are float32 and of one shape, but for states of one number.
+    """A parameter as a rule sees it: float32 tensors of one shape (a state may be a single number).
 
     Attributes:
         name: canonical name.
@@ -54,9 +56,7 @@ class ParamView:
 
 
 class Rule(ABC):
-    """How parameters move. An optimizer made of rules runs under every plan: states are sharded with their
-    parameters, saved and loaded by name, and kept in host memory if asked for; 16-bit parameters move through
-    their float32 master weights.
+    """An update rule.
 
     Attributes:
         states: what it keeps for each parameter.
@@ -100,18 +100,13 @@ def as_tensor(lr: float, value: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _rate(lr: float, dtype: str, device: str) -> Tensor:
-    """Made once a step, not once a group."""
+    """The learning rate as a tensor, created once a step."""
     return paddle.full([1], lr, dtype)
-
-
-def takes_all(spec: ParamSpec) -> bool:
-    """Whether a group takes a parameter: yes."""
-    return True
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that move by one rule.
+    """Parameters that share an update rule.
 
     Attributes:
         name: of the group.
@@ -141,7 +136,7 @@ class SGD(Rule):
 
 
 class UpdateRule(ABC):
-    """The form of :class:`Rule` before, for one more version: it sees one tensor at a time.
+    """The former rule interface, for one more version: it sees one tensor at a time.
 
     Attributes:
         states: names of the tensors of the parameter's shape that it keeps; they start at 0.
@@ -166,7 +161,7 @@ class UpdateRule(ABC):
 
 
 class OneByOne(Rule):
-    """A :class:`Rule` that asks an :class:`UpdateRule`."""
+    """A :class:`Rule` that calls an :class:`UpdateRule` for each parameter."""
 
     def __init__(self, rule: UpdateRule) -> None:
         super().__init__(rule.cfg)

@@ -123,7 +123,9 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
         saved = {name: value for name, value in saved.items() if name != "init_lr"}
     if policy == "config":
         if saved != configured.state():
-            get_logger().warning("the learning-rate schedule is now the configuration's, another one")
+            get_logger().warning(
+                "the learning rate follows the schedule of this configuration, not the saved one"
+            )
         return configured
     from_checkpoint = Schedule.from_state(saved)
     different = configured.differences(from_checkpoint)

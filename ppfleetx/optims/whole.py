@@ -1,4 +1,4 @@
-"""Rules that need whole matrices, where tensor-parallel ranks hold slices.
+"""Update rules that need whole matrices of which tensor-parallel ranks hold slices.
 
 The matrices are dealt out among the ranks that share them. Their owner gathers a matrix, its gradient and its
 states, updates them, and sends each rank its new slice.
@@ -22,7 +22,7 @@ GroupOf = Callable[[str], Any]
 def update_whole(
     rule: Rule, views: Sequence[ParamView], group_of: GroupOf, *, lr: float, weight_decay: float
 ) -> None:
-    """``rule.update`` of whole matrices. All ranks that share a matrix call this together."""
+    """Apply ``rule.update`` to whole matrices. Collective among the ranks that share a matrix."""
     alone: list[ParamView] = []
     shared: dict[str, list[ParamView]] = {}
     for view in views:
@@ -53,7 +53,7 @@ def _changing(view: ParamView) -> list[paddle.Tensor]:
 
 
 def _gathered(view: ParamView, dim: int | None, group: Any) -> ParamView:
-    """The whole matrix, in copies; ``dim`` is cut."""
+    """Gather copies of a whole matrix that is sliced along ``dim``."""
 
     def whole(tensor: paddle.Tensor) -> paddle.Tensor:
         if dim is None:

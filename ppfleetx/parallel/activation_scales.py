@@ -1,4 +1,4 @@
-"""Scales of quantised linears' inputs: moved once a step, by what the whole job has seen."""
+"""Scales of the inputs of fake-quantised linears, updated once a step from the global batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _AXES = ("mp", "sep", "dp", "sharding")
 
 
 class ActivationScales:
-    """The moving averages of a model's fake quantisers.
+    """The moving averages of all fake quantisers of a model.
 
     Args:
         model: what this rank holds of the model.
@@ -24,13 +24,13 @@ class ActivationScales:
         self._moving = [one for one in self._quantizers if one.follows and one.input_scale is not None]
 
     def begin(self) -> None:
-        """Before a step or an evaluation: forget what passes that came to nothing have seen."""
+        """Discard the maxima of interrupted passes; call this before a step or an evaluation."""
         for quantizer in self._quantizers:
             quantizer.begin()
 
     @paddle.no_grad()
     def update(self) -> None:
-        """After a step: move each scale by the largest magnitude in the step's global batch."""
+        """Move each scale towards the largest magnitude in the global batch; call this after a step."""
         if not self._moving:
             return
         largest = paddle.stack([quantizer.take_largest() for quantizer in self._moving])

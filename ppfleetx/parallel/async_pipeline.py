@@ -1,4 +1,4 @@
-"""A pipeline whose messages travel while it computes.
+"""A 1F1B pipeline that overlaps its messages with computation.
 
 A send is not waited for before the next pass, and a receive is started one pass before its message is
 needed. Between two neighbours the messages keep the order of Paddle's 1F1B: forward passes until the pipeline
@@ -20,7 +20,7 @@ from ppfleetx.parallel.pipeline_schedules import ListedPipeline, Receive
 
 
 class AsyncPipeline(ListedPipeline):
-    """A :class:`ListedPipeline` that does not wait for what it sends, and asks early for what it needs."""
+    """A :class:`ListedPipeline` that does not wait for its sends and starts its receives early."""
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
         super().__init__(model, matmul)

@@ -1,4 +1,4 @@
-"""How many positions each expert got: counted once a step over the whole job."""
+"""Expert loads: how many positions each expert got, counted once a step over the whole job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _PATIENCE = 20  # steps in a row without a position, after which an expert starv
 
 
 class ExpertLoads:
-    """The loads of a model's mixtures of experts, and what is done with them.
+    """Collects the loads of a model's mixtures of experts; balances the routers and warns of starving
+    experts.
 
     Args:
         model: what this rank holds of the model.
@@ -42,13 +43,13 @@ class ExpertLoads:
         self._idle = {name: np.zeros(size, int) for name, size in routers.items()}
 
     def begin(self) -> None:
-        """Before the passes of a step: forget what those before them have counted."""
+        """Discard earlier counts; call this before the passes of a step."""
         for router in self._held.values():
             router.seen = None
 
     @paddle.no_grad()
     def count(self) -> Mapping[str, Metric]:
-        """After the passes of a step, on all ranks: add up, and give the metrics of it.
+        """Sum the counts over all ranks after the passes of a step, and return the metrics.
 
         ``expert_load`` is how many times the mean its most loaded expert got, the mean over all layers;
         ``expert_load/LAYER`` is that of one layer.
@@ -66,7 +67,7 @@ class ExpertLoads:
         return metrics | {f"expert_load/{_layer(name)}": Metric(load, 1) for name, load in worst.items()}
 
     def update(self) -> None:
-        """After a step that was taken: balance the routers, and name experts that starve."""
+        """Balance the routers and warn of starving experts; call this after a step that was applied."""
         shares = {name: load[1] / max(load[1].sum(), 1.0) for name, load in self._loads.items()}
         mean = np.mean(list(shares.values()), 0) if len(set(self._sizes.values())) == 1 else None
         for name, router in self._held.items():
@@ -89,7 +90,7 @@ class ExpertLoads:
 
 
 def _layer(router: str) -> str:
-    """The number of the layer of a router ``decoder.layers.N.mlp.router``."""
+    """The layer number N in a router's name ``decoder.layers.N.mlp.router``."""
     return router.removeprefix("decoder.layers.").partition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""The first values of a model's parameters, given one parameter at a time.
+"""Initial values of a model's parameters, allocated one parameter at a time.
 
 A model for a run is built empty: its parameters have names, shapes and types, but no memory. So who owns
 what is known before the first value exists, and no rank ever holds more than it keeps, but for one parameter
@@ -29,7 +29,7 @@ def give_values(
     *,
     masters_on_host: bool = False,
 ) -> dict[str, paddle.Tensor]:
-    """Give each empty parameter memory and its initial value, in its own type, where this rank holds it.
+    """Allocate each empty parameter this rank holds, and fill it with its initial value in its own type.
 
     Args:
         parameters: of this rank.
@@ -56,7 +56,7 @@ def give_values(
 
 
 def _undrawn(parameter: paddle.Tensor) -> paddle.Tensor:
-    """What costs nothing to make."""
+    """A placeholder value that is cheap to make."""
     init = parameter.info.init
     return paddle.full(
         parameter.shape, init.value if isinstance(init, Constant) else 0.0, dtype=parameter.dtype

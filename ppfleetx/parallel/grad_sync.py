@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class GradientSync:
-    """Sums and clips the gradients of ``parameters``.
+    """Sums the gradients of ``parameters`` over the job, and clips them.
 
     Args:
         parameters: trainable parameters of this rank, each once, in model order.
@@ -96,7 +96,7 @@ class GradientSync:
     def _grouped(
         self, axes_of: Callable[[paddle.Tensor], Sequence[Axes]]
     ) -> list[tuple[Any, list[paddle.Tensor]]]:
-        """Groups, and the parameters of this rank that exchange something over each; in the order of sums."""
+        """Return each group of the gradient sums, in order, with this rank's parameters that use it."""
         found = {id(p): axes_of(p) for p in self._mine}
         return [
             (
@@ -107,7 +107,7 @@ class GradientSync:
         ]
 
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
-        """The sums over the replicas that need not wait for the end of the backward pass.
+        """The bucketed sums over replicas that run during the backward pass.
 
         What is summed over the tensor-parallel ranks before that is small, and waits; so does what may have
         no gradient. With sharding there is nothing to do: it sends gradients into their owners itself.
@@ -124,13 +124,14 @@ class GradientSync:
         return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes // BUCKETS_IN_SIZE)])
 
     def begin(self, num_micro_batches: int) -> None:
-        """Before the passes of a step: how many backward passes its gradients come from."""
+        """Start a step whose gradients come from this many backward passes."""
         for sums in (self._sums, self._sharding):
             if sums is not None:
                 sums.begin(num_micro_batches)
 
     def reduce(self) -> None:
-        """Complete the gradients: into the owners, over parts of the sequence, replicas, tied copies."""
+        """Complete the gradients: reduce them to owners, and sum over sequence parts, replicas and tied
+        copies."""
         if self._sums is not None:
             self._sums.finish()
         if self._sharding is not None:
@@ -142,7 +143,8 @@ class GradientSync:
             equalize_packed(_gradients(members), group)
 
     def norm(self) -> paddle.Tensor:
-        """Norm of the whole model's gradient, each parameter counted once: float64, still on the device.
+        """Return the norm of the whole model's gradient, each parameter counted once, as a float64 tensor
+        on the device.
 
         The squares of each view are summed over its own axes.
         """
@@ -154,11 +156,11 @@ class GradientSync:
         return (squares[0] if len(squares) == 1 else paddle.add_n(squares)).sqrt()
 
     def clip(self, norm: float, max_norm: float) -> None:
-        """Clip by the norm, which is :meth:`norm`, read."""
+        """Clip the gradients by their norm, the value of :meth:`norm`."""
         scale_to_norm(self.parameters, norm, max_norm, self.ops)
 
     def finish_values(self) -> None:
-        """Wait for values of the last update that are still on their way, before parameters are read."""
+        """Wait for parameter values of the last update that are still being sent."""
         if self._values is not None:
             self._values.finish()
 
@@ -167,7 +169,7 @@ class GradientSync:
         return self._is(writes, parameter)
 
     def _is(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Whether this rank is the one that is ``chosen`` of those that hold the parameter."""
+        """Whether this rank is the ``chosen`` one among those that hold the parameter."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0
@@ -175,12 +177,13 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Those of all ranks of a group, whatever their data."""
+    """The gradients of these parameters, zeros where the data produced none, so that all ranks agree."""
     return [complete_gradient(parameter) for parameter in parameters if expects_gradient(parameter)]
 
 
 def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[ParallelContext, bool]:
-    """The context with all groups that the whole model needs, and whether it has parameters of experts.
+    """Create the groups the whole model needs; return the context with them, and whether the model has
+    experts.
 
     A collective of the job: pipeline ranks hold different parameters, and make the groups of all of them.
     """

@@ -1,4 +1,4 @@
-"""Every rank runs all stages: the micro-batch loop in plain sight."""
+"""The micro-batch loop of plans without pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LocalRunner(StepRunner):
-    """Runs a model whose stages are all in this process (their parameters may be slices).
+    """Runs a model whose stages are all in this process. Parameters may be slices.
 
     Args:
         model: callable container of the stages, a ``paddle.nn.Layer``.

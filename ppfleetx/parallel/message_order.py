@@ -1,4 +1,4 @@
-"""The order of a pipeline's messages where a device starts them one by one.
+"""The order of pipeline messages on devices that start them one by one.
 
 Paddle's schedules exchange messages with both neighbours at once and leave their order to the library: NCCL
 starts a group of them together. The libraries behind a plugin's device start one after the other, so that two
@@ -21,7 +21,7 @@ _ODD = ("recv prev", "send next", "recv next", "send prev")
 
 
 def take_turns() -> None:
-    """From now on, start the messages of Paddle's pipeline schedules in the order of :func:`ordered`."""
+    """Make Paddle's pipeline schedules start their messages in the order of :func:`ordered`."""
     if not hasattr(p2p_communication.batch_send_recv_on_calc_stream, "in_any_order"):
         batch = p2p_communication.batch_send_recv_on_calc_stream
 
@@ -33,7 +33,7 @@ def take_turns() -> None:
 
 
 def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
-    """The messages of one exchange in the order of this rank.
+    """Return the messages of one exchange in this rank's order.
 
     Args:
         messages: with ``op``, Paddle's function that sends or receives, and ``peer``, a global rank.

@@ -1,4 +1,4 @@
-"""Sums of gradients that travel while the backward pass is still running.
+"""Gradient reductions that overlap the backward pass.
 
 Parameters are put into buckets in the reverse of the model's order, which is the order in which the backward
 pass reaches them. A bucket is sent when all its gradients are complete. Buckets are sent in one fixed order,
@@ -61,14 +61,14 @@ class SendOrder:
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """The gradients of ``passes`` passes are complete. What the data left out is zero."""
+        """Mark the gradients of ``passes`` passes as complete; those the data left out become zero."""
         for parameter in parameters:
             key = id(parameter)
             self._counts[key] = max(self._counts[key], self._per_pass.get(key, 1) * passes)
         self._send_complete()
 
     def finish(self) -> None:
-        """Send the rest."""
+        """Send the remaining buckets."""
         while self._num_sent < self._num_sends:
             self._send_next()
         if not self._num_passes:
@@ -84,11 +84,11 @@ class SendOrder:
 
     @property
     def _num_sends(self) -> int:
-        """Of this step."""
+        """The number of sends in this step."""
         return len(self._buckets) * (self._num_passes if self._each_pass else 1)
 
     def _on_gradient(self, parameter: paddle.Tensor) -> None:
-        """A backward pass has added to the gradient."""
+        """Called when a backward pass has added to a gradient."""
         key = id(parameter)
         self._counts[key] += 1
         assumed = 1 if self._each_pass and not self._is_first_step else None
@@ -105,14 +105,13 @@ class SendOrder:
             self._send_next()
 
     def _is_complete(self) -> bool:
-        """Whether the bucket that is to be sent next has all gradients of the pass that sends it."""
+        """Whether the next bucket to send has all gradients of the current pass."""
         earlier, index = divmod(self._num_sent, len(self._buckets))
         passes = earlier + 1 if self._each_pass else self._num_passes
         return all(not expects_gradient(p) or self._has(p, passes) for p in self._buckets[index])
 
     def _has(self, parameter: paddle.Tensor, passes: int) -> bool:
-        """Whether the gradient of so many passes is complete. In the first step it is not known how many
-        parts it comes in: where each pass sends, one is assumed; otherwise it is sent at the end."""
+        """Whether a parameter has its gradient of this many passes."""
         parts = self._per_pass.get(id(parameter), 1 if self._each_pass else math.inf)
         return self._counts[id(parameter)] >= parts * passes
 
@@ -122,7 +121,7 @@ class SendOrder:
 
 
 class Bucket(NamedTuple):
-    """Parameters whose gradients travel together, in the order of the backward pass.
+    """Parameters whose gradients are sent together, in the order of the backward pass.
 
     Attributes:
         start: see :data:`Start`.
@@ -166,7 +165,7 @@ class BucketSums:
             self._under_way.append((bucket.start(move_together(gradients)), bucket))
 
     def _complete(self) -> None:
-        """Wait for the oldest."""
+        """Wait for the oldest reduction."""
         task, bucket = self._under_way.popleft()
         task.wait()
         bucket.done()
@@ -175,7 +174,8 @@ class BucketSums:
 def cut(
     parameters: Sequence[paddle.Tensor], nbytes: int, key: Callable[[paddle.Tensor], Any] = lambda _: None
 ) -> list[tuple[Any, list[paddle.Tensor]]]:
-    """(key, parameters) of buckets of up to ``nbytes``, one key and one type in each.
+    """Cut parameters into buckets of up to ``nbytes``, each with one key and one type; return (key,
+    parameters) pairs.
 
     They come in the order in which they are complete when the parameters come in theirs. A bucket that is
     nearly full takes nothing more, so that it does not wait for a few bytes. A parameter that fills a bucket

@@ -1,4 +1,4 @@
-"""A plan applied to a task's model, in the order written here."""
+"""Apply a parallel plan to a task's model. The order of the steps is the order of this file."""
 
 from __future__ import annotations
 
@@ -60,45 +60,55 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     factory = layer_factory(ctx, train=train)
     if train and (cfg.Distributed.mp_async_allreduce or cfg.Distributed.sp_async_reduce_scatter):
         factory.exchange = column_exchange(ctx, gathers_again=cfg.Distributed.recompute_allgather)
-    factory.fused = _fused_ops(cfg, ctx, train)
+    precision = Precision(cfg.Engine.mix_precision)
+    factory.fused = _fused_ops(cfg, ctx, precision, train)
     if train:
-        factory.matmul = _matmul(cfg, ctx, factory.fused)
+        factory.matmul = _matmul(cfg, ctx, precision, factory.fused)
+    precision.keeps_casts = factory.matmul.kept
     build = _pipeline_runner if ctx.size_of("pp") > 1 else _local_runner
-    return build(module, factory, cfg, ctx, train)
+    return build(module, factory, cfg, ctx, precision, train)
 
 
-def _fused_ops(cfg: RunConfig, ctx: ParallelContext, train: bool) -> FusedOps:
-    """The fused operators of ``Model.fused_ops``; what is trained says which."""
-    mixed = cfg.Engine.mix_precision
-    types = ("float32", mixed.dtype) if mixed.enable else ("float32",)
+def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train: bool) -> FusedOps:
+    """Resolve ``Model.fused_ops`` for what this run trains."""
     unused = {name: why for name, (_, why) in without_place(cfg).items()}
-    ops = choose(cfg.Model.fused_ops, types, ctx, unused)
+    ops = choose(cfg.Model.fused_ops, precision.types, ctx, unused)
     if train:
         say(ops)
     return ops
 
 
-def _matmul(cfg: RunConfig, ctx: ParallelContext, ops: FusedOps) -> Matmul:
-    """How layers multiply by their weights."""
-    mixed = cfg.Engine.mix_precision
-    casts = mixed.enable and "weight_cast" in ops.taken
+def _matmul(cfg: RunConfig, ctx: ParallelContext, precision: Precision, ops: FusedOps) -> Matmul:
+    """The :class:`Matmul` of this run."""
+    # Stage 3 drops values after each use: copies of them would stay.
+    casts = "weight_cast" in ops.taken or (precision.products_alone and ctx.plan.sharding_stage != 3)
     defers = ctx.size_of("pp") > 1 and ctx.plan.pp_schedule == "zb_h1"
-    return Matmul(cast_to=mixed.dtype if casts else None, fused=ops, defers=defers)
+    return Matmul(cast_to=cfg.Engine.mix_precision.dtype if casts else None, fused=ops, defers=defers)
 
 
 def _local_runner(
-    module: BasicModule, factory: LayerFactory, cfg: RunConfig, ctx: ParallelContext, train: bool
+    module: BasicModule,
+    factory: LayerFactory,
+    cfg: RunConfig,
+    ctx: ParallelContext,
+    precision: Precision,
+    train: bool,
 ) -> Runner:
-    options = _step_options(cfg, factory)
+    options = _step_options(cfg, precision)
     model = StagedModel(_stages(module, factory, cfg), None, empty=True)
     optimizer, sync = _optimizer_and_sync(
-        model, list(enumerate(model.stages)), cfg, ctx, options.precision, train, factory
+        model, list(enumerate(model.stages)), cfg, ctx, precision, train, factory
     )
     return LocalRunner(model, module, factory, optimizer, ctx, sync, options)
 
 
 def _pipeline_runner(
-    module: BasicModule, factory: LayerFactory, cfg: RunConfig, ctx: ParallelContext, train: bool
+    module: BasicModule,
+    factory: LayerFactory,
+    cfg: RunConfig,
+    ctx: ParallelContext,
+    precision: Precision,
+    train: bool,
 ) -> Runner:
     from paddle.distributed import fleet
 
@@ -108,7 +118,7 @@ def _pipeline_runner(
     from ppfleetx.parallel.pipeline_schedules import ListedPipeline
     from ppfleetx.parallel.two_stages import interleave_two_stages
 
-    options, stages = _step_options(cfg, factory), _stages(module, factory, cfg)
+    options, stages = _step_options(cfg, precision), _stages(module, factory, cfg)
     loss = PipelineLoss(module, factory)
     model = StagePipeline(stages, ctx.plan, loss)
     tied = tied_group(stages, ctx)
@@ -123,7 +133,7 @@ def _pipeline_runner(
     if not groups_messages(ctx.device):
         take_turns()
     held = model.held_stages()
-    optimizer, sync = _optimizer_and_sync(model, held, cfg, ctx, options.precision, train, factory, tied)
+    optimizer, sync = _optimizer_and_sync(model, held, cfg, ctx, precision, train, factory, tied)
     return PipelineRunner(pipeline, loss, optimizer, ctx, sync, options)
 
 
@@ -136,10 +146,8 @@ def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[
     return with_quantizers(stages, quantization, factory, follows=cfg.Model.lora is None)
 
 
-def _step_options(cfg: RunConfig, factory: LayerFactory) -> StepOptions:
+def _step_options(cfg: RunConfig, precision: Precision) -> StepOptions:
     clip = cfg.Optimizer.grad_clip
-    precision = Precision(cfg.Engine.mix_precision)
-    precision.keeps_casts = factory.matmul.kept
     spec = model_spec(cfg.Model)
     metrics = (*ARCHITECTURES.traits(cfg.Model.name).metrics, *spec.metrics)
     clip_norm = clip.clip_norm if clip else 0.0
@@ -207,7 +215,7 @@ def _values(
     cfg: RunConfig,
     ctx: ParallelContext,
 ) -> NewValues | ParameterSharding:
-    """How values come from their owners."""
+    """The object that brings parameter values from their owners."""
     overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:
         from ppfleetx.parallel.zero3 import ParameterSharding

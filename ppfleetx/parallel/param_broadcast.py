@@ -24,7 +24,7 @@ SMALL_BYTES = 256 << 10
 
 
 class NewValues:
-    """Sends the owners' values.
+    """Broadcasts updated parameters from their owners.
 
     Args:
         parameters: of this rank, each once, in the order of the forward pass.
@@ -59,7 +59,7 @@ class NewValues:
 
     @paddle.no_grad()
     def updated(self) -> None:
-        """The owners have new values: send them, and, without overlap, wait for them."""
+        """Start to broadcast new values; without overlap, also wait for them."""
         if not self._overlaps:
             for members in self._by_owner(self._parameters):
                 first = members[0]
@@ -74,13 +74,13 @@ class NewValues:
             self._tasks[id(parameter)] = self._start(parameter)(parameter.detach())
 
     def finish(self) -> None:
-        """Wait for everything under way: then every parameter has its new value."""
+        """Wait for all broadcasts; afterwards every parameter is up to date."""
         self._finish_small()
         while self._tasks:
             self._tasks.pop(next(iter(self._tasks))).wait()
 
     def _by_owner(self, parameters: Sequence[paddle.Tensor]) -> list[list[paddle.Tensor]]:
-        """``parameters`` of each owner; owners in the order of groups and ranks."""
+        """Group ``parameters`` by owner, in the order of groups and ranks."""
         found: dict[tuple[int, int], list[paddle.Tensor]] = {}
         for parameter in parameters:
             place = self._owning.group_of(parameter).id, self._owning.owner_of(parameter)

@@ -1,4 +1,4 @@
-"""Stages spread over pipeline ranks: Paddle's schedules (1F1B, interleaved) on our list of stages.
+"""Pipeline parallelism: Paddle's schedules (1F1B, interleaved) on our list of stages.
 
 Paddle moves activations and decides the order. Names, initial values, the split into chunks, tied
 weights, loss and update are ours, so that they do not depend on the plan.
@@ -45,7 +45,7 @@ def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
 
 
 class StageDesc(LayerDesc):
-    """How Paddle's container builds one of our stages."""
+    """Wraps one stage as the layer description that Paddle's container builds from."""
 
     def __init__(self, stage: Stage, index: int, *, ends_chunk: bool) -> None:
         super().__init__(stage.layer_cls)
@@ -69,14 +69,14 @@ def _copy_passengers(_: Any, __: Any, state: tuple[paddle.Tensor, ...]) -> tuple
 
 
 class Passage(paddle.nn.Layer):
-    """What a chunk without layers runs: Paddle wants something that computes in every chunk."""
+    """A layer for chunks without stages: Paddle requires each chunk to compute something."""
 
     def forward(self, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
         return tuple(tensor.clone() for tensor in state)
 
 
 class StagePipeline(PipelineLayer):
-    """Paddle's container with chunks where our plan puts them (Paddle's own cannot divide unevenly).
+    """Paddle's pipeline container, with the uneven chunks of our plan.
 
     Parameters have no memory yet.
     """
@@ -113,7 +113,7 @@ class StagePipeline(PipelineLayer):
         self._end_poss = [self._bounds[chunk + 1] for chunk in chunks]
 
     def held_stages(self) -> list[tuple[int, paddle.nn.Layer]]:
-        """(index in the model, layer) of the stages on this rank."""
+        """Return (index in the model, layer) of each stage on this rank."""
         held = [layer for layer in self.sublayers() if hasattr(layer, "index_in_model")]
         return [(layer.index_in_model, layer) for layer in held]
 
@@ -157,7 +157,8 @@ class PipelineRunner(StepRunner):
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set what may differ from the last call: number of micro batches, their shapes, training or not.
+        """Set up the number of micro batches, their shapes and the mode, which may differ from the last
+        call.
 
         Neighbours tell each other the shapes of their messages in the first pass of a kind, and never again.
         Every rank of a pipeline reads the same batch, so all of them know which kind it is.
@@ -168,7 +169,8 @@ class PipelineRunner(StepRunner):
         self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """With virtual stages the schedule wants a multiple of the stages: add copies, which do not count."""
+        """Add micro batches that do not count, so that their number is a multiple of the stages, as
+        virtual stages require."""
         filled, plan = list(micro_batches), self._ctx.plan
         while plan.virtual_pp_degree > 1 and len(filled) % plan.pp:
             filled.append(filled[-1])
@@ -189,8 +191,8 @@ class PipelineLoss:
         self._scale, self._left = 1.0, 0
 
     def begin(self, sums: StepSums, count: int, scale: float) -> None:
-        """From now on give the loss sum of a micro batch times ``scale``, and add what the next ``count``
-        micro batches give to ``sums``."""
+        """Start a series of ``count`` micro batches whose loss sums are multiplied by ``scale`` and added
+        to ``sums``."""
         self._sums, self._scale, self._left = sums, scale, count
 
     def __call__(self, logits: paddle.Tensor, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
@@ -203,14 +205,14 @@ class PipelineLoss:
 
 
 def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Tensor, ...], dict]]:
-    """(input of the first stage, batch for the loss) of each micro batch, as Paddle asks for them."""
+    """Yield (input of the first stage, batch for the loss) of each micro batch, in Paddle's format."""
     for arrays in micro_batches:
         batch = to_tensors(arrays)
         yield tuple(batch[name] for name in _INPUTS if name in batch), batch
 
 
 def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> Any:
-    """Group of the pipeline ranks that hold the tied weights.
+    """Create the group of the pipeline ranks that hold tied weights.
 
     Every rank makes every group, in the same order, as Paddle demands; the group is None on ranks that
     hold no tied weight or when one rank holds all copies.
@@ -231,6 +233,6 @@ def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> Any:
 
 
 def _rank_of(index: int, bounds: Sequence[int], ctx: ParallelContext) -> int:
-    """Pipeline rank of a stage."""
+    """The pipeline rank that holds a stage."""
     chunk = max(c for c, start in enumerate(bounds[:-1]) if start <= index)
     return chunk % ctx.plan.pp

@@ -1,4 +1,4 @@
-"""Schedules without virtual stages on Paddle's pipeline, from a list of passes: ZB-H1, and 1F1B.
+"""ZB-H1 and 1F1B schedules for Paddle's pipeline, executed from a list of passes.
 
 In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023) a backward pass is done in two parts: the
 gradients of inputs (B), which the stage before waits for, and those of weights (W), which fill the time in
@@ -30,7 +30,7 @@ from ppfleetx.nn.matmul import Matmul
 
 @dataclass
 class Receive:
-    """Tensors that are on their way from a neighbour."""
+    """A receive in progress from a neighbour."""
 
     tensors: Any
     tasks: list[Any]
@@ -43,7 +43,7 @@ class Receive:
 
 @dataclass
 class _Sent:
-    """A message that may be under way, and what it carries.
+    """A send that may be in progress, with its tensors.
 
     Kept here and not left to Paddle: a NCCL group notes which stream still reads a piece of memory, but
     waiting for one of its tasks strikes out the notes of all (``NCCLTask::RemoveHolderStreamInGroup``).
@@ -54,7 +54,7 @@ class _Sent:
 
 
 class ListedPipeline(PipelineParallel):
-    """Paddle's pipeline, training in the order of a list of passes; it evaluates as Paddle does.
+    """A Paddle pipeline that trains by a list of passes. It evaluates as Paddle does.
 
     Args:
         model: this rank's stages.
@@ -73,7 +73,7 @@ class ListedPipeline(PipelineParallel):
         self._sent: dict[str, _Sent] = {}
 
     def forward_backward_pipeline(self, data: Iterator[Any], scaler: Any = None) -> None:
-        """Run a step's passes; ``data`` gives (input, batch of the loss) of each micro batch."""
+        """Run the passes of a step; ``data`` yields (input, batch of the loss) for each micro batch."""
         assert scaler is None, "the loss is scaled where it is computed"
         order = self._begin_passes()
         for work in order:
@@ -103,7 +103,7 @@ class ListedPipeline(PipelineParallel):
         self.processed_steps += 1
 
     def _follows(self, work: Pass, part: str) -> bool:
-        """Whether the next pass with messages is such a one."""
+        """Whether the next pass that communicates is of this kind."""
         following = self._following.get(work)
         return following is not None and following.part == part
 
@@ -116,7 +116,8 @@ class ListedPipeline(PipelineParallel):
         self._input = self._fetch_input() if self._follows(work, "F") else None
 
     def _keep(self, given: Any, output: Any) -> None:
-        """What the backward pass needs: not the values of an output that another rank has."""
+        """Return the part of an output that the backward pass needs; a value that another rank holds is
+        dropped."""
         if not self._is_last:
             self._release_output(output)
         self._under_way.append((given, output))
@@ -128,14 +129,14 @@ class ListedPipeline(PipelineParallel):
         self._send_gradient(gradient)
 
     def _input_gradient(self, upstream: Any, work: Pass) -> tuple[paddle.Tensor, ...] | None:
-        """The gradient of the oldest forward pass's input; with ZB-H1 weights get theirs later."""
+        """Return the input gradient of the oldest forward pass; under ZB-H1 weight gradients are deferred."""
         gradient = self._backward_step(*self._under_way.popleft(), upstream, step_id=work.micro)
         if self._matmul.defers:
             self._matmul.end_backward()
         return gradient
 
     def _fetch_input(self) -> Receive | None:
-        """Start to receive a forward pass's input; the first stage has it."""
+        """Start to receive the input of a forward pass; the first stage has it already."""
         if self._is_first:
             return None
         self._p2p_helper._recv_meta()
@@ -143,7 +144,7 @@ class ListedPipeline(PipelineParallel):
         return Receive(tensors, tasks)
 
     def _fetch_upstream(self) -> Receive | None:
-        """Start to receive the gradient of an output; the last stage makes it."""
+        """Start to receive an output's gradient; the last stage computes its own."""
         if self._is_last:
             return None
         _, tensors, tasks = self._start(recv_next=True)
@@ -159,7 +160,7 @@ class ListedPipeline(PipelineParallel):
             self._send("tensor_send_prev", gradient)
 
     def _send(self, direction: str, tensors: Any) -> None:
-        """Start a message; the one before it in the same direction has arrived then."""
+        """Start a send, after the previous one in the same direction has completed."""
         self._complete(direction)
         # Tensors of their own: those of the model are emptied while the message is still under way.
         tensors = tuple(tensor.detach() for tensor in tensors)

@@ -1,8 +1,10 @@
-"""What is computed in 16 bits, and what that needs: casts, float32 copies, loss scaling.
+"""Mixed precision: 16-bit compute, float32 master weights, loss scaling.
 
 O1: parameters and gradients are float32; ``auto_cast`` runs the operations of its list in 16 bits.
 O2: parameters are 16-bit, as is all between them unless the model says otherwise; the optimizer updates
 float32 master weights from float32 gradients. Loss and softmax are float32 in both.
+On a CPU both levels are the same, because Paddle has no 16-bit kernels there: products with weights round
+their operands to bfloat16 and sum in float32, and all else is float32, parameters and gradients included.
 
 float16 has few exponents: the loss is multiplied by a scale before the backward pass and the gradients
 divided by it after. bfloat16 has float32's exponents and needs no scale.
@@ -20,9 +22,12 @@ import paddle
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.engine import MixedPrecisionConfig
 from ppfleetx.distributed.device import computes_in, on_card, on_gpu
+from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 from ppfleetx.optims.grad_clip import scale_all
 from ppfleetx.optims.gradients import add_to_main_gradient, gradient_of
+from ppfleetx.utils.devices import cpu_obstacle
+from ppfleetx.utils.log import get_logger
 
 MIN_SCALE, GROWTH, BACKOFF = 1.0, 2.0, 0.5
 # What auto_cast asks of a GPU.
@@ -59,11 +64,11 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether skipping a step that overflowed can help."""
+        """Whether skipping a step after an overflow can help, because the scale can still shrink."""
         return self.dynamic and self.scale > self._min_scale
 
     def update(self, overflow: bool) -> None:
-        """Count a step whose gradients were or were not all finite, and set the next step's scale."""
+        """Count a step, whose gradients were finite or not, and set the scale of the next one."""
         if not self.dynamic:
             return
         if overflow:
@@ -78,11 +83,11 @@ class LossScaler:
             self.scale *= GROWTH
 
     def state(self) -> dict[str, float | int]:
-        """What a checkpoint keeps; :meth:`load_state` continues exactly from it."""
+        """The state a checkpoint stores, from which :meth:`load_state` continues exactly."""
         return {"scale": self.scale, "quiet_steps": self._quiet_steps, "tolerated": self._tolerated}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue a run; a constant scale stays the configured one.
+        """Restore a saved state; a constant scale keeps its configured value.
 
         Raises:
             CheckpointError: it is no such state.
@@ -101,33 +106,42 @@ class LossScaler:
 
 
 class Precision:
-    """``Engine.mix_precision`` in action.
+    """Applies ``Engine.mix_precision`` to a model and its steps.
 
     Args:
         cfg: the section; by default everything is float32.
 
     Attributes:
         scaler: the loss scale; None where none is needed.
+        products_alone: 16 bits are those of a CPU, for products with weights alone.
         keeps_casts: entered with :meth:`autocast`; what conversions of weights are kept in.
 
     Raises:
-        ConfigError: the device has no kernels for the type.
+        ConfigError: the device has no kernels for the type, and ``enable`` is not ``auto``.
     """
 
     def __init__(self, cfg: MixedPrecisionConfig | None = None) -> None:
         self._cfg = cfg = cfg or MixedPrecisionConfig()
         self.scaler: LossScaler | None = None
         self.keeps_casts: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.products_alone = False
         if not cfg.enable:
             return
-        if not has_kernels(cfg.dtype):
-            needs = _NEEDS[cfg.dtype] if on_gpu() else ""
-            raise ConfigError(
-                f"{paddle.get_device()} does not compute in {cfg.dtype}{needs}; "
-                "-o Engine.mix_precision.enable=False computes in float32",
-                key="Engine.mix_precision.dtype",
-                value=cfg.dtype,
+        has_all = has_kernels(cfg.dtype)
+        self.products_alone = not has_all and has_products(cfg.dtype)
+        if not has_all and not self.products_alone:
+            obstacle = f"{paddle.get_device()} does not compute in {cfg.dtype}{_why(cfg.dtype)}"
+            if cfg.enable != "auto":
+                raise ConfigError(
+                    f"{obstacle}; -o Engine.mix_precision.enable=False computes in float32",
+                    key="Engine.mix_precision.dtype",
+                    value=cfg.dtype,
+                )
+            get_logger().info(
+                f"the run computes in float32: {obstacle} (Engine.mix_precision.enable is auto)"
             )
+            self._cfg = cfg.model_copy(update={"enable": False})
+            return
         if cfg.dtype == "float16":
             self.scaler = LossScaler(
                 cfg.scale_loss, cfg.incr_every_n_steps, cfg.hysteresis, cfg.use_dynamic_loss_scaling
@@ -135,22 +149,33 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by before the backward pass."""
+        """The factor of the loss before the backward pass."""
         return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Types of the tensors between layers, that of parameters at O1 first."""
+        has_both = self._cfg.enable and not self.products_alone
+        return ("float32", self._cfg.dtype) if has_both else ("float32",)
 
     @property
     def lowers_parameters(self) -> bool:
         """Whether parameters are 16-bit and need master weights."""
-        return self._cfg.enable and self._cfg.level == "O2"
+        return bool(self._cfg.enable) and self._cfg.level == "O2" and not self.products_alone
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Around forward passes: operations run in the types that the level and the lists say.
+        """Context manager of forward passes: operations run in the types the level and the lists say.
 
         At O2 the tensors' own types decide, a mix of them being computed in float32, but for the lists.
         """
         if not self._cfg.enable:
             yield
+            return
+        if self.products_alone:
+            black = {*self._cfg.custom_black_list} & {"matmul", "linear_v2"}
+            with nullcontext() if black else bfloat16.products(), self.keeps_casts():
+                yield
             return
         casts = paddle.amp.auto_cast(
             custom_white_list=self._cfg.custom_white_list or None,
@@ -162,7 +187,7 @@ class Precision:
             yield
 
     def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:
-        """At O2: make the parameters 16-bit, in place; they have no memory, before and after.
+        """Convert the parameters to 16 bits in place (O2), before they have memory.
 
         To be done before anything else hangs on them: with ``main_grad_fp32`` the hook that moves gradients
         to float32 must be the first.
@@ -192,7 +217,7 @@ class Precision:
 
     @paddle.no_grad()
     def unscale(self, parameters: Sequence[paddle.Tensor], ops: FusedOps = NO_FUSED_OPS) -> None:
-        """Complete gradients to float32 gradients of the loss itself, in place."""
+        """Divide complete gradients by the loss scale, in place, giving float32 gradients."""
         if self.lowers_parameters:
             for parameter in parameters:
                 add_to_main_gradient(parameter)  # with main_grad_fp32 off they were summed in 16 bits
@@ -203,5 +228,19 @@ class Precision:
 
 
 def has_kernels(dtype: str) -> bool:
-    """Whether the device computes in ``dtype``."""
+    """Whether the device has kernels for ``dtype``."""
     return on_card() and computes_in(dtype)
+
+
+def has_products(dtype: str) -> bool:
+    """Whether the device, a CPU, computes products with weights in ``dtype``."""
+    return not on_card() and computes_in(dtype) and bfloat16.are_available()
+
+
+def _why(dtype: str) -> str:
+    if on_gpu():
+        return _NEEDS[dtype]
+    if on_card():
+        return ""
+    missing = "its operators are not compiled (python -m ppfleetx.nn.cpu_ops does that)"
+    return f": {cpu_obstacle(dtype) or missing}"

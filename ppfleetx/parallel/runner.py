@@ -1,4 +1,4 @@
-"""What the engine asks of the code that runs the model, whatever the plan."""
+"""The runner interface: what the engine calls, whatever the plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One optimizer step, as the whole job sees it.
+    """The result of one optimizer step over the whole job.
 
     Attributes:
         loss: sum of the loss over valid tokens divided by their number, over all micro batches and
@@ -68,8 +68,8 @@ class Runner(Protocol):
     judge: Judge | None
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """What counts in these micro batches of this rank: first in the loss (``BasicModule.count``). With
-        declared metrics also tokens and sequences."""
+        """Return the counts of these micro batches on this rank: first the loss count
+        (``BasicModule.count``); with declared metrics also tokens and sequences."""
         ...
 
     def train_step(
@@ -93,7 +93,7 @@ class Runner(Protocol):
         ...
 
     def finish_update(self) -> None:
-        """Wait until parameters have the values of the last update, which may still be arriving.
+        """Wait until all parameters have the values of the last update.
 
         All that reads parameters calls it first: evaluation, ``named_parameters`` and the other methods here,
         and the engine when training ends.
@@ -101,20 +101,21 @@ class Runner(Protocol):
         ...
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
-        """The first place on this rank where the numbers of ``train_step`` were not finite; None: nowhere.
+        """Return the first place on this rank where ``train_step`` produced a non-finite number; None if
+        there is none.
 
         Every rank of the job calls this after :class:`NonFiniteError`, with the arguments of ``train_step``.
         """
         ...
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalOutput:
-        """Loss and metrics of a batch, over the whole job."""
+        """Return loss and metrics of a batch over the whole job."""
         ...
 
     def compute(
         self, function: Callable[[Any, dict[str, Any]], Any], micro_batches: Sequence[MicroBatch]
     ) -> list[np.ndarray]:
-        """``function(model, tensors)`` of each micro batch of this rank, as in evaluation.
+        """Return ``function(model, tensors)`` for each micro batch of this rank, in evaluation mode.
 
         A pipeline, where no rank holds the whole model, has no such method.
         """
@@ -125,7 +126,7 @@ class Runner(Protocol):
         ...
 
     def model_names(self) -> list[str]:
-        """Canonical names of the whole model's parameters; every rank of the job calls this."""
+        """The canonical names of all parameters of the model. Collective: every rank calls it."""
         ...
 
     def writes(self, parameter: Any) -> bool:
@@ -141,5 +142,5 @@ class Runner(Protocol):
         ...
 
     def load_scaler_state(self, state: Mapping[str, float | int] | None) -> None:
-        """Continue with a saved :meth:`scaler_state`; without one, or without loss scaling, do nothing."""
+        """Restore a saved :meth:`scaler_state`; do nothing without one or without loss scaling."""
         ...

@@ -1,4 +1,4 @@
-"""States, gradients and parameters divided over the sharding ranks (ZeRO, Rajbhandari et al., 2020).
+"""ZeRO sharding of optimizer states, gradients and parameters (Rajbhandari et al., 2020).
 
 Whole parameters are dealt out: each has one owner among the ranks that share it. Stage 1: only the owner
 keeps optimizer states and updates, then sends the result (``param_broadcast.py``). Stage 2: gradients leave
@@ -85,8 +85,8 @@ class Sharding:
         return self._axes_of[parameter.info.name]
 
     def _deal_out(self, parameters: Sequence[paddle.Tensor]) -> dict[str, int]:
-        """Owners: one deal for each group of ranks. Of tied parameters, which other pipeline ranks have too,
-        the first rank is the owner: the same on all of them."""
+        """Assign owners, separately in each group of ranks. Tied parameters, which other pipeline ranks
+        hold too, belong to the first rank everywhere."""
         sizes: dict[Axes, dict[str, int]] = {}
         for parameter in parameters:
             sizes.setdefault(self._axes(parameter), {})[parameter.info.name] = parameter.size
@@ -98,11 +98,11 @@ class Sharding:
         return owners
 
     def group_of(self, parameter: paddle.Tensor) -> Any:
-        """The ranks that share the parameter, of which one is its owner; None: this rank alone has it."""
+        """The ranks that share the parameter, one of which owns it; None if only this rank holds it."""
         return self._group_of[parameter.info.name]
 
     def owner_of(self, parameter: paddle.Tensor) -> int:
-        """Rank of the parameter's owner in its group."""
+        """The owner's rank within the parameter's group."""
         return self.owners[parameter.info.name]
 
     def owns(self, parameter: paddle.Tensor) -> bool:
@@ -111,15 +111,15 @@ class Sharding:
         return group is None or self.owner_of(parameter) == group.rank
 
     def holds(self, parameter: paddle.Tensor) -> bool:
-        """Whether this rank has the parameter's value between its uses."""
+        """Whether this rank keeps the parameter's value between uses."""
         return self._stage < 3 or self.owns(parameter)
 
     def _place(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
-        """What travels together has the same owner and type."""
+        """The key of a bucket: parameters sent together have the same owner and type."""
         return self._axes(parameter), self.owner_of(parameter), parameter.dtype
 
     def _by_place(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
-        """One bucket for each owner and type."""
+        """Group parameters into one bucket per owner and type."""
         found: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
             found.setdefault(self._place(parameter), []).append(parameter)
@@ -128,7 +128,7 @@ class Sharding:
     def _full_buckets(
         self, parameters: Iterable[paddle.Tensor], nbytes: int
     ) -> tuple[list[list[paddle.Tensor]], list[paddle.Tensor]]:
-        """Buckets of at least ``nbytes``, and the parameters that fill none."""
+        """Split parameters into buckets of at least ``nbytes``, and those that fill none."""
         full: list[list[paddle.Tensor]] = []
         filling: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
@@ -149,13 +149,13 @@ class Sharding:
         return lambda flat: distributed.reduce(flat, group.ranks[owner], group=group, sync_op=False)
 
     def _drop(self, parameters: Iterable[paddle.Tensor]) -> None:
-        """Forget gradients that have been summed into another rank."""
+        """Drop gradients that were reduced to another rank."""
         for parameter in parameters:
             if not self.owns(parameter):
                 drop_gradient(parameter)
 
     def begin(self, num_passes: int) -> None:
-        """A step of ``num_passes`` micro batches begins."""
+        """Start a step of ``num_passes`` micro batches."""
         self._passes_of = Counter()
         for sums in (self._sums, self._order):
             if sums is not None:
@@ -166,8 +166,8 @@ class Sharding:
         stages: Sequence[tuple[int, paddle.nn.Layer]],
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Stages 2 and 3: know when the backward pass of a layer is over, so that the ranks go on together
-        where the data of some leave a part of the layer out.
+        """Track the end of each layer's backward pass (stages 2 and 3), so that ranks stay in step even if
+        the data of some skip part of a layer.
 
         Args:
             stages: (index in the model, layer) of what this rank holds.
@@ -200,7 +200,7 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Call when the weights of a layer have their gradients, if its input has one now.
+        """Call a function once the layer's weights have their gradients, given that its input has one.
 
         Paddle may add to a weight after the input, where the weight went through an operator first, as a cast
         does. The end of the backward pass is always after it. Stage 3 cannot wait for that where a layer
@@ -213,12 +213,12 @@ class Sharding:
             paddle.base.core.eager._add_backward_final_hook(call)
 
     def _passed(self, layer: paddle.nn.Layer, parameters: Sequence[paddle.Tensor]) -> None:
-        """A backward pass has gone through ``layer``."""
+        """Called when a backward pass has gone through ``layer``."""
         self._passes_of[id(layer)] += 1
         self._order.complete(parameters, self._passes_of[id(layer)])
 
     def finish_gradients(self) -> None:
-        """Complete the owners' sums; only parameters that are owned here have gradients then."""
+        """Complete the reductions to owners; afterwards only owned parameters have gradients."""
         for sums in (self._sums, self._order):
             if sums is not None:
                 sums.finish()
@@ -233,11 +233,11 @@ class Sharding:
                     parameter._clear_data()
 
     def _send_full(self, index: int) -> None:
-        """Stages 2 and 3: a full bucket leaves in every pass."""
+        """Send each bucket that is full, in every pass (stages 2 and 3)."""
         self._send(self._full[index])
 
     def _send(self, bucket: Iterable[paddle.Tensor]) -> None:
-        """Sum gradients into their owner, who keeps the sum and adds to it in the next pass."""
+        """Reduce gradients to their owner, who keeps the sum and adds to it in the next pass."""
         parameters = [p for p in bucket if expects_gradient(p)]
         if not parameters:
             return
@@ -254,12 +254,13 @@ class Sharding:
         self._under_way.append((task, parameters, gradients))
 
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
-        """Whether a gradient of an earlier micro batch is. Sums are then added in the order of the passes."""
+        """Whether a gradient of an earlier micro batch is still being reduced. Sums are then added in the
+        order of the passes."""
         travelling = {id(p) for _, others, _ in self._under_way for p in others}
         return any(id(p) in travelling for p in parameters)
 
     def _complete(self) -> None:
-        """Wait for the oldest; its owner adds it to what passes have given since."""
+        """Wait for the oldest reduction; the owner adds it to its sum."""
         task, parameters, gradients = self._under_way.popleft()
         task.wait()
         for parameter, gradient in zip(parameters, gradients, strict=True):

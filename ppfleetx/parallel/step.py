@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a step needs to know apart from model, optimizer and plan.
+    """Settings of a step besides model, optimizer and plan.
 
     Attributes:
         seed: ``Global.seed``, for the dropout streams.
@@ -54,7 +54,7 @@ class StepOptions:
 
 
 class StepRunner(ABC):
-    """Forward and backward of all micro batches, sum of the gradients, clip, update.
+    """Runs one step: forward and backward of all micro batches, gradient sum, clipping, update.
 
     Args:
         model: what this rank holds of the model.
@@ -105,7 +105,7 @@ class StepRunner(ABC):
 
     @property
     def model(self) -> paddle.nn.Layer:
-        """What this rank holds of the model, with the values of the last update."""
+        """This rank's part of the model, with the values of the last update."""
         self.finish_update()
         return self._model
 
@@ -183,8 +183,8 @@ class StepRunner(ABC):
         return loss / max(counts[0], 1.0), grad_norm, any(overflow), metrics
 
     def _overflows(self, numbers: Sequence[paddle.Tensor]) -> paddle.Tensor:
-        """On how many ranks one of the numbers is not finite. All ranks must know: a step that only some of
-        them skip would go unnoticed."""
+        """Return the number of ranks with a non-finite number. All ranks must know it: a step that only
+        some of them skip would go unnoticed."""
         here = paddle.stack(list(numbers)).isfinite().all().logical_not().astype("float32")
         if self._ctx.world_size > 1:
             distributed.all_reduce(here)
@@ -193,7 +193,7 @@ class StepRunner(ABC):
     def _repeat(
         self, micro_batches: Sequence[MicroBatch], counts: Sequence[float], step: int
     ) -> tuple[float, float]:
-        """:meth:`_gradients` again, with the weights of before the step and the same dropout."""
+        """Compute :meth:`_gradients` again, with the weights from before the step and the same dropout."""
         self._optimizer.clear_grad()
         self._streams.begin_step(step)
         return self._gradients(micro_batches, counts)[:2]
@@ -247,7 +247,7 @@ class StepRunner(ABC):
             self._precision.scaler.load_state(state)
 
     def _passes(self, micro_batches: Sequence[MicroBatch], counts: Sequence[float]) -> None:
-        """Forward and backward in the types of the precision, of the loss times its scale."""
+        """Run the forward and backward passes under the configured precision, with the loss scaled."""
         self._sync.begin(len(micro_batches))
         self._sums.begin()
         self._loads.begin()
@@ -262,14 +262,14 @@ class StepRunner(ABC):
             self._forward_backward(micro_batches, max(num_valid, 1.0) / scale)
 
     def _loss_follows(self) -> AbstractContextManager[None]:
-        """Within, the head may leave the logits to the loss (``Model.loss_chunks``)."""
+        """Context manager in which the head may return :class:`LogitsInPieces` (``Model.loss_chunks``)."""
         return self._heads[0].loss_follows() if self._heads else nullcontext()
 
     def _accepts(
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
-        """Whether the step is taken. With float16 all ranks skip a step that overflowed, and the next one has
-        a smaller loss scale. Where that cannot help, a number that is not finite ends the run."""
+        """Whether the update is applied. With float16, all ranks skip a step that overflowed, and the loss
+        scale shrinks. Where that cannot help, a non-finite number ends the run."""
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:
@@ -284,12 +284,12 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
-        """Add the gradient of (loss sum / ``num_valid``) to all parameters here, and what the loss gives to
-        the sums; nothing has been waited for."""
+        """Add the gradient of (loss sum / ``num_valid``) to all local parameters, and the loss to the
+        sums, without waiting for the device."""
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Add what the loss gives to the sums."""
+        """Run forward passes and add the loss to the sums."""
 
     def _count_over_job(self, micro_batches: Sequence[MicroBatch]) -> list[float]:
         return self._ctx.sum_over(DATA_AXES, *self.count(micro_batches))
@@ -304,5 +304,5 @@ class StepRunner(ABC):
 
 
 def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:
-    """Arrays of a micro batch as tensors on the current device; ``sample_ids`` stay on the host."""
+    """Copy the arrays of a micro batch to the current device; ``sample_ids`` stay on the host."""
     return upload_all({name: array for name, array in batch.items() if name != "sample_ids"})

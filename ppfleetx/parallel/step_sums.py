@@ -1,4 +1,4 @@
-"""The loss and the metrics of a step: added up over its micro batches, and in one vector over the job."""
+"""Loss and metrics of a step, summed over its micro batches and, in one vector, over the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AXES = ("dp", "sharding", "sep", "pp")  # summed over in this order
 
 
 class StepSums:
-    """Sums of what the loss and the layers of this rank give, from one :meth:`begin` to the next.
+    """The sums of loss and metrics on this rank, from one :meth:`begin` to the next.
 
     Args:
         names: all metrics that any rank may give, the same on all of them.
@@ -30,7 +30,7 @@ class StepSums:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was added."""
+        """Reset all sums."""
         self._losses: list[paddle.Tensor] = []
         self._metrics: dict[str, list[Sum]] = {name: [] for name in self.names}
         self._undeclared: set[str] = set()
@@ -50,14 +50,14 @@ class StepSums:
             self._metrics[name].append(Sum(_detached(metric.value), _detached(metric.count)))
 
     def over_job(self) -> paddle.Tensor:
-        """All sums over the job, for :meth:`read`: a float64 vector, still on the device."""
+        """Reduce all sums over the job into a float64 vector on the device, for :meth:`read`."""
         numbers = [sum_of(self._losses), paddle.full([], len(self._undeclared), "float64")]
         for metrics in self._metrics.values():
             numbers += [sum_of([m.value for m in metrics]), sum_of([m.count for m in metrics])]
         return self._ctx.sum_tensor_over(self._axes, paddle.stack(numbers))
 
     def read(self, numbers: Sequence[float]) -> tuple[float, Mapping[str, Metric]]:
-        """(loss sum, metrics that counted something), from the numbers of :meth:`over_job`.
+        """Return (loss sum, metrics with a count above 0) from the numbers of :meth:`over_job`.
 
         Raises:
             ConfigError: on all ranks, when one of them was given a metric that is not declared.
@@ -85,7 +85,7 @@ def _refused(names: Iterable[str]) -> ConfigError:
 
 
 def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
-    """Sum of scalars in float64, still on the device."""
+    """Sum scalars in float64; the result stays on the device."""
     tensors = [number.astype("float64") for number in numbers if isinstance(number, paddle.Tensor)]
     known = sum(number for number in numbers if not isinstance(number, paddle.Tensor))
     if known or not tensors:

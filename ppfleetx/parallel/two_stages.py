@@ -29,7 +29,7 @@ Tensors = paddle.Tensor | tuple[paddle.Tensor, ...] | None
 
 
 def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
-    """What ``fleet.distributed_model`` makes of a pipeline with virtual stages, for two ranks.
+    """Build a pipeline with virtual stages on two ranks, in place of ``fleet.distributed_model``.
 
     Args:
         model: this rank's chunks.
@@ -42,7 +42,7 @@ def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
 
 
 class _TwoStages:
-    """Changes a schedule of Paddle's to one for two ranks."""
+    """Adapts a Paddle schedule to two ranks."""
 
     def __init__(self, layers: PipelineLayer, hcg: Any, strategy: Any) -> None:
         super().__init__(layers=layers, hcg=hcg, strategy=strategy)
@@ -62,7 +62,7 @@ class _AllForwardFirst(_TwoStages, PipelineParallelWithInterleaveFthenB):
 
 
 class _KindByKind(P2pHelper):
-    """Messages between pipeline ranks, with the exchange in four directions done as two."""
+    """Pipeline messages whose four-way exchange is split into gradients first, activations second."""
 
     def send_forward_backward_recv_forward_backward(
         self,

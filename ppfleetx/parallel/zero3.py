@@ -1,4 +1,4 @@
-"""Stage 3 of sharding: apart from their owners, ranks hold parameters only while a layer uses them.
+"""Sharding stage 3: ranks other than the owner hold parameters only while a layer uses them.
 
 Each owner sends its values of a layer in one message. While the layer computes, the values of the next one
 are under way: the one after it in the forward pass, the one before it in the backward pass. They are started
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ParameterSharding:
-    """Values exist on ranks other than the owner only while a stage of the model uses them.
+    """Fetches the values of each stage from their owners just before use, and frees them afterwards.
 
     Args:
         owning: says who owns what.
@@ -48,11 +48,11 @@ class ParameterSharding:
             self._drop(layer)
 
     def updated(self) -> None:
-        """The owners have new values: those that were fetched ahead and not used are out of date."""
+        """Mark values as updated: those fetched ahead but not used are out of date."""
         self.finish()
 
     def finish(self) -> None:
-        """Wait for values that are under way, and forget them: they have not been used."""
+        """Wait for the values being fetched, and discard them unused."""
         if self._next is not None:
             (_, fetch), self._next = self._next, None
             fetch.wait()
@@ -86,7 +86,7 @@ class ParameterSharding:
         self._fetch(layer, before if id(before) in self._returns else None)
 
     def _fetch(self, layer: paddle.nn.Layer, following: paddle.nn.Layer | None) -> None:
-        """Complete the values of ``layer``, and start those of ``following``."""
+        """Wait for the values of ``layer``, and start to fetch those of ``following``."""
         if self._next is not None and self._next[0] is not layer:
             self.finish()
         fetch = _Fetch(layer, self._owning) if self._next is None else self._next[1]
@@ -103,7 +103,7 @@ class ParameterSharding:
 
 @dataclass
 class _Message:
-    """A broadcast under way: of the values of ``parameters``, which begin at ``offsets`` of ``flat``."""
+    """A broadcast in progress of the values of ``parameters``, which start at ``offsets`` in ``flat``."""
 
     flat: paddle.Tensor
     parameters: list[paddle.Tensor]
@@ -113,7 +113,7 @@ class _Message:
 
 
 class _Fetch:
-    """The values of a layer under way: one message for each owner and type."""
+    """The values of a layer being fetched: one message per owner and type."""
 
     def __init__(self, layer: paddle.nn.Layer, owning: Sharding) -> None:
         kinds: dict[tuple[int, int, Any], list[paddle.Tensor]] = {}
@@ -148,7 +148,7 @@ class _Fetch:
         self._messages = []
 
     def complete(self) -> None:
-        """Wait, and give the parameters their values, in the memory of the messages."""
+        """Wait, and attach the received values to the parameters."""
         for message in self._messages:
             message.task.wait()
             for parameter, begin in zip(message.parameters, message.offsets, strict=True):
@@ -159,7 +159,7 @@ class _Fetch:
 
 
 class _AtBackward(PyLayer):
-    """Identity that calls a function when the backward pass comes by."""
+    """An identity that calls a function when the backward pass reaches it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: paddle.Tensor, call: Any) -> paddle.Tensor:

@@ -16,6 +16,7 @@ from ppfleetx.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt,
 from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.validate import section_of
+from ppfleetx.planner import card_names
 from ppfleetx.utils.devices import CPU, GPU, XPU
 
 GIB = 1 << 30
@@ -132,11 +133,6 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
             f"the file describes {len(own)} cards; give one", key=key, value=name, place=asked_in
         )
     return _card(next(iter(own)), {**shipped, **own}, name)
-
-
-def card_names() -> list[str]:
-    """Names of the shipped cards."""
-    return list(_shipped())
 
 
 def any_card(device: str) -> Card:

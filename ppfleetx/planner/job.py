@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,7 +14,7 @@ from ppfleetx.config.rules import expert_sizes
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.root import RunConfig
-from ppfleetx.models.gpt.spec import BlockSpec, ModelSpec, model_spec
+from ppfleetx.models.gpt.spec import BlockSpec, ModelSpec, model_spec, parameter_specs
 from ppfleetx.nn.cost import Kernels, Recompute, Work
 from ppfleetx.planner.cards import Card
 
@@ -90,7 +91,7 @@ class Job:
         seq_len: tokens of a sequence.
         precision: types.
         recomputed: what each layer recomputes.
-        moments: optimizer states per parameter (2 for AdamW, 1 for momentum, 0 for SGD).
+        moments: optimizer states per trained parameter (2 for AdamW, 1 for momentum, 0 for SGD; Muon's mean).
         flash: fused attention.
         async_save: host memory holds a copy of a checkpoint while it is written.
         kernels: which operations are counted: ours on a CPU, on a GPU, on a plugin's device, or, for
@@ -111,7 +112,7 @@ class Job:
     seq_len: int
     precision: Precision
     recomputed: tuple[Recompute, ...]
-    moments: int = 2
+    moments: float = 2
     flash: bool = False
     async_save: bool = False
     kernels: Kernels = "gpu"
@@ -292,8 +293,9 @@ class PassKey:
 def job_of(cfg: RunConfig, card: Card) -> Job:
     """The job that ``cfg`` describes, on ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
-    precision = Precision()
-    if mixed.enable:
+    precision = Precision()  # on a CPU, whose 16 bits are for products alone, as the slower and larger choice
+    has_type = card.kernels != "cpu" and (mixed.enable is True or mixed.dtype in card.peak_tflops)
+    if mixed.enable and has_type:
         precision = Precision(mixed.dtype, mixed.level == "O2", mixed.main_grad_fp32)
     return Job(
         model=model,
@@ -303,7 +305,7 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
         seq_len=sequence_length(cfg),
         precision=precision,
         recomputed=recompute_of(model),
-        moments=cfg.Optimizer.num_states,
+        moments=_moments(cfg),
         flash=uses_flash(model, precision, card),
         async_save=cfg.Engine.save_load.async_save,
         kernels=card.kernels,
@@ -314,6 +316,13 @@ def job_of(cfg: RunConfig, card: Card) -> Job:
         ),
         compress=cfg.Compress,
     )
+
+
+def _moments(cfg: RunConfig) -> float:
+    trained = [spec for spec in parameter_specs(cfg.Model, cfg.Compress).values() if spec.trains]
+    elements = sum(math.prod(spec.shape) for spec in trained)
+    states = sum(math.prod(spec.shape) * cfg.Optimizer.states_of(spec.name, spec.kind) for spec in trained)
+    return states / elements if elements else 0.0
 
 
 def sequence_length(cfg: RunConfig) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import read_config
-from ppfleetx.config.plan import CONFIG_KEYS, ParallelPlan
+from ppfleetx.config.plan import CONFIG_KEYS, DEGREE_WORDS, PLAN_WORDS, ParallelPlan
 from ppfleetx.config.record import dump_config
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig, plan_of
@@ -16,15 +16,7 @@ from ppfleetx.nn.cost import Recompute
 from ppfleetx.planner.job import Job
 from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 
-_DEGREES = {
-    **{axis: axis for axis in ("dp", "mp", "pp", "sharding", "sep")},
-    "stage": "sharding_stage",
-    "vpp": "virtual_pp_degree",
-    "ep": "ep",
-    "emp": "expert_mp",
-}
 GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full")
-WORDS = (*_DEGREES, "micro", "sp", "offload", "zb", "recompute")
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOpt
     """
     given = _parse(words, option)
     values: dict[str, object] = {
-        name: _whole(given, word, option) for word, name in _DEGREES.items() if word in given
+        name: _whole(given, word, option) for word, name in DEGREE_WORDS.items() if word in given
     }
     if values.get("sharding_stage", 1) not in (1, 2, 3):
         raise ConfigError("must be 1, 2 or 3", key=f"{option} stage", value=given["stage"])
@@ -84,8 +76,8 @@ def _parse(words: str, option: str) -> dict[str, str]:
     given: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in words.split(","))):
         word, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or word not in WORDS:
-            raise ConfigError(f"must be {', '.join(WORDS)} as word=value", key=option, value=part)
+        if not equals or word not in PLAN_WORDS:
+            raise ConfigError(f"must be {', '.join(PLAN_WORDS)} as word=value", key=option, value=part)
         if word in given:
             raise ConfigError(f"names {word} twice", key=option, value=words)
         given[word] = value

@@ -83,8 +83,8 @@ def account(prediction: Prediction) -> str:
         lines.append(f"  {stage:5} " + " ".join(f"{value / GIB:10.2f}" for value in values))
     if job.plan.ep > 1:
         lines.append(
-            f"experts     memory is for a rank that gets {EXPERT_IMBALANCE:g} times the mean rows of its ep "
-            f"group; all of them are {job.plan.ep} times the mean"
+            f"experts     memory allows for a rank that receives {EXPERT_IMBALANCE:g} times the mean number "
+            f"of rows; the worst case, all rows of its ep group, is {job.plan.ep} times"
         )
     verdict = "fits" if prediction.fits else "does not fit"
     lines.append(

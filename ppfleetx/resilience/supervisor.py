@@ -7,6 +7,7 @@ a launcher that is killed, but the supervisor finds them because they are its de
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -32,7 +33,6 @@ class ProcessesRemainError(RuntimeError):
     """Processes of an earlier start do not end; another start would collide with them."""
 
 
-_TRUE = ("true", "yes", "on")
 RESUME = "Engine.save_load.resume"
 
 
@@ -42,11 +42,12 @@ def with_resume(command: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: it sets the key to something else; each restart would then be a new run.
     """
-    said = [
-        text.partition("=")[2].strip() for text in _overrides(command) if text.split("=")[0].strip() == RESUME
-    ]
-    for value in said:
-        if value.strip("'\"").lower() not in ("auto", *_TRUE):
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-o", "--override", action="append", default=[])
+    overrides = [text.partition("=") for text in parser.parse_known_args(command)[0].override]
+    given = [value.strip() for key, _, value in overrides if key.strip() == RESUME]
+    for value in given:
+        if value.strip("'\"").lower() not in ("auto", "true", "yes", "on"):
             raise ConfigError(
                 "the supervisor restarts a failed run from its last checkpoint; leave the override out, or "
                 f"give {RESUME}=auto or true",
@@ -54,20 +55,7 @@ def with_resume(command: Sequence[str]) -> list[str]:
                 value=value,
                 place="the supervised command",
             )
-    return list(command) if said else [*command, "-o", f"{RESUME}=auto"]
-
-
-def _overrides(command: Sequence[str]) -> Iterator[str]:
-    """The values of ``-o`` and ``--override`` in the forms that argparse accepts."""
-    takes_next = False
-    for argument in command:
-        if takes_next:
-            yield argument
-        takes_next = not takes_next and argument in ("-o", "--override")
-        if argument.startswith("--override="):
-            yield argument.removeprefix("--override=")
-        elif argument.startswith("-o") and argument != "-o":
-            yield argument.removeprefix("-o")
+    return list(command) if given else [*command, "-o", f"{RESUME}=auto"]
 
 
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import json
 import math
 import os
@@ -340,14 +339,7 @@ def readable(report: Report) -> str:
     ]
     for thread, stack in report.stacks.items():
         lines += ["", f"thread {thread}, outermost call first:", *(f"  {line}" for line in stack)]
-    return "\n".join([*lines, "", "as faulthandler sees them:", _faulthandler_dump()])
-
-
-def _faulthandler_dump() -> str:
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
+    return "\n".join(lines) + "\n"
 
 
 def _beside(directory: Path) -> list[Path]:

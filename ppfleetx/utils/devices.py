@@ -7,9 +7,14 @@ import os
 import re
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.installed import FOR_GPUS
+from ppfleetx.utils.machine import BFLOAT16, flags_in, read_cpuinfo
+
+if TYPE_CHECKING:
+    from ppfleetx.config.sections.root import RunConfig
 
 CPU, GPU, XPU = "cpu", "gpu", "xpu"
 """Kinds of devices that Paddle's own builds support. Others need plugins."""
@@ -25,6 +30,35 @@ _NOT_OPENED = re.compile(r"Fail to open library: (\S+) with error: (?:\1: )?(.*)
 _NO_SUCH_PLACE = "use wrong place"
 _SELECTED = re.compile(r"FLAGS_selected_\w+")
 _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.enable=False"
+
+
+def cpu_obstacle(dtype: str) -> str | None:
+    """Why runs on this machine's CPU cannot compute in ``float16`` or ``bfloat16``; None: they can, once the
+    operators are compiled."""
+    if dtype != "bfloat16":
+        return f"on a CPU the 16-bit type is bfloat16, not {dtype}"
+    if not BFLOAT16 & flags_in(read_cpuinfo()):
+        return "this processor has no bfloat16 products (AVX512-BF16 or AMX)"
+    return None
+
+
+def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
+    """Sentences, each naming a key whose value cannot run on the device.
+
+    Args:
+        cfg: a loaded configuration.
+        device: the kind of device of the run.
+    """
+    precision = cfg.Engine.mix_precision
+    if device != "cpu" or precision.enable is not True:
+        return []
+    obstacle = cpu_obstacle(precision.dtype)
+    if obstacle is None:
+        return []
+    return [
+        f"Engine.mix_precision.enable = True: {obstacle}; -o Engine.mix_precision.enable=auto computes in "
+        "float32 on such devices"
+    ]
 
 
 def expected_device(wanted: str, place: str | None = None) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 AVX512 = frozenset({"avx512f", "avx512dq", "avx512bw", "avx512vl"})
+BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
+"""Either of them multiplies bfloat16 numbers and sums in float32."""
 _MEMINFO, _MAPS = Path("/proc/meminfo"), Path("/proc/self/maps")
 _HUGE_PAGE = 2 << 20
 _SMALLEST = _HUGE_PAGE // 8  # smaller blocks are not worth a huge page

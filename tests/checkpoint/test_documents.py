@@ -140,19 +140,19 @@ SAMPLING, BEAMS = GREEDY | {"decode_strategy": "sampling"}, GREEDY | {"decode_st
         ({}, GREEDY, ""),
         ({"_from_model_config": True, "eos_token_id": 5, "use_cache": True}, GREEDY, ""),
         ({"do_sample": False}, GREEDY, ""),
-        ({"temperature": 0.7, "min_p": 0.1, "typical_p": 0.9}, GREEDY | {"temperature": 0.7}, ""),
+        ({"temperature": 0.7, "min_p": 0.1, "top_h": 0.9}, GREEDY | {"temperature": 0.7, "min_p": 0.1}, ""),
         ({"num_beams": 4}, BEAMS | {"num_beams": 4}, ""),
         ({"num_beams": 4, "length_penalty": 2.0}, BEAMS | {"num_beams": 4, "length_penalty": 2.0}, ""),
         ({"do_sample": True, "top_k": 7}, SAMPLING | {"top_k": 7}, ""),
-        ({"do_sample": True, "top_k": None, "min_p": 0.0, "typical_p": 1.0}, SAMPLING, ""),
-        ({"do_sample": True, "min_p": 0.1, "typical_p": 0.9}, SAMPLING, "min_p typical_p"),
+        ({"do_sample": True, "top_k": None, "eta_cutoff": 0.0}, SAMPLING, ""),
+        ({"do_sample": True, "min_p": 0.9, "eta_cutoff": 0.1}, SAMPLING | {"min_p": 0.9}, "eta_cutoff"),
         ({"do_sample": True, "num_beams": 3}, SAMPLING | {"num_beams": 3}, "num_beams"),
-        ({"max_length": 77, "suppress_tokens": [3]}, GREEDY, "max_length suppress_tokens"),
+        ({"max_length": 77, "suppress_tokens": [3]}, GREEDY | {"suppress_tokens": [3]}, "max_length"),
         ({"max_length": 77, "max_new_tokens": 9}, GREEDY | {"max_dec_len": 9}, ""),
-        ({"no_repeat_ngram_size": 3, "max_length": 20}, GREEDY, "no_repeat_ngram_size"),
+        ({"bad_words_ids": [[3, 4]], "max_length": 20}, GREEDY | {"bad_words": [[3, 4]]}, ""),
         ({"chat_format": "chatml"}, GREEDY, "chat_format"),
         ({"temperature": "hot", "top_p": 0.9}, GREEDY | {"top_p": 0.9}, "temperature"),
-        ({"do_sample": True, "temperature": 0.0}, SAMPLING, "temperature"),
+        ({"do_sample": True, "temperature": 0.0}, SAMPLING | {"temperature": 0.0}, ""),
         ({"num_beams": 4, "num_beam_groups": 3}, BEAMS | {"num_beams": 4}, "num_beam_groups"),
     ],
 )  # fmt: skip
@@ -165,10 +165,10 @@ def test_generation_defaults_of_transformers(said: dict | None, ours: dict, name
 
 
 def test_config_json_holds_where_there_is_no_file_of_generation() -> None:
-    config = {"vocab_size": 7, "do_sample": True, "temperature": 0.5, "min_p": 0.1, "max_length": 50}
+    config = {"vocab_size": 7, "do_sample": True, "temperature": 0.5, "top_h": 0.1, "max_length": 50}
     found, [note] = generation_defaults(None, config)
     assert found == SAMPLING | {"temperature": 0.5}
-    assert "min_p = 0.1" in note and "max_length = 50" in note and "vocab_size" not in note
+    assert "top_h = 0.1" in note and "max_length = 50" in note and "vocab_size" not in note
 
 
 def test_generation_defaults_of_a_run() -> None:

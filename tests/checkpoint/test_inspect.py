@@ -11,7 +11,6 @@ import pytest
 from ppfleetx.checkpoint.inspect import (
     differences,
     open_for_inspection,
-    size_text,
     summary,
     table,
     tensors_of,
@@ -52,26 +51,15 @@ def test_summary_and_table(tmp_path):
     assert json.loads(inspect(tmp_path, "--json").stdout)["step"] == 7
 
 
-def test_sizes():
-    assert [size_text(n) for n in (5, 1024, 3 * 2**20, 5 * 2**40)] == ["5 B", "1.0 KiB", "3.0 MiB", "5.0 TiB"]
-
-
-def test_verify_finds_every_flipped_byte(tmp_path):
+def test_verify_tells_sound_from_damaged(tmp_path):
+    """``tests/faults/flip_campaign.py`` damages every file at random places."""
     step_dir = save(tmp_path, 1)
-    assert inspect(step_dir, "--verify").returncode == 0
-    files = sorted(path for path in step_dir.rglob("*") if path.is_file())
-    rng = np.random.default_rng(0)
-    for number in range(12):
-        path = files[number % len(files)]
-        content = bytearray(path.read_bytes())
-        position = rng.integers(len(content))
-        content[position] ^= 1 << rng.integers(8)
-        original = path.read_bytes()
-        path.write_bytes(content)
-        done = inspect(step_dir, "--verify")
-        assert done.returncode == 1 and "damaged" in done.stdout, (path, position)
-        path.write_bytes(original)
-    assert "sound" in inspect(step_dir, "--verify").stdout
+    sound = inspect(step_dir, "--verify")
+    assert sound.returncode == 0 and "sound" in sound.stdout
+    file = next(step_dir.rglob("model.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    done = inspect(step_dir, "--verify")
+    assert done.returncode == 1 and "damaged" in done.stdout
 
 
 def test_diff_lists_what_differs(tmp_path):

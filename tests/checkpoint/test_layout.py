@@ -1,7 +1,5 @@
 """Merging a checkpoint into one file, and cutting it for a plan."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -98,9 +96,3 @@ def test_options_that_contradict_each_other(saved, tmp_path):
             convert(bad)
     with pytest.raises(CheckpointError, match="ppfleetx to ppfleetx"):
         convert(Conversion("ppfleetx", "hf", saved, tmp_path / "x", merge=True))
-
-
-def test_json_of_the_state_is_kept(saved, tmp_path):
-    merge(saved, tmp_path / "merged")
-    content = json.loads((tmp_path / "merged" / "epoch_0_step_4" / "manifest.json").read_text())
-    assert content["state"] == STATE

@@ -3,8 +3,6 @@
 import json
 import multiprocessing
 import shutil
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -107,18 +105,6 @@ def test_resolve_takes_every_way_to_say_it(tmp_path):
     assert resolve_checkpoint(tmp_path, verify=True) == second
     shutil.move(first, tmp_path / "renamed")
     assert resolve_checkpoint(tmp_path / "renamed") == tmp_path / "renamed"
-
-
-def test_checkpoints_of_ours_are_opened_without_the_converters(tmp_path):
-    path = save(tmp_path)
-    code = (
-        "import sys\n"
-        "from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint\n"
-        "for place in sys.argv[1:]:\n"
-        "    open_resolved(resolve_checkpoint(place))\n"
-        "assert not [name for name in sys.modules if name.startswith('ppfleetx.conversion')]"
-    )
-    subprocess.run([sys.executable, "-c", code, tmp_path, path, path / RANK], check=True)
 
 
 def test_newest_is_the_one_saved_last_not_the_highest_step(tmp_path):

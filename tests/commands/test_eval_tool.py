@@ -16,6 +16,7 @@ import pytest
 from ppfleetx.checkpoint.tensors import model_slices
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands import evaluate
+from ppfleetx.commands.model_verbs import Evaluate
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.data.tokenizer.training import train_tokenizer
@@ -154,7 +155,7 @@ def test_mistakes_are_found_before_paddle_is_loaded(
     size = 2 if any("Distributed" in key for key in changes) else 1
     monkeypatch.setattr(evaluate, "world_size", lambda environ: size)
     with pytest.raises(UserError) as caught:
-        evaluate.Evaluate(config=str(SHIPPED), override=tuple(overrides(place, **changes))).run()
+        Evaluate(config=str(SHIPPED), override=tuple(overrides(place, **changes))).run()
     for word in words:
         assert word in str(caught.value)
 

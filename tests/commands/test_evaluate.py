@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,13 +33,6 @@ PLANS = [
     Plan(sharding=2, sharding_stage=3),
     Plan(mp=2, sequence_parallel=True),
 ]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ppfleetx.commands.lm_eval import LmEval, find_tasks, load_model, measure
-from ppfleetx.commands.lm_eval_options import generation_options
+from ppfleetx.commands.lm_eval import find_tasks, generation_options, load_model, measure
+from ppfleetx.commands.model_verbs import LmEval
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.conversion.convert import Conversion, convert
@@ -51,8 +51,8 @@ def test_options_of_tasks_in_words_of_ours() -> None:
     assert (options, stops) == (beams, [])
     with pytest.raises(ConfigError, match="num_beams = 3"):
         generation_options({"num_beams": 3, "do_sample": True}, 9)
-    with pytest.raises(ConfigError, match=r"typical_p = 0\.2"):
-        generation_options({"typical_p": 0.2}, 9)
+    with pytest.raises(ConfigError, match=r"eta_cutoff = 0\.2"):
+        generation_options({"eta_cutoff": 0.2}, 9)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ UNDER = f"{FILE}/x"
 MISTAKES = {
     "inspect-verify-json": ("inspect run --json --verify", "--json"),
     "inspect-absent": ("inspect nope", "DIR = 'nope'"),
-    "merge-absent": ("merge --input nope --output out", "--input = 'nope'"),
+    "merge-absent": ("merge nope --output out", "CHECKPOINT = 'nope'"),
+    "merge-nothing": ("merge --output out", "CHECKPOINT"),
     "finetune-absent": ("finetune --from nope --output out", "--from = 'nope'"),
     "generate-absent": ("generate nope words", "CHECKPOINT = 'nope'"),
     "infer-absent": ("infer nope words", "Inference.model_dir = 'nope' (EXPORT)"),

@@ -176,7 +176,7 @@ def test_evaluation_export_and_finetuning_need_nothing_else(place: Path, text: s
     assert "Prompt: x" in verb("generate", "new", "x", cwd=tmp_path)
     further = ["finetune", "--from", place / "run", "--output", "new", "--max-steps", 2, *short[2:]]
     log = verb(*further, cwd=tmp_path)
-    assert "goes on from epoch_0_step_1 to step 2" in log and "global step 2," in log
+    assert "continues from epoch_0_step_1 to step 2" in log and "global step 2," in log
 
 
 def test_two_processes_start_from_hugging_faces_files(place: Path, tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ import pytest
 
 from ppfleetx.commands import start_process
 from ppfleetx.commands.start_process import start_with, world_size
-from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.loader import load_config
+from ppfleetx.utils.devices import not_supported_reasons
 
 PRETRAIN = "ppfleetx/configs/nlp/gpt/pretrain_gpt_345M_single_card.yaml"
 ON_CPU = ["Global.device=cpu", "Engine.mix_precision.enable=False"]
 
 
 def test_several_refusals_stand_on_lines_of_their_own(monkeypatch) -> None:
-    cfg = load_config(PRETRAIN, ["Global.device=cpu"])
+    cfg = load_config(PRETRAIN, ["Global.device=cpu", "Engine.mix_precision.enable=True"])
     found = not_supported_reasons(cfg, "cpu")
     monkeypatch.setattr(
         start_process, "not_supported_reasons", lambda *_: [*found, "Model.other = 1: not built"]

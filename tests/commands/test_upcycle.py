@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
-from ppfleetx.commands.upcycle import Upcycle, upcycle
+from ppfleetx.commands.checkpoint_verbs import Upcycle
+from ppfleetx.commands.upcycle import upcycle
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.logits import our_logits

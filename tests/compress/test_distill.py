@@ -70,10 +70,23 @@ def test_every_plan_learns_from_the_teacher_as_one_card(comparison, teacher, pla
     assert abs(distilled["loss"][1] / plain["loss"][1] - 1) > 0.01
 
 
+@pytest.mark.parametrize("plan", [Plan(mp=2, sequence_parallel=True), Plan(pp=2)], ids=str)
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_in_pieces(comparison, teacher, model, plan):
+    """``Model.loss_chunks`` gives the losses of whole logits, which neither model ever makes."""
+    extra = {"Compress.Distill": f"{{teacher: {teacher}}}", "Model.num_layers": 4}
+    pieces = extra | {"Model.loss_chunks": 3}
+    whole, _ = comparison.reference(model, "sgd", 8, steps=3, extra=extra)
+    found, _ = comparison.reference(model, "sgd", 8, steps=3, extra=pieces)
+    assert found["loss"] != whole["loss"], "nothing was cut"
+    assert found["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert found["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)
+    assert comparison.run(plan, model, "sgd", extra=pieces).worst <= TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("Model.loss_chunks=2", "set loss_chunks to 1"),
         ("Compress.Distill.soft_weight=0", "of 0 learns nothing of the teacher"),
     ],
 )

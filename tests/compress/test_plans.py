@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.commands.quantize import Quantize, quantize
+from ppfleetx.commands.checkpoint_verbs import Quantize
+from ppfleetx.commands.quantize import quantize
 from ppfleetx.config.loader import load_config
 from tests.compress.plans import adapt, use
 from tests.compress.runs import MODELS, write_run
-from tests.helpers.ranks import Pools, RanksFailedError
+from tests.helpers.ranks import RanksFailedError
 
 PLANS = {
     "mp2": ["Distributed.mp_degree=2"],
@@ -21,13 +22,6 @@ PLANS = {
 }
 SHARDING_3 = ["Distributed.sharding.sharding_degree=2", "Distributed.sharding.sharding_stage=3"]
 FORMS = {"int8": {"to": "int8"}, "int4": {"to": "int4", "group": 8}}
-
-
-@pytest.fixture(scope="module")
-def pools():
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.checkpoint.weights import slices_of
 from ppfleetx.checkpoint.writer import save_checkpoint
-from ppfleetx.commands.prune import REPORT_FILE, Prune, prune
+from ppfleetx.commands.checkpoint_verbs import Prune
+from ppfleetx.commands.prune import REPORT_FILE, prune
 from ppfleetx.compress.prune import (
     Sizes,
     kept_of,

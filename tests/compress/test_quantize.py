@@ -14,10 +14,11 @@ import pytest
 
 from ppfleetx.checkpoint.adapters import merge_lora
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.commands.checkpoint_verbs import Quantize
 from ppfleetx.commands.generate import load_generator
-from ppfleetx.commands.quantize import REPORT_FILE, Quantize, quantize
+from ppfleetx.commands.quantize import REPORT_FILE, quantize
 from ppfleetx.commands.resolve_model import resolve_model
-from ppfleetx.commands.training import refuse_small_weights
+from ppfleetx.commands.training import find_weights, refuse_small_weights
 from ppfleetx.compress.distill import load_teacher
 from ppfleetx.compress.quantize import Options, check_options, with_group
 from ppfleetx.config.errors import CheckpointError, ConfigError, UserError
@@ -253,4 +254,5 @@ def test_what_a_quantised_checkpoint_is_not(run_dir, tmp_path) -> None:
             load_generator(cfg.model_copy(update={"Engine": engine}), ParallelContext.single())
     manifest = open_resolved(resolve_checkpoint(str(small))).manifest
     assert manifest.state["source"]["quantized"]["to"] == "int8"
+    assert manifest.step == find_weights(cfg, ParallelContext.single()).state.step > 0
     assert replace(manifest, state={}).config["Compress"]["Weights"]["bits"] == 8

@@ -22,6 +22,6 @@ def test_one_is_singular(count, noun, spec, text):
 
 
 def test_sizes_and_ranks():
-    assert [bytes_text(size) for size in (512, 3 << 20, 1.5 * 2**30)] == ["0.5 KiB", "3.0 MiB", "1.5 GiB"]
+    assert [bytes_text(size) for size in (512, 3 << 20, 1.5 * 2**30)] == ["512 B", "3.0 MiB", "1.5 GiB"]
     ranks = ((3,), (0, 1), (0, 1, 2, 5), (1, 3))
     assert [*map(ranks_text, ranks)] == ["rank 3", "ranks 0, 1", "ranks 0-2, 5", "ranks 1, 3"]

@@ -103,7 +103,6 @@ WRONG_OVERRIDES = [
     ("Engine.max_steps", ["not of the form Section.key=value. Example: Engine.max_steps=10.", "override 1"]),
     ("=5", ["not of the form"]),
     ("Engine..max_steps=5", ["not of the form"]),
-    (f"{'Model.' * 500}x=1", ["more than 40 levels", "override 1"]),
     ("Engine.max_steps={", ["Engine.max_steps = '{'", "not valid YAML"]),
     ("Engine.max_steps=!!python/name:os.system", ["the tag"]),
 ]
@@ -217,14 +216,6 @@ def test_wrong_file(small, write, text, pieces):
         load_config(path)
     for piece in pieces:
         assert piece in str(caught.value)
-
-
-def test_circle_of_three_is_named(write):
-    write("a.yaml", "_base_: b.yaml\n")
-    write("b.yaml", "_base_: c.yaml\n")
-    path = write("c.yaml", "_base_: a.yaml\n")
-    with pytest.raises(ConfigError, match=r"c.yaml -> a.yaml -> b.yaml -> c.yaml"):
-        load_config(path)
 
 
 def test_several_errors_come_together(small):

@@ -4,10 +4,10 @@ import pytest
 
 from ppfleetx.commands.check import check_report
 from ppfleetx.commands.start_process import start_with
-from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.without_effect import without_effect
+from ppfleetx.utils.devices import not_supported_reasons
 from tests.config.test_shipped import GPT
 
 GLUE = GPT / "finetune_gpt_345M_single_card_glue.yaml"

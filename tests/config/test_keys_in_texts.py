@@ -69,10 +69,3 @@ def test_every_key_that_a_text_names_is_a_key():
                     wrong.append(f"{place}:{line}: {key}")
     assert wrong == []
     assert found > 300
-
-
-def test_what_is_a_key():
-    assert (
-        is_key("Engine.save_load.ckpt_dir") and is_key("Optimizer.beta*") and is_key("Data.*.dataset.split")
-    )
-    assert not is_key("Optimizer.lr.init_lr") and not is_key("Model.hidden") and not is_key("Data.*.size")

@@ -1,20 +1,17 @@
 """Bases, overrides, values, dumps and old spellings."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.field_types import field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.record import dump_config, run_record
-from ppfleetx.config.sections.root import LRConfig, ModelConfig, RunConfig
+from ppfleetx.config.sections.optimizer import LRConfig
+from ppfleetx.config.sections.root import ModelConfig, RunConfig
 
 CONFIGS = Path(__file__).parents[2] / "ppfleetx" / "configs"
 
@@ -135,13 +132,6 @@ def test_world_size_fills_data_parallel(small):
     assert load_config(small, ["Distributed.mp_degree=2"]).plan.world_size == 2
 
 
-def test_frozen(small):
-    with pytest.raises(ValidationError, match="frozen"):
-        load_config(small).Engine.max_steps = 3
-    with pytest.raises(ValidationError, match="frozen"):
-        load_config(small).Engine = None
-
-
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.stem)
 def test_dump_reloads_equal(path, tmp_path):
     if path.parent.name == "_base_":
@@ -168,16 +158,6 @@ def test_what_followed_from_other_keys_follows_anew_from_a_dump(small, write):
     assert (other.batch.global_batch_size, other.batch.accumulate_steps) == (16, 4)
     assert other.Optimizer.lr.decay_steps == 50
     assert load_config(again, ["Optimizer.lr.name=null"]).Optimizer.lr.decay_style == "cosine"
-
-
-@pytest.mark.parametrize(
-    "text", ["derived-0", "derived-999", "!derived '0'", "a\n  seed: !derived '0'", "x  # derived", "'"]
-)
-def test_a_dump_takes_no_text_of_the_users_for_a_derived_value(small, write, text):
-    cfg = load_config(small, [f"Data.Train.dataset.input_dir={json.dumps(text)}", "Global.seed=7"])
-    again = load_config(write("dump.yaml", dump_config(cfg)))
-    assert again.Data.Train.dataset.input_dir == text
-    assert again == cfg
 
 
 def test_every_key_is_in_a_dump(small):
@@ -256,15 +236,6 @@ def test_old_and_new_spelling_that_contradict(small, write):
         load_config(path)
 
 
-def test_sections_can_be_made_directly():
-    model = ModelConfig(
-        hidden_size=96, num_layers=2, num_attention_heads=4, vocab_size=300, hidden_act="swiglu"
-    )
-    assert (model.padded_vocab_size, model.head_size, model.kv_heads, model.ffn_size) == (384, 24, 4, 256)
-    with pytest.raises(ValidationError, match="5 heads do not divide"):
-        ModelConfig(hidden_size=96, num_layers=2, num_attention_heads=5, vocab_size=300)
-
-
 def test_recomputed_layers():
     def chosen(**keys):
         model = ModelConfig(hidden_size=8, num_layers=6, num_attention_heads=1, vocab_size=9, **keys)
@@ -274,16 +245,3 @@ def test_recomputed_layers():
     assert chosen(use_recompute=True) == [0, 1, 2, 3, 4, 5]
     assert chosen(use_recompute=True, recompute_interval=2, no_recompute_layers=(2,)) == [0, 4]
     assert chosen(use_recompute=True, recompute_layers=(1, 5)) == [1, 5]
-
-
-def test_without_paddle():
-    """A configuration is read, checked and reported without importing Paddle."""
-    code = (
-        "import sys\n"
-        "from ppfleetx.config.loader import load_config\n"
-        "from ppfleetx.commands.check import check_report\n"
-        "print(check_report(load_config(sys.argv[1]))); assert 'paddle' not in sys.modules"
-    )
-    command = [sys.executable, "-c", code, str(CONFIGS / "nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml")]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=CONFIGS.parents[1])
-    assert "174.6 B parameters" in run.stdout

@@ -13,10 +13,8 @@ def refusal(path, overrides=()) -> str:
     return str(caught.value)
 
 
-TENS = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12))
 FILES = {
-    "aliases that multiply": (f"a0: &a0 [x, x]\n{TENS}", ["a4.", "wrong.yaml", "20,000 values"]),
-    "an alias of what is around it": ("Model: {a: &x [*x]}\n", ["Model.a.0.0", "nested too deeply"]),
+    "an alias of what is around it": ("Model: {a: &x [*x]}\n", ["wrong.yaml", "nested too deeply"]),
     "an alias of nothing": ("Model: *x\n", ["wrong.yaml:1", "undefined alias"]),
     "nested brackets": ("a: " + "[" * 10_000, ["wrong.yaml", "nested too deeply"]),
     "unknown sections": (

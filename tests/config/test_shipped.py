@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.commands.check import bubble_share, check_report
-from ppfleetx.config.config_notes import not_supported_reasons
 from ppfleetx.config.field_types import all_keys, field_types, section_in
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.utils.devices import not_supported_reasons
 from ppfleetx.utils.gpu_operators import on_the_host
 from tools.gen_config_docs import field_docs, json_schema
 
@@ -154,6 +154,13 @@ def test_what_can_run(small):
     mixed = load_config(small, ["Engine.mix_precision.enable=True"])
     assert [not_supported_reasons(mixed, device) for device in ("gpu", "xpu", "npu")] == [[], [], []]
     assert not_supported_reasons(load_config(GPT / "pretrain_gpt_tiny.yaml"), "cpu") == []
+
+
+@pytest.mark.parametrize("path", sorted(GPT.parent.glob("*/*.yaml")), ids=lambda path: path.stem)
+def test_every_file_runs_on_a_laptop(path):
+    """As far as the device is concerned; float32 takes the place of 16 bits that a CPU has not."""
+    report = check_report(load_config(path), "cpu")
+    assert "not yet" not in report and "The configuration is valid." in report
 
 
 def test_evaluation_is_announced_only_with_data_for_it(small):

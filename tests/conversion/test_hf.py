@@ -221,9 +221,9 @@ def test_end_tokens_are_kept_where_there_is_no_tokenizer(tmp_path):
 
 def test_what_is_passed_over_is_said_once(tmp_path, caplog):
     hf_dirs.write(tmp_path / "hf", "hf_llama", a_new_key=3)
-    (tmp_path / "hf/generation_config.json").write_text('{"do_sample": true, "min_p": 0.25}')
+    (tmp_path / "hf/generation_config.json").write_text('{"do_sample": true, "top_h": 0.25}')
     convert(job("hf", "ppfleetx", tmp_path / "hf", tmp_path / "ours"))
-    assert caplog.text.count("'a_new_key'") == caplog.text.count("min_p = 0.25") == 1
+    assert caplog.text.count("'a_new_key'") == caplog.text.count("top_h = 0.25") == 1
 
 
 def test_an_output_in_use_is_not_touched(tmp_path):

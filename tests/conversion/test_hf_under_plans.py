@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -11,13 +9,6 @@ from ppfleetx.conversion.convert import Conversion, convert
 from tests.conversion import hf_dirs
 from tests.helpers.ranks import Pools
 from tests.models.gpt_builders import load_golden
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -9,10 +9,10 @@ from ppfleetx.checkpoint.weights import fitted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
+from ppfleetx.conversion import megatron
 from ppfleetx.conversion.convert import model_of
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.megatron import read_megatron
-from ppfleetx.conversion.pickles import Record
 from tests.helpers.hf_weights import hf_to_canonical
 from tests.models.gpt_builders import GOLDENS, load_golden
 
@@ -82,6 +82,18 @@ def test_missing_ranks_and_other_formats_are_said(tmp_path):
         read_megatron(tmp_path / "distributed")
 
 
+def give(monkeypatch, options):
+    """Let checkpoints have these options beside their own."""
+    real = megatron._load
+
+    def load(path):
+        tree = real(path)
+        tree["args"].state |= options
+        return tree
+
+    monkeypatch.setattr(megatron, "_load", load)
+
+
 def test_a_given_network_that_contradicts_the_options_is_refused():
     weights = read_megatron(MEGATRON / "llama_tp2" / "iter_0000003")
     model = model_of(weights, None)
@@ -100,8 +112,7 @@ def test_a_given_network_that_contradicts_the_options_is_refused():
 )
 def test_scaled_rotary_positions(monkeypatch, options, scaling):
     """Linear interpolation, and Llama 3's with the constants that Megatron has in its code."""
-    real = Record.get
-    monkeypatch.setattr(Record, "get", lambda self, name, *more: options.get(name, real(self, name, *more)))
+    give(monkeypatch, options)
     weights = read_megatron(MEGATRON / "llama_tp2" / "iter_0000003")
     found = model_of(weights, None).rope_scaling
     if scaling is not None and scaling["type"] == "llama3":
@@ -114,15 +125,5 @@ def test_scaled_rotary_positions(monkeypatch, options, scaling):
 
 
 def test_a_part_of_each_head_may_be_turned(monkeypatch):
-    real = Record.get
-    options = {"rotary_percent": 0.5}
-    monkeypatch.setattr(Record, "get", lambda self, name, *more: options.get(name, real(self, name, *more)))
+    give(monkeypatch, {"rotary_percent": 0.5})
     assert model_of(read_megatron(MEGATRON / "llama_tp2" / "iter_0000003"), None).rotary_percent == 0.5
-
-
-def test_experts_are_refused_with_the_way_around(monkeypatch):
-    real = Record.get
-    options = {"num_experts": 8}
-    monkeypatch.setattr(Record, "get", lambda self, name, *more: options.get(name, real(self, name, *more)))
-    with pytest.raises(CheckpointError, match=r"num_experts = 8 is not supported.*in Hugging Face's format"):
-        read_megatron(MEGATRON / "llama_tp2" / "iter_0000003")

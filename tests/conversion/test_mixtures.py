@@ -286,6 +286,12 @@ def test_published_files_have_no_key_that_is_not_known(name):
     assert hf_config(model, "BF16")["model_type"] == config["model_type"]
 
 
+@pytest.mark.parametrize("key, value", [("kv_lora_rank", "512"), ("v_head_dim", 0), ("norm_topk_prob", 1)])
+def test_values_have_the_types_of_ours(key, value):
+    with pytest.raises(CheckpointError, match=f"{key} = {value!r} in config.json: must be"):
+        model_keys(PUBLISHED["DeepSeek-V3"] | {key: value})
+
+
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
 def test_loss_and_gradients_equal_transformers(name):
     """Of routers and an expert, in the models without a balancing loss in transformers."""

@@ -153,20 +153,6 @@ def test_paddles_own_eval_is_known_in_one_form_only(tmp_path):
             read_paddle_file(path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"c_codecs\nencode\n(S'x'\nS'rot13'\ntR.",
-        b"cnumpy\ndtype\n(S'O8'\ntR.",
-        b"cnumpy\nndarray\n}S'a'\nI1\nsb.",  # an attribute of the class
-        b"I0\nQ.",
-    ],
-)
-def test_allowed_names_do_no_more_than_they_should(content):
-    with pytest.raises(CheckpointError):
-        load(content)
-
-
 def test_objects_of_absent_classes_become_records_where_asked_for():
     content = b"cmegatron.model\nThing\n(I1\ntR}S'x'\nI5\nsb."
     found = load(content, record_prefixes=["megatron."])
@@ -174,22 +160,6 @@ def test_objects_of_absent_classes_become_records_where_asked_for():
     assert (found.class_name, found.args, found.get("x")) == ("megatron.model.Thing", (1,), 5)
     with pytest.raises(RefusedPickleError, match=r"megatron\.model\.Thing"):
         load(content)
-
-
-def test_damage_is_a_message_not_a_crash():
-    content = pickle.dumps({"w": np.arange(50, dtype=np.float32), "t": ("a", [1, 2])}, 4)
-    rng = np.random.default_rng(0)
-    for length in range(len(content)):
-        with pytest.raises(CheckpointError):
-            load(content[:length])
-    for _ in range(100):
-        broken = bytearray(content)
-        for position in rng.integers(0, len(content), 3):
-            broken[position] = rng.integers(256)
-        try:
-            load(bytes(broken))
-        except CheckpointError:
-            continue
 
 
 def test_names_of_tensors_are_told_apart():
@@ -217,15 +187,6 @@ def test_state_dicts_that_are_none(tmp_path, tree, words):
     path.write_bytes(pickle.dumps(tree, 4))
     with pytest.raises(CheckpointError, match=words):
         read_paddle_file(path)
-
-
-def test_getattr_is_known_for_absent_enumerations_only(tmp_path):
-    member = b"cbuiltins\ngetattr\n(cmegatron.enums\nMask\nS'causal'\ntR."
-    found = read_torch_file(zip_of(tmp_path, member), record_prefixes=["megatron."])
-    assert (found.class_name, found.args) == ("megatron.enums.Mask", ("causal",))
-    for owner in (b"ccollections\nOrderedDict\n", b"ctorch\nFloatStorage\n", b"]"):
-        with pytest.raises(RefusedPickleError, match=r"builtins\.getattr"):
-            read_torch_file(zip_of(tmp_path, b"cbuiltins\ngetattr\n(" + owner + b"S'__class__'\ntR."))
 
 
 # ---- PyTorch's files
@@ -319,25 +280,3 @@ def test_damaged_torch_files(tmp_path):
     tree = read_torch_file(path, record_prefixes=["argparse."])
     with pytest.raises(CheckpointError, match="checksum"):
         tree["tensors"]["float32"].read()
-
-
-def storage(count, key=b"0", kind=b"FloatStorage"):
-    return b"(S'storage'\nctorch\n" + kind + b"\nS'" + key + b"'\nS'cpu'\nI%d\ntQ" % count
-
-
-@pytest.mark.parametrize(
-    "members, words",
-    [
-        ([("a/data.pkl", b"N."), ("b/data.pkl", b"N.")], "with 2 data.pkl"),
-        ([("a/data.pkl", storage(4) + b".")], "storage '0' is missing"),
-        ([("a/data.pkl", storage(4) + b"."), ("a/data/0", bytes(12))], "storage '0' is .* too short"),
-    ],
-)
-def test_archives_that_are_none_of_pytorch(tmp_path, members, words):
-    path = tmp_path / "x.bin"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members:
-            archive.writestr(name, content)
-    with pytest.raises(CheckpointError, match=words) as caught:
-        read_torch_file(path)
-    assert str(caught.value).startswith(str(path))

@@ -135,12 +135,3 @@ def test_a_conversion_that_fails_blames_the_input_and_leaves_nothing(tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write"):
         convert(prefix, tmp_path / "file" / "out")
-
-
-def test_numbers_of_every_kind_are_read(tmp_path: Path) -> None:
-    for dtype in ("u1", "<u2", ">u2", "<i4", ">i4", "<u4", "<i8", "<u8"):
-        prefix = write(tmp_path, ids=IDS.astype(dtype), lens=LENS.astype("<u8"), docs=DOCS.astype(">u4"))
-        data = FleetXDataset(prefix)
-        assert [data.get(i).tolist() for i in range(4)] == [[0, 1, 2], [], [3, 4], [5, 6, 7, 8, 9]]
-    np.savez_compressed(tmp_path / "x_idx.npz", lens=LENS, docs=DOCS)
-    assert FleetXDataset(prefix).document_indices.tolist() == DOCS.tolist()

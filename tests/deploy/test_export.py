@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from ppfleetx.checkpoint.directory import resolve_checkpoint
-from ppfleetx.commands.infer import Infer, merge_settings
+from ppfleetx.commands.infer import merge_settings
+from ppfleetx.commands.model_verbs import Infer
 from ppfleetx.commands.resolve_model import as_replicas
 from ppfleetx.commands.serving import Export
 from ppfleetx.config.errors import CheckpointError, ConfigError

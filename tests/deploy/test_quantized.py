@@ -8,8 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ppfleetx.commands.checkpoint_verbs import Quantize
 from ppfleetx.commands.generate import load_generator
-from ppfleetx.commands.quantize import Quantize, quantize
+from ppfleetx.commands.quantize import quantize
 from ppfleetx.commands.resolve_model import resolve_model
 from ppfleetx.commands.training import evaluate
 from ppfleetx.config.errors import ConfigError

@@ -8,7 +8,6 @@ from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.device.place import place
 from tests.device.reference import NAME, environment
 from tests.e2e.program import SETTINGS, losses, plan_overrides
-from tests.e2e.resumption import write_corpus
 from tests.helpers.ranks import Pools
 
 pytestmark = [
@@ -18,13 +17,6 @@ pytestmark = [
 STEPS, SAVED = 4, 2
 PLANS = [Plan(), Plan(sharding=2, sharding_stage=3)]
 LEAST_BYTES = 1024
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("corpus") / "toy"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")

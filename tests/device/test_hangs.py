@@ -4,7 +4,6 @@ import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.device.place import place
-from tests.e2e.resumption import write_corpus
 from tests.faults.hang_campaign import Case, run_case
 
 pytestmark = pytest.mark.device
@@ -22,14 +21,6 @@ if place().is_reference:
     CASES.append(Case("endless", TWO, 1, r"ranks 0, 1 wait in all_reduce #\d+ of the dp group .*step 3"))
 # A card's rank that is killed cannot be told by the others, who wait in NCCL: their launcher ends them.
 KILLED = Case("kill", TWO, 1, "", codes=(3, 137, 247), reported=None)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Documents to train on."""
-    prefix = tmp_path_factory.mktemp("corpus") / "toy"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.mark.parametrize("case", [*CASES, KILLED], ids=lambda case: case.name)

@@ -2,11 +2,15 @@
 
 import pytest
 
+from ppfleetx.config.loader import load_config
+from ppfleetx.planner.cards import any_card
+from ppfleetx.planner.job import job_of
+from ppfleetx.planner.parameters import held_parameters
 from tests.device.conftest import PLANS_IN_A_PROCESS
 from tests.device.place import place
 from tests.device.reference import environment
-from tests.e2e.resumption import write_corpus
 from tests.helpers.ranks import Pools
+from tests.planner import measured
 from tests.planner.machine import compare_device_memory
 from tests.planner.plans import DEVICE_PLANS, O2, SHORT_DEVICE_PLANS, device_plan_name, world_size
 
@@ -14,13 +18,6 @@ pytestmark = pytest.mark.device
 
 TOLERANCE = 0.05 if place().is_reference else 0.25
 """Of predictions; what cuBLAS takes to work in is not predicted."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    prefix = tmp_path_factory.mktemp("corpus") / "toy"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +53,36 @@ def test_peaks_are_predicted(
     assert not wrong
     measured = {row.what: row.measured for row in rows}
     assert all(value <= measured[what.replace("start", "step")] for what, value in measured.items())
+
+
+def test_experts_add_their_weights_and_nothing_else(pools, corpus, here, device, tmp_path, record_property):
+    """The peak of a step without parameters, gradients and states; each position has two experts."""
+    working = {}
+    for experts in (4, 8, 16, 32):
+        values = {
+            **measured.SIZES,
+            **measured.FAMILIES["llama"],
+            "Model.moe.num_experts": experts,
+            "Model.moe.expert_ffn_size": 192,
+            "Global.micro_batch_size": 4,
+            "Engine.max_steps": 2,
+            "Engine.eval_freq": 0,
+            "Engine.save_load.save_steps": 0,
+            "Engine.save_load.output_dir": str(tmp_path / str(experts)),
+            "Data.Train.dataset.input_dir": str(corpus),
+            "Data.Eval.dataset.input_dir": str(corpus),
+            "Global.device": device,
+        }
+        settings = [f"{key}={value}" for key, value in values.items()]
+        trained = held_parameters(job_of(load_config(measured.CONFIG, settings), any_card(device)), 0).trained
+        (found,) = pools(1).run(
+            "tests.device.cases.memory:peaks",
+            timeout=300.0,
+            values=values,
+            world=1,
+            is_reference=here.is_reference,
+        )
+        working[experts] = found["step"] - 16 * trained  # value, gradient and two moments of 4 bytes
+        record_property(f"experts_{experts}", {"peak": found["step"], "trained": trained})
+    assert working[4] > 0
+    assert working[32] <= 1.05 * working[4], working

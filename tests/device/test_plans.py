@@ -11,7 +11,7 @@ from tests.device import reference
 from tests.device.place import deterministic, place
 from tests.helpers.ranks import Pools
 from tests.parity import experts
-from tests.parity.comparison import Comparison, fields_of, micro_batch_size_of
+from tests.parity.comparison import Comparison, micro_batch_size_of
 from tests.parity.every_plan import workload
 
 pytestmark = pytest.mark.device
@@ -186,11 +186,10 @@ def train_in_16_bits(comparison, device):
 
     @functools.cache
     def train(plan, model, dtype, level, name):
-        return comparison.pools(plan.world_size).run(
+        return comparison.pools.run(
+            plan,
             "tests.device.cases.training:train_in_16_bits",
             timeout=300.0,
-            plan=fields_of(plan),
-            world_size=plan.world_size,
             model=model,
             micro_batch_size=micro_batch_size_of(plan),
             mix_precision={"dtype": dtype, "level": level},
@@ -241,11 +240,10 @@ def test_offload_repeats_and_stays_close(comparison, need_cards, device, record_
     need_cards(2)
     plans = [Plan(sharding=2, sharding_stage=stage, sharding_offload=on) for on in (False, True, True)]
     plain, one, other = (
-        comparison.pools(2).run(
+        comparison.pools.run(
+            plan,
             "tests.device.cases.training:train_in_16_bits",
             timeout=300.0,
-            plan=fields_of(plan),
-            world_size=2,
             micro_batch_size=4,
             mix_precision={"enable": False},
             steps=4,

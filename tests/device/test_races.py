@@ -10,8 +10,8 @@ import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.device.reference import NAME, environment, obstacle
-from tests.helpers.ranks import Pools
-from tests.parity.comparison import fields_of, micro_batch_size_of
+from tests.helpers.ranks import Pools, fields_of
+from tests.parity.comparison import micro_batch_size_of
 
 pytestmark = [
     pytest.mark.device,

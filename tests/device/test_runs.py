@@ -9,7 +9,6 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.device.place import deterministic, place
 from tests.e2e.program import NANO, SETTINGS, losses, plan_overrides
-from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
 
 pytestmark = pytest.mark.device
@@ -22,14 +21,6 @@ TOLERANCE = 1e-3
 PREDICTED = r"memory of tensors ([\d.]+) and ([\d.]+) MiB, step ([\d.e-]+) \(.*?\) and ([\d.e-]+) s"
 # Of memory. What cuBLAS takes to work in is not predicted.
 MORE_THAN_PREDICTED, LEAST_MIB = 1.25, 64
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Documents whose next token can be learnt."""
-    prefix = tmp_path_factory.mktemp("corpus") / "toy"
-    write_corpus(prefix)
-    return prefix
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 
-from ppfleetx.commands.quantize import Quantize, quantize
+from ppfleetx.commands.checkpoint_verbs import Quantize
+from ppfleetx.commands.quantize import quantize
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.compress.runs import MODELS
+from tests.compress.runs import DEEPSEEK, MODELS
 from tests.compress.runs import write_run as write_small_run
 from tests.deploy.exports import STYLES, write_run
 from tests.operators.scenarios import SMALL
@@ -32,6 +33,7 @@ STRATEGIES = {
     "beams": [*BEAMS, LENGTH],
     "groups of beams": [*BEAMS, "Generation.num_beam_groups=2", "Generation.diversity_rate=0.5", LENGTH],
 }
+WITH_SMALL_WEIGHTS = {**MODELS, "latent_style": DEEPSEEK}
 EXPORTED = ("greedy", "sampling", "top k", "top p", "penalty")
 
 
@@ -85,8 +87,9 @@ def test_two_cards_generate_what_one_does(pools, need_cards, device, style, trai
 @pytest.mark.parametrize("way", SMALL)
 def test_weights_of_few_bits(alone, need_type, device, style, tmp_path, record_property, way):
     """float32 gives the CPU's tokens; 16 bits begin with the same ones."""
-    source = write_small_run(tmp_path / "run", MODELS[style])
-    quantize(Quantize(checkpoint=str(source), output=str(tmp_path / "small"), **SMALL[way]))
+    source = write_small_run(tmp_path / "run", WITH_SMALL_WEIGHTS[style])
+    groups = {"group": 8} if "group" in SMALL[way] else {}  # divides every width of the three models
+    quantize(Quantize(checkpoint=str(source), output=str(tmp_path / "small"), **SMALL[way] | groups))
     texts = partial(alone, "texts:generate_with_few_bits", run=str(tmp_path / "small"))
     expected = texts(device="cpu", dtype="float32")
     assert texts(device=device, dtype="float32") == expected

@@ -14,24 +14,24 @@ def the_same_on_all(messages):
     return messages[0]
 
 
-def test_configurations(ranks):
-    assert the_same_on_all(ranks(2).run(CASES + "configurations", differ=False)) == "nothing"
-    message = the_same_on_all(ranks(2).run(CASES + "configurations", differ=True))
+def test_configurations(pools):
+    assert the_same_on_all(pools(2).run(CASES + "configurations", differ=False)) == "nothing"
+    message = the_same_on_all(pools(2).run(CASES + "configurations", differ=True))
     assert "ranks 0 and 1 run different configurations: Model.num_layers (2 and 3)" in message
 
 
 @pytest.mark.parametrize("degrees", [{"dp": 2}, {"sharding": 2}, {"mp": 2}, {"pp": 2}, {"sep": 2}], ids=str)
-def test_copies_of_a_weight(ranks, degrees):
+def test_copies_of_a_weight(pools, degrees):
     """Replicas, weights held whole along mp, and tied copies on two stages: one bit is one too many."""
     case = {"degrees": degrees, "offset_by_rank": False}
-    assert the_same_on_all(ranks(2).run(CASES + "copies", spoilt_rank=None, **case)) == "nothing"
-    message = the_same_on_all(ranks(2).run(CASES + "copies", spoilt_rank=1, **case))
+    assert the_same_on_all(pools(2).run(CASES + "copies", spoilt_rank=None, **case)) == "nothing"
+    message = the_same_on_all(pools(2).run(CASES + "copies", spoilt_rank=1, **case))
     assert "copies that must be equal are not, 1 of 1 tensors: weight on ranks 0 and 1" in message
 
 
-def test_slices_of_a_weight_are_no_copies(ranks):
+def test_slices_of_a_weight_are_no_copies(pools):
     case = {"degrees": {"mp": 2}, "offset_by_rank": True}
-    assert the_same_on_all(ranks(2).run(CASES + "copies", spoilt_rank=1, **case)) == "nothing"
+    assert the_same_on_all(pools(2).run(CASES + "copies", spoilt_rank=1, **case)) == "nothing"
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def test_slices_of_a_weight_are_no_copies(ranks):
     ],
     ids=str,
 )
-def test_batches(ranks, degrees, readers, expected):
-    messages = ranks(4).run(CASES + "batches", degrees=degrees, readers=readers, kind="digests")
+def test_batches(pools, degrees, readers, expected):
+    messages = pools(4).run(CASES + "batches", degrees=degrees, readers=readers, kind="digests")
     assert expected in the_same_on_all(messages)
 
 
-def test_a_sample_read_twice(ranks):
-    run = ranks(2).run
+def test_a_sample_read_twice(pools):
+    run = pools(2).run
     case = {"degrees": {"dp": 2}, "kind": "samples"}
     assert the_same_on_all(run(CASES + "batches", readers=[0, 1], **case)) == "nothing"
     message = the_same_on_all(run(CASES + "batches", readers=[1, 1], **case))

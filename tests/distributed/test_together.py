@@ -9,9 +9,9 @@ from ppfleetx.distributed.together import any_rank, first_on_each_node, gather, 
 CASES = "tests.distributed.job_cases:"
 
 
-def test_values_of_all_ranks_by_rank(ranks):
+def test_values_of_all_ranks_by_rank(pools):
     values = [{"rank": 0, "text": "é"}, {"rank": 1, "text": "é" * 101}]
-    assert ranks(2).run(CASES + "gathered") == [[values, [[0, 2**40], [1, 2**40]]]] * 2
+    assert pools(2).run(CASES + "gathered") == [[values, [[0, 2**40], [1, 2**40]]]] * 2
 
 
 @pytest.mark.parametrize(
@@ -24,29 +24,29 @@ def test_values_of_all_ranks_by_rank(ranks):
         ([0], False, ["DataError: no such corpus", *["JointError: no such corpus"] * 2]),
     ],
 )
-def test_a_mistake_of_one_rank_is_raised_by_all(ranks, failing, name_ranks, expected):
-    assert ranks(3).run(CASES + "mistake", failing=failing, name_ranks=name_ranks) == expected
+def test_a_mistake_of_one_rank_is_raised_by_all(pools, failing, name_ranks, expected):
+    assert pools(3).run(CASES + "mistake", failing=failing, name_ranks=name_ranks) == expected
 
 
-def test_the_first_rank_of_a_node_makes_what_the_others_find(ranks, tmp_path):
-    results = ranks(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=False)
+def test_the_first_rank_of_a_node_makes_what_the_others_find(pools, tmp_path):
+    results = pools(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=False)
     assert results == [["nothing", ["made by rank 0"]]] * 3
 
 
-def test_nobody_gives_up_while_the_first_one_takes_longer_than_the_limit_of_messages(ranks, tmp_path):
-    pool = ranks(3, PADDLE_CPU_COMM_TIMEOUT="3")
+def test_nobody_gives_up_while_the_first_one_takes_longer_than_the_limit_of_messages(pools, tmp_path):
+    pool = pools(3, PADDLE_CPU_COMM_TIMEOUT="3")
     results = pool.run(CASES + "in_turns", directory=str(tmp_path), first_fails=False, seconds=5.0)
     assert results == [["nothing", ["made by rank 0"]]] * 3
 
 
-def test_nobody_gives_up_while_another_rank_saves_for_longer_than_the_limit_of_messages(ranks, tmp_path):
-    pool = ranks(2, PADDLE_CPU_COMM_TIMEOUT="3")
+def test_nobody_gives_up_while_another_rank_saves_for_longer_than_the_limit_of_messages(pools, tmp_path):
+    pool = pools(2, PADDLE_CPU_COMM_TIMEOUT="3")
     results = pool.run(CASES + "saved_in_the_background", directory=str(tmp_path), seconds=2.0)
     assert results == [[True, None]] * 2
 
 
-def test_the_others_do_not_wait_for_a_first_rank_that_fails(ranks, tmp_path):
-    results = ranks(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=True)
+def test_the_others_do_not_wait_for_a_first_rank_that_fails(pools, tmp_path):
+    results = pools(3).run(CASES + "in_turns", directory=str(tmp_path), first_fails=True)
     assert results == [["DataError: no such corpus", []], *[["JointError: no such corpus", []]] * 2]
 
 

@@ -108,13 +108,13 @@ KEYS = {
     ],
     ids=str,
 )
-def test_volume_of_a_step(ranks, degrees):
+def test_volume_of_a_step(pools, degrees):
     world = 1
     for axis in ("dp", "mp", "pp", "sep", "sharding"):
         world *= degrees.get(axis, 1)
     overrides = {KEYS[key]: value for key, value in degrees.items()}
     case = {"overrides": overrides, "micro_batch_size": MICRO, "world": world}
-    for result in ranks(world).run("tests.distributed.volume:step", **case):
+    for result in pools(world).run("tests.distributed.volume:step", **case):
         assert (
             result["micro_batches"] * MICRO * degrees.get("dp", 1) * degrees.get("sharding", 1)
             == GLOBAL_BATCH

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -53,13 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
 def titled() -> list[Block]:
     return [block for block in BLOCKS if block.title]
 
@@ -98,6 +90,7 @@ def losses(pools: Pools, plan: Plan, folder: Path, plugin: str, name: str, **mor
     values = {
         **program.SETTINGS,
         **program.plan_overrides(plan),
+        "Model.num_layers": 2,
         "Data.Train.dataset.input_dir": str(folder / "data"),
         "Data.Eval.dataset.input_dir": str(folder / "data"),
         "Engine.save_load.output_dir": str(output),
@@ -120,9 +113,10 @@ def test_the_page_has_a_command_and_a_file_for_every_example(folder: Path) -> No
     assert all(command_of(name) and (folder / f"{name}.py").is_file() for name in EXAMPLES)
 
 
-def test_the_page_shows_the_example_as_it_is(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["penalized_gpt", "lion"])
+def test_the_page_shows_the_example_as_it_is(folder: Path, name: str) -> None:
     """Written from the page, after the examples were copied; tests/parity tests the examples."""
-    assert (folder / "penalized_gpt.py").read_text() == (ROOT / "examples/penalized_gpt.py").read_text()
+    assert (folder / f"{name}.py").read_text() == (ROOT / f"examples/{name}.py").read_text()
 
 
 def test_a_normalization(folder: Path, pools: Pools) -> None:

@@ -7,35 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.program import NANO, ROOT, losses, records
-from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
-from tests.helpers.ranks import Pools
 
 __all__ = ["NANO", "ROOT", "losses", "records"]  # for the tests of this room and others
 
 LLAMA_NANO = ROOT / "ppfleetx/configs/debug/llama_nano.yaml"
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a corpus with a learnable next token."""
-    prefix = tmp_path_factory.mktemp("corpus") / "toy"
-    write_corpus(prefix)
-    return prefix
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 class Tool:

@@ -26,7 +26,6 @@ SETTINGS = {
     "Global.local_batch_size": "null",
     "Global.global_batch_size": 16,
     "Global.micro_batch_size": 8,
-    "Engine.mix_precision.enable": False,
     "Model.vocab_size": 400,
     "Model.hidden_size": 64,
     "Model.num_layers": 2,

@@ -10,7 +10,8 @@ import paddle
 import pytest
 
 from ppfleetx.checkpoint.reader import Checkpoint, open_checkpoint
-from ppfleetx.commands.prune import REPORT_FILE, Prune, prune
+from ppfleetx.commands.checkpoint_verbs import Prune
+from ppfleetx.commands.prune import REPORT_FILE, prune
 from ppfleetx.compress.prune import parts_of
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.stages import gpt_stages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from ppfleetx.config.plan import ParallelPlan
 from tests.e2e.conftest import losses, records
-from tests.e2e.program import GLOBAL_BATCH, values_of
+from tests.e2e.program import GLOBAL_BATCH, train, values_of
 from tests.helpers.ranks import Pools
 
 BAD = 5 * GLOBAL_BATCH + 3  # a sample of step 6
-CHANGED = {"Engine.max_steps": 9, "Engine.save_load.save_steps": 4}
+SMALL = {"Model.num_layers": 2}
+CHANGED = {"Engine.max_steps": 9, "Engine.save_load.save_steps": 4, **SMALL}
 SPIKE = {"window": 8, "min_steps": 3, "loss_deviations": 10.0, "grad_norm_deviations": 0}
 
 
@@ -23,7 +25,7 @@ def run(pools: Pools, corpus: Path, output: Path, action: str, plan: ParallelPla
     spike = {f"Engine.spike.{key}": value for key, value in {**SPIKE, "action": action}.items()}
     values = values_of(plan, corpus, output, overrides={**CHANGED, **spike, **more.pop("overrides", {})})
     arguments = {"bad": [BAD], "once": False, "factor": 20.0, **more}
-    target = "tests.e2e.spike_program:train_with_spikes"
+    target = "tests.e2e.test_spikes:train_with_spikes"
     return pools(plan.world_size).run(
         target, timeout=120.0, values=values, world=plan.world_size, **arguments
     )
@@ -50,7 +52,8 @@ def test_a_spike_is_left_out_the_same_under_any_plan(pools, corpus, tmp_path, ac
     consumed = [record["consumed_samples"] for record in records(tmp_path / "one", "train")]
     expected = range(1, 10) if action == "skip" else [1, 2, 3, 4, 7, 8, 9, 10, 11]
     assert consumed == [GLOBAL_BATCH * steps for steps in expected]
-    for plan in PLANS:
+    # Those that go back with replicas and with a pipeline are killed, too, below.
+    for plan in PLANS if action == "skip" else PLANS[1::2]:
         assert run(pools, corpus, tmp_path / str(plan), action, plan) == [""] * 2
         found = losses(tmp_path / str(plan))
         assert [step for step, _, _ in found] == [step for step, _, _ in alone], plan
@@ -124,10 +127,78 @@ def test_too_many_spikes_in_a_row_end_the_run(pools, corpus, tmp_path):
 
 @pytest.mark.parametrize("plan", [ParallelPlan(dp=2), ParallelPlan(pp=2)], ids=str)
 def test_a_slow_rank_is_named(pools, corpus, tmp_path, plan):
-    values = values_of(plan, corpus, tmp_path, overrides={"Engine.straggler_freq": 4, "Engine.max_steps": 6})
-    target = "tests.e2e.spike_program:train_with_a_slow_rank"
-    pools(2).run(target, values=values, world=2, rank=1, seconds=1.0)
+    values = values_of(
+        plan, corpus, tmp_path, overrides={"Engine.straggler_freq": 4, "Engine.max_steps": 6, **SMALL}
+    )
+    target = "tests.e2e.test_spikes:train_with_a_slow_rank"
+    pools(2).run(target, values=values, world=2, rank=1, seconds=0.5)
     [found] = records(tmp_path, "stragglers")
     assert [slow["rank"] for slow in found["slowest"]] == [1]
-    assert found["slowest"][0]["compute"] > 0.9 and found["cost"] > 0.05
+    assert found["slowest"][0]["compute"] > 0.45 and found["cost"] > 0.05
     assert (found["step"], found["steps"]) == (4, 4)
+
+
+# -- in the ranks
+
+
+def train_with_spikes(
+    values: Mapping[str, Any], world: int, bad: Sequence[int], once: bool, factor: float | None
+) -> str:
+    """:func:`tests.e2e.program.train`; the user's error it ends with, or "".
+
+    Args:
+        bad: positions in the training order; a step that has one of them has ``factor`` times the loss and
+            gradient norm.
+        once: a step that is computed again is as it should be: a fault of the machine.
+        factor: null: not a number.
+    """
+    from ppfleetx.config.errors import UserError
+    from ppfleetx.parallel.step import StepRunner
+
+    gradients, repeat, wanted = StepRunner._gradients, StepRunner._repeat, set(bad)
+    state = {"repeats": False}
+
+    def spoilt(runner: StepRunner, micro_batches: Any, counts: Any) -> tuple[Any, ...]:
+        loss, norm, *rest = gradients(runner, micro_batches, counts)
+        here = {int(i) for batch in micro_batches for i in batch["sample_ids"]} & wanted
+        if not here or (once and state["repeats"]):
+            return loss, norm, *rest
+        by = float("nan") if factor is None else factor
+        return loss * by, norm * by, *rest
+
+    def repeated(runner: StepRunner, *arguments: Any) -> tuple[float, float]:
+        state["repeats"] = True
+        try:
+            return repeat(runner, *arguments)
+        finally:
+            state["repeats"] = False
+
+    StepRunner._gradients, StepRunner._repeat = spoilt, repeated
+    try:
+        train(values, world)
+    except UserError as error:
+        return str(error)
+    finally:
+        StepRunner._gradients, StepRunner._repeat = gradients, repeat
+    return ""
+
+
+def train_with_a_slow_rank(values: Mapping[str, Any], world: int, rank: int, seconds: float) -> str:
+    """:func:`tests.e2e.program.train`, with a rank that computes so much longer in each step."""
+    import os
+    import time
+
+    from ppfleetx.parallel.step import StepRunner
+
+    gradients = StepRunner._gradients
+
+    def slow(runner: StepRunner, *arguments: Any) -> tuple[float, float, bool]:
+        if os.environ["PADDLE_TRAINER_ID"] == str(rank):
+            time.sleep(seconds)
+        return gradients(runner, *arguments)
+
+    StepRunner._gradients = slow
+    try:
+        return train(values, world)
+    finally:
+        StepRunner._gradients = gradients

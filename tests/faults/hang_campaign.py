@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -34,14 +33,14 @@ MEMORY_GROUP = Path("/sys/fs/cgroup/memory")
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of hang.
+    """A kind of hang.
 
     Attributes:
         name: of the fault in ``hang_program.py``.
-        rank: that it befalls.
-        said: pattern of the sentence; "": the ranks say none.
+        rank: the rank that hangs.
+        said: pattern of the sentence that a rank prints; "" if none does.
         codes: exit codes that the launcher may end with.
-        reported: pattern of what ``ppfleetx hang-report`` says later; "": of the same, None: nothing.
+        reported: pattern of what ``ppfleetx hang-report`` says later; "" for the same, None for nothing.
     """
 
     name: str
@@ -187,24 +186,8 @@ class Hang:
 
     def close(self) -> None:
         """Kill every process that is left."""
-        for launcher in self.job.launchers:
-            for pid in _below(launcher.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait(30)
         reached = self.directory / "reached"
-        if reached.exists():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(reached.read_text()), signal.SIGKILL)
-
-
-def _below(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    with contextlib.suppress(OSError):
-        return [int(child) for child in children.read_text().split()]
-    return []
+        self.job.close([int(reached.read_text())] if reached.exists() else [])
 
 
 def run_case(case: Case, corpus: Path, directory: Path, device: str = "cpu") -> Found:

@@ -1,4 +1,4 @@
-"""Shared by the campaigns: a command line, damaged bytes, and jobs in which one rank halts."""
+"""What the campaigns share: a command line, damaged bytes, and jobs in which one rank halts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -55,7 +56,7 @@ def flipped(content: bytes, rng: random.Random, times: int = 1) -> bytes:
 
 @contextlib.contextmanager
 def damaged(path: Path, content: bytes) -> Iterator[None]:
-    """Within the context, ``path`` has other content."""
+    """Within the context, ``path`` contains ``content``; afterwards it is restored."""
     sound = path.read_bytes()
     path.write_bytes(content)
     try:
@@ -138,6 +139,16 @@ class Job:
                 codes.append(launcher.wait(max(1.0, deadline - time.monotonic())))
         return codes
 
+    def close(self, pids: Iterable[int]) -> None:
+        """Kill every process that is left: the launchers, what they started, and ``pids``."""
+        for launcher in self.launchers:
+            for pid in (*_children_of(launcher.pid), *pids):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait(30)
+
     def log(self, rank: int) -> str:
         """A rank's output."""
         number, local = divmod(rank, self.per_host)
@@ -147,6 +158,12 @@ class Job:
         """The output of all ranks."""
         logs = sorted(self.directory.glob("log.*/workerlog.*"))
         return "\n".join(path.read_text(errors="replace") for path in logs)
+
+
+def _children_of(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def run_cases(

@@ -77,7 +77,7 @@ class Case:
 
 @dataclass
 class Found:
-    """What became of the ranks that were left."""
+    """How the remaining ranks ended."""
 
     seconds: float
     codes: list[str]
@@ -102,7 +102,7 @@ def draw_cases(count: int, seed: int, *, hosts: bool = True) -> list[Case]:
 
 
 class Loss:
-    """A job in which somebody is lost."""
+    """A job that loses a rank or a host."""
 
     def __init__(self, case: Case, hosts: Sequence[Node | None], corpus: Path, directory: Path) -> None:
         self.case, self.hosts, self.directory = case, hosts, directory
@@ -135,7 +135,7 @@ class Loss:
         return False
 
     def strike(self) -> list[int]:
-        """Let the loss happen; the ranks that are left."""
+        """Cause the loss; return the remaining ranks."""
         ranks, second = range(self.case.plan.world_size), self.hosts[-1]
         if self.case.event == "kill":
             os.kill(self.pid(self.case.rank), signal.SIGKILL)
@@ -151,14 +151,14 @@ class Loss:
         return left
 
     def lost_by(self, rank: int) -> list[int]:
-        """The ranks any of which this one may name."""
+        """The ranks that this one may name."""
         if self.case.event == "kill":
             return [self.case.rank]
         here = rank // self._per_host
         return [other for other in range(self.case.plan.world_size) if other // self._per_host != here]
 
     def judge(self, left: list[int], begin: float) -> Found:
-        """Wait until those left have ended, and read what they said."""
+        """Wait until the remaining ranks have ended, and read what they printed."""
         while any(map(self.is_alive, left)) and time.monotonic() < begin + LIMIT_SECONDS + 30:
             time.sleep(0.1)
         seconds = time.monotonic() - begin
@@ -187,7 +187,7 @@ class Loss:
         return Found(seconds, codes, launchers, complaints)
 
     def names(self, rank: int, lost: list[int]) -> bool:
-        """Whether the last words of a rank are about one of the lost: where it was, if they had met."""
+        """Whether the error of a rank names a lost one, with its address if the two had connected."""
         others = "|".join(map(str, lost))
         met = rf"error: rank {rank}\b.*rank ({others}) at [\d.]+:\d+\b"
         not_met = rf"error: rank {rank}: .*\branks? [\d, ]*({others})[\d, ]* did not come to"
@@ -208,17 +208,11 @@ class Loss:
 
     def close(self) -> None:
         """Kill every process that is left."""
-        for rank in range(self.case.plan.world_size):
-            with contextlib.suppress(OSError):
-                os.kill(self.pid(rank), signal.SIGKILL)
-        for launcher in self.job.launchers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait(30)
+        self.job.close([int(file.read_text()) for file in self.directory.glob("pid.[0-9]")])
 
 
 def run_case(case: Case, corpus: Path, directory: Path) -> Found:
-    """Lose somebody, and see what the others do."""
+    """Run the job, cause the loss, and check how the others end."""
     with hosts_of(case) as hosts:
         loss = Loss(case, hosts, corpus, directory)
         try:

@@ -7,6 +7,7 @@ import paddle
 import pytest
 
 from ppfleetx.generation.beam import BeamOptions, beam_search
+from ppfleetx.generation.row_options import RowOptions
 from ppfleetx.generation.search import Rules, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
@@ -19,7 +20,7 @@ KINDS = {
     "early": BeamOptions(4, 0.6, True, 2, 0.3),
     "never": BeamOptions(6, 1.0, "never", 3, 1.1),
 }
-RULES = Rules((9,), 3, 1.3)
+RULES = Rules((9,), 3, RowOptions(repetition_penalty=1.3))
 
 
 @pytest.fixture
@@ -99,7 +100,9 @@ def test_groups_are_those_of_an_independent_search(make_model, kind: str) -> Non
     assert len({tuple(ids) for results in found for ids in results}) > len(prompts)
 
 
-@pytest.mark.parametrize("rules", [RULES, Rules((9,), 0, 1.0, 17, 23)], ids=["rules", "forced"])
+@pytest.mark.parametrize(
+    "rules", [RULES, Rules((9,), 0, forced_bos_id=17, forced_eos_id=23)], ids=["rules", "forced"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cache_gives_the_tokens_of_the_full_forward(model, kind: str, rules: Rules) -> None:
     results = [search(model, PROMPTS, rules, KINDS[kind], use_cache=use, num_results=2) for use in (1, 0)]
@@ -144,7 +147,7 @@ def test_the_last_place_is_each_rows_own(model) -> None:
     free = greedy_ids(model, PROMPTS, Rules(), NEW)
     session = DecodingSession(NextTokenModel(model, 61), PROMPTS, use_cache=True)
     with paddle.no_grad():
-        rows = decode(session, greedy, Rules((9,), 0, 1.0, None, 9), [4, 1, 7, 16])
+        rows = decode(session, greedy, Rules((9,), forced_eos_id=9), [4, 1, 7, 16])
     for row, ids in zip(rows, free, strict=True):
         cut = [*ids[: row.max_new_tokens - 1], 9]
         assert row.ids == cut[: cut.index(9) + 1]

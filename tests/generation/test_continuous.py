@@ -6,12 +6,14 @@ import numpy as np
 import paddle
 import pytest
 
+from ppfleetx.config.sections.generation import TokenOptions
 from ppfleetx.config.sections.root import GenerationConfig
 from ppfleetx.generation import continuous
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.gumbel_sampling import RandomStream
-from ppfleetx.generation.sampling import RowChoice, RowOptions, choose_tokens
+from ppfleetx.generation.row_options import RowOptions, RowTokens
+from ppfleetx.generation.sampling import RowChoice, choose_tokens
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
 PROMPTS = [[5, 9, 11], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8], [60, 0]]
@@ -123,6 +125,9 @@ def test_columns_of_rows_that_left_are_given_back(make_model) -> None:
         {"temperature": 0.7},
         {"top_k": 5, "top_p": 0.8, "repetition_penalty": 1.3},
         {"top_p": 0.6, "temperature": 1.4},
+        {"min_p": 0.05, "typical_p": 0.9, "frequency_penalty": 0.4, "presence_penalty": -0.2},
+        {"temperature": 0.0, "no_repeat_ngram_size": 2, "suppress_tokens": (7, 11)},
+        {"logit_bias": {32: 4.0, 104: -2.5}, "bad_words": ("the", "at")},
     ],
 )
 def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tokenizer, options) -> None:
@@ -130,8 +135,9 @@ def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tok
     staged, cfg = make_model(vocab_size=300)
     neighbours = [RowOptions(), RowOptions(temperature=0.0), RowOptions(top_k=3, repetition_penalty=2.0)]
     keys = {key: value for key, value in options.items() if key != "decode_strategy"}
-    mine = RowOptions(**({"temperature": 0.0} if "decode_strategy" in options else {}), **keys)
+    greedy = {"temperature": 0.0} if "decode_strategy" in options else {}
     section = GenerationConfig(max_dec_len=12, min_dec_len=12, seed=9, **options)
+    mine = RowOptions.of(TokenOptions(**greedy, **keys), tokenizer, tokenizer.end_ids)
     [[expected]] = Generator(staged, cfg, tokenizer).generate([PROMPTS[0]], section)
 
     staged.eval()
@@ -143,7 +149,7 @@ def test_mixed_options_give_each_row_what_the_generator_gives_it(make_model, tok
             choices = [
                 RowChoice(
                     row_options,
-                    batch.history[row],
+                    RowTokens(batch.history[row], step),
                     stream.numbers(step)[0],
                     tokenizer.end_ids if row == 0 else (),
                 )

@@ -10,6 +10,8 @@ import pytest
 from ppfleetx.config.sections.root import ModelConfig
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.generation.beam import BeamOptions, beam_search
+from ppfleetx.generation.processors import candidates
+from ppfleetx.generation.row_options import RowOptions, RowTokens, processed
 from ppfleetx.generation.search import Rules, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.gpt.stages import gpt_stages
@@ -20,6 +22,7 @@ from tests.generation.hf_weights import CONFIGS, PROMPTS, random_weight
 from tests.helpers.hf_weights import canonical_to_hf, hf_to_canonical
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "hf_generate.json").read_text())
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 BEAM = [case for case in GOLDEN["gpt2"] if case.startswith("beam")]
 GREEDY = [case for case in GOLDEN["gpt2"] if not case.startswith("beam")]
 
@@ -49,10 +52,20 @@ def rules_of(family: str, options: dict) -> Rules:
     return Rules(
         tuple(GOLDEN["ends"][family][: options.get("eos", 0)]),
         options.get("min_new_tokens", 0),
-        options.get("repetition_penalty", 1.0),
+        row_options(options),
         options.get("forced_bos_token_id"),
         options.get("forced_eos_token_id"),
     )
+
+
+def row_options(options: dict) -> RowOptions:
+    """Options of transformers that act on logits; a bias is of single tokens here."""
+    known = {key: value for key, value in options.items() if key in RowOptions.__dataclass_fields__}
+    for key in ("suppress_tokens",):
+        known |= {key: tuple(options[key])} if key in options else {}
+    known["bad_words"] = tuple(map(tuple, options.get("bad_words_ids", ())))
+    known["logit_bias"] = tuple((ids[0], bias) for ids, bias in options.get("sequence_bias", ()))
+    return RowOptions(**known)
 
 
 def comparable(golden: dict) -> tuple[list[list[int]], list]:
@@ -92,6 +105,19 @@ def test_beam_search(next_token: NextTokenModel, family: str, case: str) -> None
         rows = beam_search(session, rules_of(family, options), limits, beams, copies)
     ids = [row.ids for row in rows]
     assert [ids[i : i + copies] for i in range(0, len(ids), copies)] == expected
+
+
+@pytest.mark.parametrize("case", GOLDEN["processed"]["cases"], ids=lambda case: "-".join(case["options"]))
+def test_same_logits_become_the_same_distribution(case: dict) -> None:
+    """The probability of each token after all of transformers' processors."""
+    logits = paddle.to_tensor(np.array(GOLDEN["processed"]["logits"], np.float32))
+    options = row_options(case["options"])
+    rows = [RowTokens(ids, 0) for ids in GOLDEN["processed"]["ids"]]
+    weights = candidates(
+        processed(logits, options, rows), **{name: getattr(options, name) for name in SAMPLING}
+    ).numpy()
+    found = weights / weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, np.array(case["probabilities"]), atol=2e-6)
 
 
 def test_goldens_are_not_trivial(family: str) -> None:

@@ -37,13 +37,6 @@ PLANS = {
 
 
 @pytest.fixture(scope="module")
-def pools():
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
-@pytest.fixture(scope="module")
 def runs(tmp_path_factory, tokenizer) -> dict[str, Path]:
     """A checkpoint of each style and a generation YAML with five prompts of unequal length."""
     directories = {}

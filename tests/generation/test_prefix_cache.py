@@ -9,7 +9,8 @@ import pytest
 from ppfleetx.generation import continuous, prefix_cache
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.prefix_cache import PrefixStore
-from ppfleetx.generation.sampling import RowChoice, RowOptions, choose_tokens, score_prompt, score_tokens
+from ppfleetx.generation.row_options import RowOptions, RowTokens
+from ppfleetx.generation.sampling import RowChoice, choose_tokens, score_prompt, score_tokens
 from ppfleetx.generation.session import NextTokenModel
 
 
@@ -97,10 +98,10 @@ def test_penalties_count_what_was_generated() -> None:
     history = [0, 0, 0, 1, 1]  # the first three are the prompt
     greedy = {"temperature": 0.0}
     choices = [
-        RowChoice(RowOptions(**greedy, presence_penalty=0.2), history, num_new=2),
-        RowChoice(RowOptions(**greedy, presence_penalty=0.6), [*history, 0], num_new=3),
-        RowChoice(RowOptions(**greedy, frequency_penalty=0.3), [*history, 0], num_new=3),
-        RowChoice(RowOptions(**greedy, frequency_penalty=-0.1), history, num_new=2),
+        RowChoice(RowOptions(**greedy, presence_penalty=0.2), RowTokens(history, 2)),
+        RowChoice(RowOptions(**greedy, presence_penalty=0.6), RowTokens([*history, 0], 3)),
+        RowChoice(RowOptions(**greedy, frequency_penalty=0.3), RowTokens([*history, 0], 3)),
+        RowChoice(RowOptions(**greedy, frequency_penalty=-0.1), RowTokens(history, 2)),
     ]
     assert choose_tokens(logits, choices) == [0, 2, 0, 1]
     scored = score_tokens(logits, [0, 1, 2, 3], 2)

@@ -11,6 +11,7 @@ from ppfleetx.generation import continuous
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.prompt_lookup import decode_with_lookup, guess
+from ppfleetx.generation.row_options import RowOptions
 from ppfleetx.generation.search import Rules, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
 
@@ -59,7 +60,12 @@ def model(make_model, style):
 @pytest.mark.parametrize("prompts", [[CYCLE], [[3, 1]], [CYCLE, [3, 1], [5], CYCLE[:7], [9, 9, 9, 9]]])
 def test_tokens_are_those_without_guesses(model, prompts, most):
     next_token, limits = NextTokenModel(model, 61), [NEW - 7 * row for row in range(len(prompts))]
-    for rules in (Rules(), Rules((7, 3, 20), 5, 1.2, forced_eos_id=60), Rules((11, 9), forced_bos_id=2)):
+    for rules in (
+        Rules(),
+        Rules((7, 3, 20), 5, RowOptions(repetition_penalty=1.2), forced_eos_id=60),
+        Rules((11, 9), forced_bos_id=2),
+        Rules((9,), 0, RowOptions(no_repeat_ngram_size=4, bad_words=((3, 5),), frequency_penalty=0.1)),
+    ):
         with paddle.no_grad():
             session = DecodingSession(next_token, prompts, use_cache=True)
             expected = decode(session, greedy, rules, limits)

@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "generation"))
@@ -30,6 +31,14 @@ CASES: dict[str, dict[str, Any]] = {
     "reward": {"repetition_penalty": 0.8},
     "end": {"repetition_penalty": 1.3, "eos": 1},
     "end_min_length": {"repetition_penalty": 1.3, "eos": 1, "min_new_tokens": 40},
+    "no_repeat": {"no_repeat_ngram_size": 2},
+    "bad_words": {"bad_words_ids": [[20], [7, 33], [3, 42, 9], [64]], "suppress_tokens": [1, 2, 50, 51]},
+    "bias": {
+        "sequence_bias": [[[10], 4.0], [[33], -6.0]],
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+    },
+    "beam_no_repeat": {"num_beams": 4, "eos": 1, "no_repeat_ngram_size": 2, "suppress_tokens": [1, 2, 50]},
     "beam": {"num_beams": 4},
     "beam_end": {"num_beams": 4, "eos": 1},
     "beam_penalty_min": {"num_beams": 3, "eos": 1, "repetition_penalty": 1.2, "min_new_tokens": 10},
@@ -52,6 +61,19 @@ CASES: dict[str, dict[str, Any]] = {
     "beam_ends_early": {"num_beams": 4, "eos": 5, "early_stopping": True},
 }
 MOST_ENDS = 8
+# What generate() makes of one batch of logits: the processors of these options, then a softmax.
+PROCESSED: list[dict[str, Any]] = [
+    {"temperature": 0.7, "min_p": 0.1},
+    {"min_p": 0.9},
+    {"typical_p": 0.3},
+    {"typical_p": 0.95, "temperature": 1.8},
+    {"top_k": 20, "top_p": 0.8, "min_p": 0.02, "typical_p": 0.6},
+    {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3},
+    {"no_repeat_ngram_size": 1},
+    {"bad_words_ids": [[5], [3, 9], [4, 7, 3, 1], [2, 2, 2]]},
+    {"suppress_tokens": [0, 7, 39], "sequence_bias": [[[4], 2.5], [[8], -1.0]], "repetition_penalty": 1.2},
+]
+IDS = [[4, 7, 3, 9, 4, 7, 3], [1, 2, 3, 3, 1, 2, 3], [3, 3, 3, 3, 3, 2, 2]]
 
 
 def build(name: str) -> torch.nn.Module:
@@ -93,6 +115,14 @@ def end_tokens(model: torch.nn.Module) -> list[int]:
     return order[:MOST_ENDS]
 
 
+def probabilities(model: torch.nn.Module, logits: torch.Tensor, options: dict[str, Any]) -> list[list[float]]:
+    """The distribution that generate() samples from."""
+    config = GenerationConfig(do_sample=True, **{"top_k": 0, **options})
+    model._prepare_special_tokens(config, device="cpu")
+    processors = model._get_logits_processor(config, len(IDS[0]), torch.tensor(IDS), None, [])
+    return processors(torch.tensor(IDS), logits.clone()).softmax(-1).tolist()
+
+
 def main() -> None:
     result: dict[str, Any] = {"new_tokens": NEW, "ends": {}}
     for name in CLASSES:
@@ -105,6 +135,16 @@ def main() -> None:
             }
             for case, options in CASES.items()
         }
+    logits = torch.from_numpy(np.random.RandomState(0).standard_normal((3, 40)).astype(np.float32) * 2)
+    model = build("gpt2")
+    result["processed"] = {
+        "logits": logits.tolist(),
+        "ids": IDS,
+        "cases": [
+            {"options": options, "probabilities": probabilities(model, logits, options)}
+            for options in PROCESSED
+        ],
+    }
     target = HERE / "hf_generate.json"
     target.write_text(json.dumps(result) + "\n")
     for name in CLASSES:

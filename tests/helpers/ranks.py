@@ -30,10 +30,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.utils.log import configure_logging
 from tests.helpers import programs
 
@@ -50,6 +51,11 @@ class Outcome:
     trace: str = ""
     died: bool = False
     seconds: float = 0.0
+
+
+def fields_of(plan: ParallelPlan) -> dict[str, Any]:
+    """The plan's fields that differ from one card's."""
+    return {f.name: getattr(plan, f.name) for f in fields(plan) if getattr(plan, f.name) != f.default}
 
 
 class RanksFailedError(AssertionError):
@@ -291,6 +297,12 @@ class Pools:
             pool = RankPool(nursery, size, device=self._device, **self._environment, **environment)
             self._pools[key] = pool
         return pool
+
+    def run(self, plan: ParallelPlan, target: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
+        """Run ``target`` in the ranks of ``plan``, as :meth:`RankPool.run` does; ``plan`` (its fields) and
+        ``world_size`` are among its arguments."""
+        size = plan.world_size
+        return self(size).run(target, timeout=timeout, plan=fields_of(plan), world_size=size, **arguments)
 
     def close(self) -> None:
         for pool in self._pools.values():

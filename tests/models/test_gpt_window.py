@@ -10,11 +10,7 @@ from ppfleetx.nn.masks import cached_mask, window_start
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import canonical_parameters
 from tests.models.gpt_builders import LLAMA_STYLE, GrowingCache, build, random_tokens, tiny_config
-
-
-def logits_of(model, tokens, **kwargs):
-    with paddle.no_grad():
-        return model(tokens, **kwargs).transpose([1, 0, 2]).numpy()
+from tests.models.test_gpt import logits_of
 
 
 def test_a_window_begins_so_many_positions_before_each():

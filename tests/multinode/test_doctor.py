@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import NANO, ROOT, corpus, environment  # noqa: F401  (fixture)
+from tests.e2e.conftest import NANO, ROOT, environment
 from tests.helpers import programs
 from tests.multinode.nodes import Node, NoNamespacesError, joined
 from tests.multinode.wire import MTU, wire
@@ -72,7 +72,7 @@ def reports(
     return found
 
 
-def run_words(corpus: Path, output: Path, *overrides: str) -> list[str]:  # noqa: F811
+def run_words(corpus: Path, output: Path, *overrides: str) -> list[str]:
     given = [f"Data.{mode}.dataset.input_dir={corpus}" for mode in ("Train", "Eval")]
     given += [f"Engine.save_load.output_dir={output}", *overrides]
     return ["-c", str(NANO), *(word for override in given for word in ("-o", override))]
@@ -82,7 +82,7 @@ def failures(rows: dict[tuple[str, str], list[dict]]) -> dict[tuple[str, str], d
     return {key: row for key, those in rows.items() for row in those if row["status"] == "fail"}
 
 
-def test_two_nodes_are_ready(corpus: Path, tmp_path: Path, nodes) -> None:  # noqa: F811
+def test_two_nodes_are_ready(corpus: Path, tmp_path: Path, nodes) -> None:
     words = run_words(corpus, tmp_path / "output", "Distributed.mp_degree=2")
     jobs = [doctor(node, nodes[0], *words) for node in nodes]
     for code, rows in reports(jobs, 240):
@@ -141,7 +141,7 @@ def test_a_slow_link_is_named_before_anything_starts() -> None:
         assert code == 1 and slow["numbers"]["bytes_per_second"] < 126e3 and "ethtool" in slow["cure"]
 
 
-def test_faults_of_one_node_are_all_named(corpus: Path, tmp_path: Path, nodes) -> None:  # noqa: F811
+def test_faults_of_one_node_are_all_named(corpus: Path, tmp_path: Path, nodes) -> None:
     output, empty = tmp_path / "output", tmp_path / "empty"
     output.mkdir()
     other = tmp_path / "__init__.py"

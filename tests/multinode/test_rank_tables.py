@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import ROOT, corpus, environment, losses  # noqa: F401  (fixtures)
+from tests.e2e.conftest import ROOT, environment, losses
 from tests.helpers import programs
 from tests.multinode.nodes import Node
 from tests.multinode.test_two_nodes import finish
@@ -50,7 +50,7 @@ def start(node: Node, port: int, table: Path, config: Path, devices: str) -> sub
     )
 
 
-def test_two_hosts_train_as_one_process(corpus: Path, tmp_path: Path, nodes: tuple[Node, Node]) -> None:  # noqa: F811
+def test_two_hosts_train_as_one_process(corpus: Path, tmp_path: Path, nodes: tuple[Node, Node]) -> None:
     tools = PROJECT / "mindformers/tools"
     for node in nodes:
         make = [sys.executable, tools / "hccl_tools.py", "--device_num", "[0,2)", "--server_ip", node.address]

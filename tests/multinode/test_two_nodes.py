@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import ROOT, Tool, corpus, environment, losses, tool  # noqa: F401  (fixtures)
+from tests.e2e.conftest import ROOT, Tool, environment, losses, tool  # noqa: F401  (fixtures)
 from tests.helpers import programs
 from tests.helpers.waiting import wait_for
 from tests.multinode.nodes import Node

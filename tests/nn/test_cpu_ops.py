@@ -1,7 +1,6 @@
 """Our own operators for decoding on a CPU: what they compute, and what happens where they are not there."""
 
 import functools
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,6 +14,7 @@ from ppfleetx.generation import processors
 from ppfleetx.nn import packed_weights
 from ppfleetx.nn.cpu_ops import build, ops
 from ppfleetx.nn.packed_weights import InferenceLinear, Panels
+from tests.helpers import programs
 
 needs_operators = pytest.mark.skipif(
     not ops.are_available(), reason="the operators are not compiled (python -m ppfleetx.nn.cpu_ops)"
@@ -163,18 +163,16 @@ def test_a_compiler_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("options", "code"), [([], 2), (["--if-possible"], 0)])
 def test_the_command_where_nothing_can_be_compiled(options: list[str], code: int, tmp_path: Path) -> None:
-    """From a copy of the package, in which nothing has been compiled yet."""
-    script = (
-        "import runpy, sys, pathlib\n"
-        "from ppfleetx.utils.process_env import import_paddle\n"
-        "import_paddle()\n"
+    """As on a machine where nothing has been compiled yet."""
+    script = tmp_path / "compile.py"
+    script.write_text(
+        "import runpy, pathlib\n"
         "from ppfleetx.nn.cpu_ops import ops\n"
         f"ops.BUILT = pathlib.Path({str(tmp_path)!r}) / 'built'\n"
-        f"sys.argv[1:] = {options!r}\n"
         "runpy.run_module('ppfleetx.nn.cpu_ops', run_name='__main__')\n"
     )
     environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    done = programs.run([sys.executable, str(script), *options], timeout=60, env=environment, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert "no C++ compiler was found" in (done.stdout if options else done.stderr)
     assert "Traceback" not in done.stderr

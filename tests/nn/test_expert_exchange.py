@@ -4,15 +4,7 @@ import numpy as np
 import pytest
 
 from ppfleetx.nn.expert_exchange import sorted_by_expert
-from tests.helpers.ranks import Pools
 from tests.nn.expert_exchange import ROUTES
-
-
-@pytest.fixture(scope="module")
-def pools():
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def test_order_by_expert():

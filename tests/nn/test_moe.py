@@ -136,6 +136,9 @@ def test_active_parameters():
     )
     assert round(parameter_count(cfg) / 1e9, 1) == 46.7
     assert round(active_count(cfg) / 1e9, 1) == 12.9
+    adapted = cfg.model_copy(update={"lora": LoraConfig(rank=8)})
+    used, added = (count(adapted) - count(cfg) for count in (active_count, parameter_count))
+    assert 0 < used < added  # those of idle experts are idle
     assert model_spec(cfg).metrics == ("balance_loss", "router_entropy")
 
 

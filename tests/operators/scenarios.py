@@ -18,8 +18,9 @@ from itertools import cycle, product
 from typing import Any
 
 from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
+from tests.helpers.ranks import fields_of
 from tests.operators.options import OPTIONS, Option
-from tests.parity.comparison import fields_of, micro_batch_size_of
+from tests.parity.comparison import micro_batch_size_of
 from tests.parity.training import MODELS, SEQ_LEN
 
 CASES = "tests.operators.cases:"

@@ -37,7 +37,8 @@ def write_runs(directory: Path, small: Iterable[str] = ()) -> dict[str, Path]:
 
 def _quantized(directory: Path, style: str, way: str) -> Path:
     """A quantised model of widths that the GPU's kernel of 8-bit weights takes."""
-    from ppfleetx.commands.quantize import Quantize, quantize
+    from ppfleetx.commands.checkpoint_verbs import Quantize
+    from ppfleetx.commands.quantize import quantize
     from tests.compress.runs import MODELS, write_run
 
     place, source = directory / f"{style} {way}", directory / f"{style} wide"

@@ -7,11 +7,11 @@ import pytest
 
 from ppfleetx.config.plan import ParallelPlan
 from tests.helpers.low_precision import emulated
+from tests.helpers.ranks import fields_of
 from tests.operators import table
 from tests.operators.options import OPTIONS
 from tests.operators.scenarios import CASES, PRECISIONS, everything, few, plans
 from tests.operators.table import arguments_of, unknown, write_runs
-from tests.parity.comparison import fields_of
 
 CURE = "python -m tests.operators table, and docs/gpu.md"
 

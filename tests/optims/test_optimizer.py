@@ -17,7 +17,7 @@ from ppfleetx.optims.adamw import AdamW
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.grad_clip import scale_to_norm, squared_norm
 from ppfleetx.optims.groups import decays
-from ppfleetx.optims.rule import SGD, Group, Rule, StateSpec, UpdateRule
+from ppfleetx.optims.rule import SGD, Group, ParamView, Rule, StateSpec, UpdateRule
 from ppfleetx.optims.schedules import build_schedule
 
 SHAPES = {
@@ -299,3 +299,23 @@ def test_an_optimizer_of_ones_own_is_what_it_was_registered_as(monkeypatch, part
     OPTIMIZERS.register("Own", part)
     with pytest.raises(ConfigError, match=r"Optimizer\.name = 'Own': .*" + re.escape(said)):
         build_optimizer(section(name="Own"), make_params())
+
+
+def test_the_example_adafactor_is_its_formula(monkeypatch):
+    monkeypatch.setattr(OPTIMIZERS, "_entries", {**OPTIMIZERS._entries})
+    from examples.adafactor import Adafactor
+
+    rng = np.random.default_rng(0)
+    value, rows, columns = rng.normal(0, 0.02, (6, 4)), 0.0, 0.0
+    own, square = paddle.to_tensor(value), paddle.zeros([6, 4], "float64")
+    for step in range(4):
+        gradient = rng.normal(0, 10.0 ** rng.integers(-3, 1), (6, 4))
+        beta = 0.99 if step else 0.0
+        rows = beta * rows + (1 - beta) * (gradient**2).mean(1)
+        columns = beta * columns + (1 - beta) * (gradient**2).mean(0)
+        change = gradient / np.sqrt(np.outer(rows, columns) / columns.mean())
+        size = max(1e-3, np.sqrt((value**2).mean())) / max(1.0, np.sqrt((change**2).mean()))
+        value = value - 0.1 * (0.5 * value + size * change)
+        view = ParamView("w", None, own, paddle.to_tensor(gradient), {"square": square})
+        Adafactor(section(beta2=0.99)).update([view], lr=0.1, weight_decay=0.5)
+        np.testing.assert_allclose(own.numpy(), value, rtol=1e-9)

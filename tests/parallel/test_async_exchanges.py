@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
-from tests.parity.comparison import fields_of
 from tests.parity.training import CONFIG, GLOBAL_BATCH
 
 REDUCES = {"Distributed.mp_async_allreduce": True}
@@ -21,7 +19,6 @@ GATHERS = {**SCATTERS, "Distributed.recompute_allgather": True}
 ADAPTERS = {"Model.lora.rank": 2}
 CHUNKS = {"Model.loss_chunks": 3}
 RECOMPUTES = {"Model.use_recompute": True, "Model.hidden_dropout_prob": 0.1}
-SEQUENCE = ["Distributed.mp_degree=2", "Model.sequence_parallel=True"]
 VIRTUAL = ["Distributed.pp_degree=2", "Model.virtual_pp_degree=2", "Model.num_layers=4"]
 # With biases the product must not be rounded before they are added.
 HALVES = [
@@ -58,13 +55,6 @@ def test_what_is_sent_stays_until_it_has_arrived(monkeypatch: pytest.MonkeyPatch
     assert waited == [before + 4096] and held() == before
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
 @pytest.mark.parametrize(
     ("plan", "model", "extra", "keys"),
     [
@@ -81,11 +71,10 @@ def pools() -> Iterator[Pools]:
     ids=str,
 )
 def test_no_bit_changes(pools: Pools, plan: Plan, model: str, extra: dict, keys: list[dict]) -> None:
-    ranks = pools(plan.world_size).run(
+    ranks = pools.run(
+        plan,
         "tests.parallel.two_schedules:with_keys",
         timeout=180.0,
-        plan=fields_of(plan),
-        world_size=plan.world_size,
         model=model,
         extra={"Model.num_layers": 2, **extra},
         keys=[{}, *keys],
@@ -127,11 +116,10 @@ def test_options_of_a_product_take_effect_together(
 ) -> None:
     """In every product with a weight that trains, head included; and the log names what is taken."""
     for place, rank in enumerate(
-        pools(2).run(
+        pools.run(
+            plan,
             "tests.parallel.two_schedules:uses",
             timeout=180.0,
-            plan=fields_of(plan),
-            world_size=2,
             extra={"Model.num_layers": 2, **extra},
         )
     ):

@@ -1,46 +1,89 @@
 """Data that leave a layer out on some ranks, in some micro batches, change nothing about what is sent."""
 
+from __future__ import annotations
+
+import functools
+from functools import partial
+from typing import Any
+
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import fields_of
+from tests.parity.training import build, take_step
 
-TRAIN = "tests.parallel.conditional:train"
+TRAIN = "tests.parallel.test_conditional:train"
+
+
+RANKS = [Plan(dp=2), *(Plan(sharding=2, sharding_stage=stage) for stage in (1, 2, 3))]
+
+
+@pytest.fixture(scope="module")
+def on_one_card(comparison):
+    """Losses and gradient norms of a model, by its name."""
+    return functools.cache(lambda name: comparison.pools.run(Plan(), TRAIN, micro_batch_size=1, name=name)[0])
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("name", "plan"),
     [
-        Plan(dp=2),
-        Plan(sharding=2),
-        Plan(sharding=2, sharding_stage=2),
-        Plan(sharding=2, sharding_stage=3),
-        Plan(pp=2, sharding=2, sharding_stage=3, pp_schedule="zb_h1"),
+        *(("ConditionalGPT", plan) for plan in RANKS),
+        ("ConditionalGPT", Plan(pp=2, sharding=2, sharding_stage=3, pp_schedule="zb_h1")),
+        ("WideGPT", Plan(sharding=2, sharding_stage=2)),
+        ("WideGPT", Plan(pp=2, sharding=2, sharding_stage=2)),
     ],
     ids=str,
 )
-def test_a_layer_that_only_some_batches_use(comparison, plan):
-    (one,) = comparison.pools(1).run(TRAIN, plan={}, world_size=1, micro_batch_size=1)
-    size = plan.world_size
-    ranks = comparison.pools(size).run(TRAIN, plan=fields_of(plan), world_size=size, micro_batch_size=1)
+def test_plans_give_what_one_card_gives(comparison, on_one_card, name, plan):
+    """A layer that only some batches use, and a weight whose gradient comes after that of the input."""
+    ranks = comparison.pools.run(plan, TRAIN, micro_batch_size=1, name=name)
     assert all(rank == ranks[0] for rank in ranks)
-    for found, expected in zip(ranks[0], one, strict=True):
+    for found, expected in zip(ranks[0], on_one_card(name), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(sharding=2, sharding_stage=2),
-        Plan(pp=2, sharding=2, sharding_stage=2),
-    ],
-    ids=str,
-)
-def test_a_weight_whose_gradient_comes_after_that_of_the_input(comparison, plan):
-    options = {"micro_batch_size": 1, "name": "WideGPT"}
-    (one,) = comparison.pools(1).run(TRAIN, plan={}, world_size=1, **options)
-    ranks = comparison.pools(plan.world_size).run(
-        TRAIN, plan=fields_of(plan), world_size=plan.world_size, **options
-    )
-    for found, expected in zip(ranks[0], one, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+# -- in the ranks
+
+
+def train(
+    plan: dict[str, Any], world_size: int, micro_batch_size: int, name: str = "ConditionalGPT"
+) -> list[list[float]]:
+    """Loss and gradient norm of four steps."""
+    import paddle
+
+    from ppfleetx.config.registries import ARCHITECTURES
+    from ppfleetx.models.gpt.layers import Block
+    from ppfleetx.models.gpt.stages import gpt_stages
+    from ppfleetx.nn.init import Normal
+
+    class Wide(Block):
+        """Its first product has a weight that goes through float64: the gradient of the block's input there
+        before the weight's."""
+
+        def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
+            super().__init__(factory, spec, **arguments)
+            size = spec.hidden_size
+            self.extra = factory.whole_linear(size, size, init=Normal(0.1), bias=False, of_trunk=True)
+
+        def transform(self, hidden: Any, *arguments: Any) -> Any:
+            weight = (self.extra.weight.astype("float64") * 1.0).astype(hidden.dtype)
+            return super().transform(hidden + hidden @ weight, *arguments)
+
+    class Conditional(Block):
+        def __init__(self, factory: Any, spec: Any, **arguments: Any) -> None:
+            super().__init__(factory, spec, **arguments)
+            size = spec.hidden_size
+            self.extra = factory.whole_linear(size, size, init=Normal(0.1), bias=True, of_trunk=True)
+
+        def transform(self, hidden: Any, *arguments: Any) -> Any:
+            hidden = super().transform(hidden, *arguments)
+            used = (hidden[:, :, :1].sum(0, keepdim=True) > 0).astype(hidden.dtype)
+            return hidden + self.extra(hidden) * used if used.any() else hidden
+
+    for known, block in (("ConditionalGPT", Conditional), ("WideGPT", Wide)):
+        if known not in ARCHITECTURES.names():
+            ARCHITECTURES.register(known, partial(gpt_stages, block=block))
+    with paddle.utils.unique_name.guard():
+        extra = {"Model.name": name, "Model.num_layers": 4}
+        cfg, ctx, runner = build(plan, world_size, "gpt", "sgd", micro_batch_size, extra)
+        steps = [take_step(runner, step, cfg, ctx) for step in range(4)]
+    return [[one.loss, one.grad_norm] for one in steps]

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
 
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
-from tests.parity.comparison import fields_of
 from tests.parity.training import GLOBAL_BATCH
 
 MICRO_BATCHES = 8
 STAGES = 4
 STEP = {"prev": -1, "next": 1}
 Start = tuple[str, str]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def left_over(logs: list[list[Start]], *, one_queue: bool) -> dict[tuple[int, int], list[Start]]:
@@ -65,11 +56,10 @@ def test_all_messages_meet(pools: Pools, schedule: str, overlaps: bool) -> None:
     """Without ``overlap_p2p_comm`` even if a rank does one thing at a time; with it, as NCCL does, in order
     for each pair."""
     plan = Plan(pp=STAGES, pp_schedule=schedule)
-    logs = pools(STAGES).run(
+    logs = pools.run(
+        plan,
         "tests.parallel.message_log:starts",
         timeout=180.0,
-        plan=fields_of(plan),
-        world_size=STAGES,
         micro_batch_size=GLOBAL_BATCH // MICRO_BATCHES,
         extra={"Model.num_layers": STAGES, "Distributed.overlap_p2p_comm": overlaps},
     )

@@ -13,7 +13,6 @@ from ppfleetx.nn.param_spec import dense
 from ppfleetx.nn.stage import declare
 from ppfleetx.parallel.grad_sync import GradientSync
 from ppfleetx.parallel.overlap import Bucket, BucketSums, cut
-from tests.parity.comparison import TRAIN, fields_of
 
 LAYERS = 6
 
@@ -191,10 +190,7 @@ def test_overlap_changes_no_bit(comparison, plan):
     def run(overlaps):
         keys = ("reduce_overlap", "broadcast_overlap")
         extra = {"Model.num_layers": 2, **{f"Distributed.sharding.{key}": overlaps for key in keys}}
-        arguments = {"plan": fields_of(plan), "world_size": 2, "model": "gpt", "optimizer": "adamw"}
-        return comparison.pools(2).run(
-            TRAIN, **arguments, micro_batch_size=4, weights_dir=None, steps=3, extra=extra
-        )
+        return comparison.run_plan(plan, "gpt", "adamw", 4, steps=3, extra=extra)
 
     overlapped, at_the_end = run(True), run(False)
     assert overlapped == at_the_end
@@ -214,19 +210,9 @@ def test_overlap_changes_no_bit(comparison, plan):
 def test_what_is_updated_begins_where_vectors_may(comparison, plan):
     """Kernels of many tensors load vectors without looking; sums have moved gradients into flat tensors."""
     sizes = {"Model.num_layers": 2, "Model.hidden_size": 20, "Model.ffn_hidden_size": 36}
-    ranks = comparison.pools(plan.world_size).run(
-        "tests.parity.training:misaligned", plan=fields_of(plan), world_size=plan.world_size, sizes=sizes
-    )
+    ranks = comparison.pools.run(plan, "tests.parity.training:misaligned", sizes=sizes)
     for rank in ranks:
         assert rank["given"] and rank["misaligned"] == []
-
-
-@pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_pipelines_send_by_stage(comparison, model):
-    """dp beside pp, with micro batches and recomputation: equal to one card."""
-    extra = {"Model.num_layers": 2, "Model.use_recompute": True}
-    found = comparison.run(Plan(dp=2, pp=2), model, "sgd", extra=extra)
-    assert found.worst <= 1e-5, str(found)
 
 
 def test_partial_gradients_wait_for_the_sum_over_tensor_ranks():

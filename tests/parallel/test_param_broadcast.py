@@ -1,6 +1,10 @@
 """Stages 1 and 2: values of an update leave in the order of the forward pass, and readers wait."""
 
+from __future__ import annotations
+
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import paddle
 import pytest
@@ -8,7 +12,7 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.parallel import param_broadcast
 from ppfleetx.parallel.param_broadcast import NewValues
-from tests.parity.comparison import fields_of
+from tests.helpers.ranks import fields_of
 
 GROUP = SimpleNamespace(id=1, rank=1, nranks=2, ranks=[0, 1])
 
@@ -56,7 +60,7 @@ def test_whoever_reads_after_a_step_gets_the_new_values(comparison, stage):
     """With messages that bring nothing before somebody waits for them."""
     plan = fields_of(Plan(sharding=2, sharding_stage=stage))
     run = lambda overlaps: comparison.pools(2).run(  # noqa: E731
-        "tests.parallel.readers:read_after_steps", plan=plan, overlaps=overlaps
+        "tests.parallel.test_param_broadcast:read_after_steps", plan=plan, overlaps=overlaps
     )
     overlapped, waited = run(True), run(False)
     assert overlapped == waited
@@ -67,6 +71,130 @@ def test_whoever_reads_after_a_step_gets_the_new_values(comparison, stage):
 def test_what_a_step_reads_waits_for_no_new_values(comparison, stage):
     """Else a GPU would have them all before the forward pass begins, and overlap would be a word."""
     plan = fields_of(Plan(sharding=2, sharding_stage=stage))
-    target = "tests.parallel.readers:under_way_between_steps"
+    target = "tests.parallel.test_param_broadcast:under_way_between_steps"
     for updated, read in comparison.pools(2).run(target, plan=plan):
         assert min(updated) > 0 and read == updated
+
+
+# -- in the ranks
+
+
+def read_after_steps(plan: dict[str, Any], overlaps: bool) -> dict[str, list[float]]:
+    """What each reader finds; a broadcast brings nothing to its tensor before somebody waits for it."""
+    import paddle
+    from paddle import distributed
+
+    from ppfleetx.core.engine.saving import Saver
+    from ppfleetx.generation.session import NextTokenModel
+    from ppfleetx.resilience.flight_recorder import RECORD
+    from tests.parity.training import VOCAB, build, micro_batches, take_step
+
+    send = distributed.broadcast
+
+    def late(tensor: paddle.Tensor, src: int, group: Any = None, sync_op: bool = True) -> Any:
+        arrived = tensor.clone()
+        task = send(arrived, src, group=group, sync_op=sync_op)
+        is_mine = distributed.get_rank() == src
+
+        def wait() -> None:
+            task.wait()
+            with paddle.no_grad():
+                if not is_mine:
+                    paddle.assign(arrived, tensor)
+
+        if sync_op:
+            wait()
+        return SimpleNamespace(wait=wait)
+
+    def logits(model: Any, batch: dict[str, paddle.Tensor]) -> paddle.Tensor:
+        return model(batch["tokens"])
+
+    def total(tensors: Any) -> list[float]:
+        return [float(tensor.astype("float64").abs().sum()) for tensor in tensors]
+
+    extra = {"Model.num_layers": 2, "Distributed.sharding.broadcast_overlap": overlaps}
+    with paddle.utils.unique_name.guard(), mock.patch.object(distributed, "broadcast", late):
+        cfg, ctx, runner = build(plan, 2, "gpt", "adamw", 4, extra)
+        batches = micro_batches(9, cfg, ctx)
+        saver = SimpleNamespace(_trained_alone=False)
+        readers = {
+            "parameters": lambda: total(p for _, p in runner.named_parameters()),
+            "evaluation": lambda: list(runner.eval_step(batches)),
+            "computation": lambda: [float(abs(a).sum()) for a in runner.compute(logits, batches)],
+            "checkpoint": lambda: [_sum(s.data) for s in Saver._tensors(saver, runner)],
+        }
+        if plan.get("sharding_stage", 1) < 3:  # of stage 3 no rank has the values
+            readers["generation"] = lambda: total([NextTokenModel(runner.model, VOCAB).head_matrix])
+            readers["model"] = lambda: total(runner.model.parameters())
+        found = {}
+        for step, (name, read) in enumerate(readers.items()):
+            take_step(runner, step, cfg, ctx)
+            sent = [call for call in RECORD.calls if call.operation == "broadcast"]
+            assert sent and all(call.task is not None for call in sent), "the hang report knows them"
+            found[name] = read()
+        runner.finish_update()
+    return found
+
+
+def under_way_between_steps(plan: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Messages of new values that nobody has waited for: after each update, and when the ranks have told each
+    other what they read for the next step.
+
+    On what pretends to be a GPU: ``Tensor.numpy`` waits for all streams, and pinned memory holds nothing
+    before an event behind its copy has been waited for.
+    """
+    import paddle
+    from paddle.base import core
+
+    from ppfleetx.core.engine.rank_consistency import Watch
+    from ppfleetx.distributed import transfer
+    from ppfleetx.resilience.stop_request import StopRequest
+    from tests.parity.training import build, micro_batches, take_step
+
+    copies: list[tuple[paddle.Tensor, paddle.Tensor]] = []
+    pinned: set[int] = set()
+    to_numpy = paddle.Tensor.numpy
+
+    def copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
+        copies.append((tensor, paddle.zeros_like(tensor)))
+        pinned.add(id(copies[-1][1]))
+        return copies[-1][1]
+
+    class Event:
+        def __init__(self) -> None:
+            self.behind = len(copies)
+
+        def query(self) -> bool:
+            for tensor, copy in copies[: self.behind]:
+                paddle.assign(tensor, copy)
+            return True
+
+    cfg, ctx, runner = build(plan, 2, "gpt", "adamw", 4, {"Model.num_layers": 2, "Engine.checks": "cheap"})
+    values = runner._sync._values
+
+    def numpy(tensor: paddle.Tensor) -> Any:
+        if id(tensor) not in pinned:
+            values.finish()
+        return to_numpy(tensor)
+
+    watch, counts = Watch(cfg, ctx, 1e6, runner.count), ([], [])
+    with (
+        mock.patch.object(transfer, "on_card", lambda: True),
+        mock.patch.object(core.Place, "is_cpu_place", lambda _: False),
+        mock.patch.object(transfer, "_queue", paddle.to_tensor),
+        mock.patch.object(transfer, "queue_copy_to_host", copy_to_host),
+        mock.patch.object(transfer, "recorded_event", Event),
+        mock.patch.object(paddle.Tensor, "numpy", numpy),
+    ):
+        for step in range(2):
+            take_step(runner, step, cfg, ctx)
+            counts[0].append(len(values._tasks) + len(values._packed))
+            stop = watch.before_step(micro_batches(step + 1, cfg, ctx), None, StopRequest(), step + 1)
+            assert not stop and watch.counts[0] > 1, "what was read is not what was sent"
+            counts[1].append(len(values._tasks) + len(values._packed))
+    runner.finish_update()
+    return counts
+
+
+def _sum(data: Any) -> float:
+    return float(abs(data() if callable(data) else data).sum())

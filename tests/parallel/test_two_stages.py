@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,23 +10,14 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
 from tests.parallel.message_log import Messages
-from tests.parity.comparison import fields_of
 from tests.parity.training import GLOBAL_BATCH
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
 
 
 def logs(pools: Pools, chunks: int, micro_batches: int, **more: bool) -> list[Messages]:
     plan = Plan(pp=2, virtual_pp_degree=chunks)
-    return pools(2).run(
+    return pools.run(
+        plan,
         "tests.parallel.message_log:messages",
-        plan=fields_of(plan),
-        world_size=2,
         micro_batch_size=GLOBAL_BATCH // micro_batches,
         **more,
     )

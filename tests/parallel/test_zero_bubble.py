@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import paddle
 import pytest
 
@@ -12,23 +10,14 @@ from ppfleetx.config.schedules import Pass, zero_bubble_order
 from ppfleetx.nn.matmul import Matmul
 from tests.helpers.ranks import Pools
 from tests.parallel.test_async_exchanges import HALVES
-from tests.parity.comparison import fields_of
 from tests.parity.training import GLOBAL_BATCH
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
 def compare(pools: Pools, plan: Plan, model: str, **extra: object) -> list[dict]:
-    return pools(plan.world_size).run(
+    return pools.run(
+        plan,
         "tests.parallel.two_schedules:compare",
         timeout=180.0,
-        plan=fields_of(plan),
-        world_size=plan.world_size,
         model=model,
         micro_batch_size=max(1, GLOBAL_BATCH // plan.data_size // (2 * plan.pp)),
         extra={"Model.num_layers": plan.pp, **extra},

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
 from tests.helpers.ranks import Pools, RanksFailedError
 from tests.parity import experts, pruned, qat
-from tests.parity.comparison import TOLERANCE, Comparison
+from tests.parity.comparison import BFLOAT16_TOLERANCE, IN_BFLOAT16, TOLERANCE, Comparison
 from tests.parity.training import MODELS, SEQ_LEN, SIZES
 
 _MOST_OF = {"mixed": 4, "latent": 4}
@@ -71,8 +71,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sizes", nargs="*", type=int, default=[1, 2, 4, 8])
     parser.add_argument("-m", "--models", nargs="+", default=[*MODELS, "qat", "pruned", "resume"])
+    parser.add_argument(
+        "-d", "--dtype", choices=["float32", "bfloat16"], default="float32", help="of products with weights"
+    )
     parser.add_argument("-k", "--keyword", default="", help="only plans whose text contains this")
     arguments = parser.parse_args()
+    low = arguments.dtype == "bfloat16"
+    more = {"extra": IN_BFLOAT16, "tolerance": BFLOAT16_TOLERANCE} if low else {}
+    if low:  # the rows of quantisation, pruning and resumption are in float32
+        arguments.models = [model for model in arguments.models if model in MODELS]
     failures = total = 0
     pools = Pools()
     with tempfile.TemporaryDirectory() as directory:
@@ -84,7 +91,7 @@ def main() -> int:
                 for plan in plans_of(model, size):
                     if arguments.keyword in str(plan):
                         total += 1
-                        failures += not report(comparison, plan, model)
+                        failures += not report(comparison, plan, model, **more)
         for plan, form, model in qat.rows() if "qat" in arguments.models else ():
             if plan.world_size in arguments.sizes and arguments.keyword in f"{plan}, {form}":
                 total += 1
@@ -100,11 +107,20 @@ def main() -> int:
                 total += 1
                 failures += not report_resumed(comparison, pair, Path(directory) / f"resumed_{total}")
         pools.close()
-    print(f"{total - failures} of {total} plans equal one card within {TOLERANCE:g}")
+    tolerance = BFLOAT16_TOLERANCE if low else TOLERANCE
+    print(f"{total - failures} of {total} plans equal one card within {tolerance:g}")
     return 1 if failures else 0
 
 
-def report(comparison: Comparison, plan: ParallelPlan, model: str, form: str = "", **more: Any) -> bool:
+def report(
+    comparison: Comparison,
+    plan: ParallelPlan,
+    model: str,
+    form: str = "",
+    *,
+    tolerance: float = TOLERANCE,
+    **more: Any,
+) -> bool:
     """Run one plan with both optimizers, print its line, say whether it passed."""
     started, what = time.monotonic(), f"{plan}, {form}" if form else str(plan)
     try:
@@ -112,7 +128,7 @@ def report(comparison: Comparison, plan: ParallelPlan, model: str, form: str = "
     except (RanksFailedError, AssertionError) as error:
         print(f"FAILED  {model:5} {what}\n{error}", flush=True)
         return False
-    passed = max(adamw.first, sgd.first) == 0 and max(adamw.worst, sgd.worst) <= TOLERANCE
+    passed = max(adamw.first, sgd.first) == 0 and max(adamw.worst, sgd.worst) <= tolerance
     worst = f"adamw: {adamw}; sgd: {sgd}" if not passed else f"{max(adamw.worst, sgd.worst):.1e}"
     took = time.monotonic() - started
     print(f"{'passed' if passed else 'FAILED':7} {model:5} {what}: {worst} ({took:.1f} s)", flush=True)

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.helpers.ranks import Pools, RanksFailedError
+from tests.helpers.ranks import Pools, RanksFailedError, fields_of
 from tests.parity import pruned, training
-from tests.parity.comparison import TOLERANCE, fields_of, micro_batch_size_of
+from tests.parity.comparison import TOLERANCE, micro_batch_size_of
 
 MIXED = "Engine.mix_precision."
 TYPES = ("float32", "O1", "O2")
@@ -382,11 +382,10 @@ class Comparison:
         return self._references[key]
 
     def _run(self, pair: Pair, plan: Plan, evidence: list[str]) -> list[dict[str, Any]]:
-        return self._pools(plan.world_size).run(
+        return self._pools.run(
+            plan,
             "tests.parity.option_pairs:train",
             timeout=180.0,
-            plan=fields_of(plan),
-            world_size=plan.world_size,
             micro_batch_size=micro_batch_size_of(plan),
             extra=pair.keys(self._place_of_teacher(pair), one_card=plan.world_size == 1),
             evidence=evidence,

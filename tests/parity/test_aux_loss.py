@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.helpers.ranks import Pools, RanksFailedError
-from tests.parity.comparison import TOLERANCE, Comparison, fields_of, micro_batch_size_of
+from tests.helpers.ranks import Pools, RanksFailedError, fields_of
+from tests.parity.comparison import TOLERANCE, Comparison, micro_batch_size_of
 from tests.parity.training import build, global_batch, take_step
 
 SMALL = {"Model.num_layers": 4}
@@ -137,11 +137,10 @@ def _register_three() -> None:
 
 
 def run(pools: Pools, plan: Plan, extra: dict[str, Any], **more: Any) -> list[list[list[float]]]:
-    return pools(plan.world_size).run(
+    return pools.run(
+        plan,
         "tests.parity.test_aux_loss:train",
         timeout=120.0,
-        plan=fields_of(plan),
-        world_size=plan.world_size,
         micro_batch_size=micro_batch_size_of(plan),
         extra=extra,
         **more,

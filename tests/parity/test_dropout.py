@@ -3,45 +3,26 @@
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import TOLERANCE, fields_of
+from tests.parity.comparison import TOLERANCE
+from tests.parity.test_plans import ALIKE, DROPOUT
 
-DROPOUT = {"Model.hidden_dropout_prob": 0.2, "Model.attention_probs_dropout_prob": 0.2}
 FOUR_LAYERS = {**DROPOUT, "Model.num_layers": 4}
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(pp=2),
-        Plan(pp=4, virtual_pp_degree=2),
-        Plan(pp=2, virtual_pp_degree=2),
-        Plan(pp=2, pp_layers=(3, 5)),
-    ],
-    ids=str,
-)
-def test_a_pipeline_drops_what_one_card_drops(comparison, plan):
-    sizes = {"micro_batch_size": 4, "reference_micro_batch_size": 4}
-    difference = comparison.run(plan, "gpt", "sgd", extra=DROPOUT, steps=2, **sizes)
-    assert difference.worst <= TOLERANCE, difference
 
 
 @pytest.mark.parametrize("granularity", ["full", "core_attn"])
 def test_recomputation_drops_the_same(comparison, granularity):
     """In the pipeline, where other micro batches run between a forward pass and its recomputation."""
     recompute = {"Model.use_recompute": True, "Model.recompute_granularity": granularity}
-    sizes = {"micro_batch_size": 4, "reference_micro_batch_size": 4}
     reference, _ = comparison.reference("gpt", "sgd", 4, extra=FOUR_LAYERS, steps=2)
     again, _ = comparison.reference("gpt", "sgd", 4, extra={**FOUR_LAYERS, **recompute}, steps=2)
     assert again["loss"] == pytest.approx(reference["loss"], rel=TOLERANCE)
-    difference = comparison.run(
-        Plan(pp=2), "gpt", "sgd", extra={**FOUR_LAYERS, **recompute}, steps=2, **sizes
-    )
-    assert difference.worst <= TOLERANCE, difference
+    comparison.check(Plan(pp=2), extra={**FOUR_LAYERS, **recompute}, **ALIKE)
 
 
 def masks(comparison, plan: Plan) -> list[list[dict[str, str]]]:
-    return comparison.pools(plan.world_size).run(
-        "tests.parity.training:dropout_masks", plan=fields_of(plan), world_size=plan.world_size
+    return comparison.pools.run(
+        plan,
+        "tests.parity.training:dropout_masks",
     )
 
 

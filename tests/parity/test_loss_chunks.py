@@ -7,37 +7,17 @@ import pytest
 from paddle.base import core
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import TOLERANCE
-
-SMALL = {"Model.num_layers": 2}
-# 3 does not divide the 16 positions; a sequence-parallel or sep rank has 8.
-PIECES = {**SMALL, "Model.loss_chunks": 3}
-PLANS = [
-    ("gpt", Plan(mp=2, sequence_parallel=True)),
-    ("llama", Plan(mp=2)),
-    ("gpt", Plan(pp=2)),
-    ("llama", Plan(sep=2)),
-    ("gpt", Plan(sharding=2, sharding_stage=3)),
-    ("llama", Plan(sharding=2, sharding_stage=3)),
-]
+from tests.parity.test_plans import CHUNKS, SMALL
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_pieces_give_the_numbers_of_whole_logits(comparison, model):
     """Tied and untied heads, in training and in evaluation."""
     whole, _ = comparison.reference(model, "sgd", 8, extra=SMALL)
-    pieces, _ = comparison.reference(model, "sgd", 8, extra=PIECES)
+    pieces, _ = comparison.reference(model, "sgd", 8, extra=CHUNKS)
     assert pieces["loss"] != whole["loss"], "nothing was cut"
     assert pieces["loss"] == pytest.approx(whole["loss"], rel=1e-6)
     assert pieces["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-6)
-
-
-@pytest.mark.parametrize(("model", "plan"), PLANS, ids=str)
-def test_pieces_under_a_plan(comparison, model, plan):
-    found = comparison.run(plan, model, "sgd", extra=PIECES)
-    assert found.first == 0.0
-    assert found.worst <= TOLERANCE, str(found)
 
 
 @pytest.mark.parametrize("tied", [True, False])

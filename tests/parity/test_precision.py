@@ -9,7 +9,7 @@ import math
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
-from tests.parity.comparison import fields_of, micro_batch_size_of
+from tests.parity.comparison import micro_batch_size_of
 
 PLANS = [Plan(dp=2), Plan(mp=2), Plan(mp=2, sequence_parallel=True), Plan(pp=2), Plan(sharding=2)]
 SMALL = {"Model.num_layers": 2}
@@ -23,11 +23,10 @@ FROM_ABOVE = {"dtype": "float16", "scale_loss": 2.0**24, "hysteresis": 1}
 @pytest.fixture
 def run(comparison):
     """Results of a run by rank; those of one card are kept."""
-    return lambda plan, mix_precision, micro_batch_size=0, **more: comparison.pools(plan.world_size).run(
+    return lambda plan, mix_precision, micro_batch_size=0, **more: comparison.pools.run(
+        plan,
         "tests.parity.low_precision:train",
         timeout=120.0,
-        plan=fields_of(plan),
-        world_size=plan.world_size,
         micro_batch_size=micro_batch_size or micro_batch_size_of(plan),
         mix_precision=mix_precision,
         **{**more, "extra": {**SMALL, **more.get("extra", {})}},
@@ -154,10 +153,9 @@ def test_bfloat16_has_no_scale_and_skips_nothing(run):
 def test_the_start_takes_little_more_than_what_is_kept(comparison, plan):
     """The float32 values of one parameter, or one stage of layers as they are made."""
     sizes = {"hidden_size": 64, "num_layers": 4, "ffn_hidden_size": 256}
-    results = comparison.pools(plan.world_size).run(
+    results = comparison.pools.run(
+        plan,
         "tests.parity.low_precision:start",
-        plan=fields_of(plan),
-        world_size=plan.world_size,
         extra={f"Model.{key}": value for key, value in sizes.items()},
     )
     for result in results:

@@ -5,7 +5,7 @@ import pytest
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.helpers.ranks import Pools
 from tests.parity import pruned
-from tests.parity.comparison import TOLERANCE, Comparison, fields_of, micro_batch_size_of
+from tests.parity.comparison import TOLERANCE, Comparison, micro_batch_size_of
 
 SCHEDULE = "along a schedule"
 CHOICE = [
@@ -26,9 +26,7 @@ def comparison(tmp_path_factory):
 
 @pytest.mark.parametrize(("plan", "model"), CHOICE, ids=str)
 def test_losses_gradients_and_weights(comparison, plan, model):
-    found = comparison.run(plan, model, "sgd", extra=pruned.FORMS[SCHEDULE])
-    assert found.first == 0
-    assert found.worst <= TOLERANCE, str(found)
+    comparison.check(plan, model, extra=pruned.FORMS[SCHEDULE])
 
 
 PART = {
@@ -48,11 +46,10 @@ def test_plans_change_at_each_resumption(comparison, tmp_path):
 @pytest.mark.parametrize("plan", [Plan(), Plan(mp=2), Plan(sharding=2, sharding_stage=2)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_master_weights_stay_zero_too(comparison, plan, dtype):
-    results = comparison.pools(plan.world_size).run(
+    results = comparison.pools.run(
+        plan,
         "tests.parity.pruned:train_in_16_bits",
         timeout=120.0,
-        plan=fields_of(plan),
-        world_size=plan.world_size,
         micro_batch_size=micro_batch_size_of(plan),
         mix_precision={"dtype": dtype, "level": "O2", "scale_loss": 1024.0},
         extra={**pruned.FORMS[SCHEDULE], "Model.num_layers": 4},

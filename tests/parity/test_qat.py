@@ -1,25 +1,10 @@
-"""Quantisation-aware training equals one card; ``make parity`` runs all plans of tests/parity/qat.py."""
+"""Quantisation-aware training that goes from plan to plan; ``test_plans.py`` has plans one by one."""
 
 import pytest
 
 from ppfleetx.config.plan import ParallelPlan as Plan
 from tests.parity import qat
 from tests.parity.comparison import TOLERANCE
-
-CHOICE = [
-    (Plan(mp=2, sequence_parallel=True), "PACT"),
-    (Plan(mp=2, sep=2), "per channel, each token"),
-    (Plan(pp=2), "frozen embedding, 5 bits"),
-    (Plan(mp=2, sharding=2, sharding_stage=3), "per tensor, moving average"),
-    (Plan(sharding=2, sharding_stage=2), "PACT"),  # bounds are float32, weights are not
-]
-
-
-@pytest.mark.parametrize(("plan", "form"), CHOICE, ids=str)
-def test_losses_gradients_and_weights(comparison, plan, form):
-    found = comparison.run(plan, "gpt", "sgd", **qat.options(form))
-    assert found.first == 0
-    assert found.worst <= TOLERANCE, str(found)
 
 
 def test_scales_belong_to_the_model_and_go_from_plan_to_plan(comparison, tmp_path):

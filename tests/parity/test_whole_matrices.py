@@ -1,4 +1,4 @@
-"""Optimizers with groups, of which one needs whole matrices: Muon, and `examples/whole_matrix_rule.py`."""
+"""Optimizers that need whole matrices: Muon, and `examples/whole_matrix_rule.py` and `adafactor.py`."""
 
 import pytest
 
@@ -14,24 +14,29 @@ MUON = {
     "Optimizer.layer_decay": 0.9,
     "Model.hidden_act": "swiglu",
 }
+ADAFACTOR = {**OPTIMIZER, "Optimizer.name": "Adafactor"}
+PLANS = [
+    Plan(mp=2, sharding=2),
+    Plan(mp=2, sharding=2, sharding_stage=2, sequence_parallel=True),
+    Plan(sharding=2, sharding_stage=3),
+    Plan(pp=2, mp=2),
+]
 
 
 def train_part(**arguments):
+    import examples.adafactor
     import examples.whole_matrix_rule  # noqa: F401 registers the optimizer
 
     return training.train_part(**arguments)
 
 
-@pytest.mark.parametrize("optimizer", [OPTIMIZER, MUON], ids=["example", "Muon"])
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "optimizer"),
     [
-        Plan(mp=2, sharding=2),
-        Plan(mp=2, sharding=2, sharding_stage=2, sequence_parallel=True),
-        Plan(sharding=2, sharding_stage=3),
-        Plan(pp=2, mp=2),
+        *(pytest.param(plan, OPTIMIZER, id=f"example {plan}") for plan in PLANS),
+        *(pytest.param(plan, MUON, id=f"Muon {plan}") for plan in PLANS),
+        pytest.param(PLANS[0], ADAFACTOR, id=f"Adafactor {PLANS[0]}"),
     ],
-    ids=str,
 )
 def test_whole_matrices_move_as_on_one_card_and_a_run_resumes_bit_for_bit(
     comparison, tmp_path, plan, optimizer

@@ -32,6 +32,7 @@ from tests.planner.published import (
     time_errors,
 )
 from tests.planner.published_memory import PublishedMemory, bloom_memory, fleetx_memory, nanotron_memory
+from tests.planner.published_mixtures import MIXTURES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
 BEGIN, END = "<!-- accuracy: made by make planner-accuracy -->", "<!-- end of accuracy -->"
@@ -109,6 +110,9 @@ def published_rows() -> Iterable[str]:
             f"step time: MPT with fused attention on a node of {card}, rows not fitted", mpt_errors(card)
         )
     yield _row("step time: MindSpeed-Core-MS' 39B on 128 Ascend 910B, not fitted", [ascend_error()])
+    yield _row(
+        "step time: mixtures of experts on 64 and 128 H100s, not fitted", [one.error for one in MIXTURES]
+    )
     yield _row("memory: BLOOM's trials on A100s, rows not fitted", _judged(bloom_memory()))
     yield _row("memory: nanotron's plans on H100s, rows not fitted", _judged(nanotron_memory()))
     yield _row("memory: PaddleFleetX's 345M and 1.3B on a V100", [row.error for row in fleetx_memory()])

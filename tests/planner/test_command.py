@@ -109,6 +109,13 @@ def test_an_explained_plan_is_the_one_named(capsys):
         planned(capsys, "--explain", "dp=4", "--plan", "dp=4")
 
 
+def test_the_margin_of_memory_for_busy_experts_is_named(capsys):
+    words = ("--plan", "dp=2,ep=2", "--explain")
+    said = planned(capsys, *words, config="ppfleetx/configs/debug/gpt_moe_nano.yaml")
+    assert "memory is for a rank that gets 1.5 times the mean rows of its ep group" in said
+    assert "all of them are 2 times the mean" in said
+
+
 def test_the_best_interval_is_where_least_is_lost():
     """Young's formula is the first order of Daly's; nearby intervals lose more."""
     prediction = run_prediction(load_config(BIG), "gpu", load_card("A100-80GB"))

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from ppfleetx.commands.plan import Plan
+from ppfleetx.commands.train_verbs import Plan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.compress import CompressConfig
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
-from ppfleetx.planner.cards import card_names, load_card
+from ppfleetx.planner import card_names
+from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.job import EXPERT_IMBALANCE, Job, Precision, job_of, uses_flash
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster, all_reduce_seconds, group_of
@@ -238,6 +239,15 @@ def test_one_plan_as_json(capsys):
     assert found["parameters"] == 1_313_722_368
     assert 0 < found["mfu"] < 1
     assert found["plan"].startswith("dp=2,mp=2,pp=2")
+
+
+def test_states_of_each_optimizer():
+    card, found = load_card("A100-80GB"), {}
+    for name in ("AdamW", "Muon", "SGD"):
+        cfg = load_config(CONFIG, [f"Optimizer.name={name}"], world_size=8)
+        found[name] = job_of(cfg, card).moments
+    assert found["AdamW"] == 2 and found["SGD"] == 0
+    assert 1 < found["Muon"] < 2  # one for the matrices of the blocks, two for the rest
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (2, True), (3, False), (3, True)])

@@ -25,6 +25,7 @@ from tests.planner.published import (
     time_errors,
 )
 from tests.planner.published_memory import bloom_memory, fleetx_memory, nanotron_memory
+from tests.planner.published_mixtures import MIXTURES
 
 BOUNDS = {"korthikanti.csv": 0.07, "sc21.csv": 0.12, "megascale.csv": 0.10}
 
@@ -82,6 +83,12 @@ def test_a_plan_whose_time_is_less_certain_has_to_be_better_by_as_much(axes):
 def test_the_pages_table_is_up_to_date():
     missing = [row for row in published_rows() if row not in PAGE.read_text(encoding="utf-8")]
     assert not missing, "run make planner-accuracy"
+
+
+def test_mixtures_of_experts():
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(abs(one.error) <= 0.30 for one in MIXTURES)
+    assert not [one.row for one in MIXTURES if one.row not in page]
 
 
 def test_a_step_on_ascend_cards():

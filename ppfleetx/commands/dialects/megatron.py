@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> None:
 def train_translated(
     argv: Sequence[str], usage: str, translate: Callable[[list[str], int | None], Translation]
 ) -> None:
-    """Train as another toolkit's arguments say; with ``--check`` print the plan, with ``--help`` the usage.
+    """Train with another toolkit's arguments; with ``--check`` print the plan, with ``--help`` the usage.
 
     Args:
         argv: the arguments, ours among them (`own_arguments`).
@@ -79,7 +79,7 @@ def train_translated(
 
 
 def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
-    """Whether to check alone, the number of processes, and Megatron's arguments."""
+    """Whether only to check, the number of processes, and Megatron's arguments."""
     checks, world, rest = False, None, []
     words = iter(argv)
     for word in words:
@@ -133,7 +133,7 @@ def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
 def _gpt2_arguments(
     request: gpt2_sizes.Request, directory: Path, *, evaluates: bool
 ) -> tuple[list[str], RunConfig]:
-    """Arguments of ``pretrain_gpt.py`` and what they say; the DeepSpeed file goes into ``directory``."""
+    """The arguments of ``pretrain_gpt.py`` and their values; the DeepSpeed file goes into ``directory``."""
     config = directory / "ds_config.json"
     with atomic_write(config, "w") as file:
         file.write(gpt2_sizes.deepspeed_json(request))
@@ -143,7 +143,7 @@ def _gpt2_arguments(
 
 
 def _put_aside(output: Path) -> None:
-    """Rename the directory of an earlier run, so that nothing of it is lost."""
+    """Rename the directory of an earlier run, to keep it."""
     if not output.is_dir() or not any(output.iterdir()):
         return
     names = (output.with_name(f"{output.name}.{number}") for number in count(1))
@@ -231,7 +231,7 @@ def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
 
 @os_errors(DataError)
 def _text(output_dir: Path, extracted: Path) -> Path:
-    """The text in its usual place; where WikiExtractor has left parts of it, they are joined there."""
+    """The text in its usual place; parts written by WikiExtractor are joined there first."""
     text = output_dir / _TEXT
     if text.exists():
         return text
@@ -251,7 +251,7 @@ def _text(output_dir: Path, extracted: Path) -> Path:
 
 @os_errors(DataError)
 def _encode(text: Path, output_dir: Path, workers: int) -> str:
-    """Write the pair, whole or not at all; what was done, in words."""
+    """Write the pair atomically. Returns a line for the log."""
     target = output_dir / NAME
     for suffix in (".bin", ".idx"):
         if Path(f"{target}{suffix}").exists():

@@ -91,7 +91,7 @@ _PROGRAMS: dict[str, Callable[[RunConfig, Translation], None]] = {
 
 
 def _require_corpus(cfg: RunConfig, split: str) -> None:
-    """Refuse a run that names no corpus, or MindSpore's own files."""
+    """Check that a corpus is named, and that it is not in MindSpore's format."""
     block = "train_dataset" if split == "Train" else "eval_dataset"
     key, place = f"{block}.data_loader.dataset_dir", cfg.origins.get(f"Data.{split}.dataset.input_dir")
     if place is None:
@@ -111,7 +111,7 @@ def _require_corpus(cfg: RunConfig, split: str) -> None:
 
 
 def _require_checkpoint(cfg: RunConfig) -> None:
-    """Refuse to use a model that nothing names, or a file of MindSpore."""
+    """Check that a checkpoint is named, and that it is not MindSpore's."""
     key = "Engine.save_load.ckpt_dir"
     path, place = cfg.Engine.save_load.ckpt_dir, cfg.origins.get(key)
     if path is None:
@@ -127,14 +127,14 @@ def _require_checkpoint(cfg: RunConfig) -> None:
 
 
 def _whole_batches(cfg: RunConfig) -> int:
-    """Global batches in the whole corpus of ``Data.Eval``; one at least."""
+    """The number of global batches in the corpus of ``Data.Eval``, at least 1."""
     tokens = sum(store.num_tokens for group in open_corpora(cfg, "Eval") for store in group)
     samples = (tokens - 1) // cfg.Data.Eval.dataset.max_seq_len
     return max(1, samples // cfg.batch.global_batch_size)
 
 
 def _with_room(cfg: RunConfig, translation: Translation) -> RunConfig:
-    """``max_dec_len`` as MindFormers means it: the longest prompt is part of it."""
+    """``max_dec_len`` in MindFormers' sense, which includes the longest prompt."""
     key, positions = "model.model_config.max_decode_length", cfg.Model.max_position_embeddings
     longest = max(len(ids) for ids in _prompt_ids(cfg))
     given = translation.given.get(key)

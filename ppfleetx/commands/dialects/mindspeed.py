@@ -28,7 +28,7 @@ def run(argv: Sequence[str], default: Path) -> None:
 
     Args:
         argv: its arguments.
-        default: the file to read where they name none.
+        default: the file to read if they name none.
 
     Raises:
         UserError: anything wrong with them, with the file, or with what that names.
@@ -104,7 +104,7 @@ def _truth(text: str) -> bool:
 
 
 def _name_logs(log_dir: Path, workers: int) -> None:
-    """``worker_N.log`` for what Paddle's launcher writes as ``workerlog.N``."""
+    """Link ``worker_N.log`` to each ``workerlog.N`` of Paddle's launcher."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         for number in range(workers):

@@ -1,4 +1,4 @@
-"""Single values over those of the files: ``-o Section.key=value``, and what other options give."""
+"""Values that override those of the files: ``-o Section.key=value``, and the values of other options."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.field_types import field_types, is_text_only, item_type, section_in
+from ppfleetx.config.field_types import annotation_at, is_text_only, item_type
 from ppfleetx.config.fields import Section
-from ppfleetx.config.reading.parse import MAX_DEPTH, key_problem, parse_yaml
+from ppfleetx.config.reading.parse import key_problem, parse_yaml
 from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, plain_value, same_value
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that an option other than ``-o``, or an argument in Python, gives to a key.
+    """A value that a key gets from an option other than ``-o``, or from an argument in Python.
 
     Attributes:
         key: dotted.
@@ -55,7 +55,7 @@ class _Read:
 def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Section]) -> Node:
     """``tree`` with the overrides applied in order; unknown keys are found when the result is validated.
 
-    What an override says holds in the end: a later one may say the same or more, but not something else.
+    Overrides must agree: a later one may repeat or extend an earlier one, but not contradict it.
 
     Raises:
         ConfigError: an override cannot be read, contradicts another, or does not fit the tree.
@@ -86,13 +86,11 @@ def _read(text: str, place: str, root: type[Section]) -> _Read:
             hint="Example: Engine.max_steps=10.",
         )
     path = _path_of(key, place)
-    return _Read(key, path, _read_value(value, _annotation_at(root, path), key, place))
+    return _Read(key, path, _read_value(value, annotation_at(root, path), key, place))
 
 
 def _path_of(key: str, place: str) -> tuple[str, ...]:
     path = tuple(key.split("."))
-    if len(path) > MAX_DEPTH:
-        raise ConfigError(f"names more than {MAX_DEPTH} levels", key=key, place=place)
     for part in path:
         if problem := key_problem(part):
             raise ConfigError(problem, key=key, place=place)
@@ -100,7 +98,7 @@ def _path_of(key: str, place: str) -> tuple[str, ...]:
 
 
 def _refuse_contradictions(read: Sequence[_Read]) -> None:
-    """Raise where a later override takes back what an earlier one has set."""
+    """Raise ConfigError where a later override contradicts an earlier one."""
     latest: dict[tuple[str, ...], _Read] = {}
     below: dict[tuple[str, ...], list[_Read]] = {}
     for one in read:
@@ -120,7 +118,7 @@ def _refuse_contradictions(read: Sequence[_Read]) -> None:
 
 
 def _keeps(later: _Read, earlier: _Read) -> bool:
-    """Whether what ``earlier`` set is still there when the value of ``later`` stands at its own path."""
+    """Whether the value of ``later`` still contains what ``earlier`` set."""
     node: Node | None = later.node
     for part in earlier.path[len(later.path) :]:
         inner = node.value if node is not None else None
@@ -131,17 +129,6 @@ def _keeps(later: _Read, earlier: _Read) -> bool:
         else:
             return False
     return node is not None and same_value(node, earlier.node)
-
-
-def _annotation_at(root: type[Section], path: Sequence[str]) -> Any:
-    """Type of the field at ``path``; None where the schema has no such field."""
-    annotation: Any = root
-    for part in path:
-        section = section_in(annotation)
-        annotation = field_types(section).get(part) if section else item_type(annotation)
-        if annotation is None:
-            return None
-    return annotation
 
 
 def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:

@@ -21,9 +21,9 @@ _OF_A_MODEL = "the model in "
 
 @dataclass(frozen=True)
 class MadeFile:
-    """A configuration file that a program has written for itself.
+    """A configuration file that a program has generated.
 
-    The user has never seen it, so messages name ``place``, where the values come from.
+    The user has not seen the file, so messages name ``place``, the origin of its values.
     """
 
     path: Path
@@ -32,7 +32,7 @@ class MadeFile:
 
 @dataclass(frozen=True)
 class Sections:
-    """A configuration that is in no file, as nested sections.
+    """A configuration given as nested sections, without a file.
 
     Attributes:
         values: plain Python values.
@@ -90,15 +90,10 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
 
 
 def shown_path(path: Path) -> str:
-    """``path`` as a place in messages: escaped and cut if it is not printable."""
+    """``path`` for messages, escaped and cut if it is not printable or too long."""
     text = str(path)
     return text if text.isprintable() and len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}"
 
-
-MAX_DEPTH = 40
-"""Mappings and lists within each other."""
-MAX_VALUES = 20_000
-"""Values of one file, counting what aliases repeat; a resolved configuration has about 300."""
 
 _PLAIN = "plain"  # the tag of an unquoted scalar without a tag of its own
 _TAG = "tag:yaml.org,2002:"
@@ -153,6 +148,7 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
     """
     try:
         root = yaml.compose(text, Loader=_Loader)
+        return None if root is None else _Tree(place, with_lines, is_ours).node(root, ())
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(
@@ -166,7 +162,6 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
         ) from None
     except RecursionError:
         raise ConfigError("is nested too deeply", place=place) from None
-    return None if root is None else _Tree(place, with_lines, is_ours).node(root, ())
 
 
 class _Loader(yaml.SafeLoader):
@@ -183,16 +178,10 @@ class _Tree:
 
     def __init__(self, place: str, with_lines: bool, is_ours: bool) -> None:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours
-        self._num_values = 0
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
         """``node`` and everything below it; ``path`` holds the keys and indices that lead to it."""
         where = self._where(node)
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            _refuse(f"here are more than {MAX_VALUES:,} values", path, where)
-        if len(path) > MAX_DEPTH:
-            _refuse(f"is nested too deeply, in more than {MAX_DEPTH} levels", path, where)
         if node.tag not in _TAGS:
             _refuse(f"the tag {shown(node.tag)} is not allowed; write plain values", path, where)
         if isinstance(node, yaml.MappingNode):

@@ -51,12 +51,12 @@ def plain_scalar(text: str) -> Any:
 
 
 def is_index(text: str) -> bool:
-    """Whether ``text`` is the number of an item. ``str.isdigit`` takes signs that ``int`` does not."""
+    """Whether ``text`` is the index of a list item (``str.isdigit`` accepts more than ``int`` does)."""
     return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def is_argument(place: str) -> bool:
-    """Whether a value was given with the call, on a command line or in Python, and not in a file."""
+    """Whether a value was given on the command line or in Python, and not in a file."""
     return place.startswith("-") or place.isidentifier()
 
 

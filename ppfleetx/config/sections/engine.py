@@ -71,12 +71,14 @@ class GlobalConfig(Section):
 class MixedPrecisionConfig(Section):
     """Computation in 16 bits."""
 
-    enable: Bool = False
-    """Compute in `dtype` instead of float32."""
+    enable: Literal["auto"] | Bool = False
+    """Compute in `dtype` instead of float32; auto: where the device does, else in float32, and the log says
+    which."""
     dtype: Literal["float16", "bfloat16"] = "float16"
-    """The 16-bit format."""
+    """The 16-bit format. CPUs with AVX512-BF16 or AMX have bfloat16."""
     level: Literal["O1", "O2"] = "O2"
-    """O1 casts the inputs of listed operations; O2 holds the weights in `dtype` with float32 masters."""
+    """O1 casts the inputs of listed operations; O2 holds the weights in `dtype` with float32 masters. On a
+    CPU they are the same: products with weights are computed in bfloat16, all else in float32."""
     scale_loss: PositiveFloat = 32768.0
     """Loss scale at the start (float16)."""
     use_dynamic_loss_scaling: Bool = True

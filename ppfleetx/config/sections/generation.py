@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ppfleetx.config.fields import (
     Bool,
@@ -26,31 +26,108 @@ from ppfleetx.config.fields import (
 )
 
 READ_BY = {
-    "sampling": ("temperature", "top_k", "top_p", "seed"),
+    "sampling": ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed"),
     "beam_search": ("num_beams", "num_beam_groups", "diversity_rate", "length_penalty", "early_stopping"),
 }
 """Keys that one ``decode_strategy`` alone reads."""
 
 
-class GenerationConfig(Section):
-    """How text is continued."""
+def _id_of_text(value: Any) -> Any:
+    """The keys of a JSON object are texts, even where they are token ids."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
-    decode_strategy: Literal["greedy_search", "sampling", "beam_search"] = "sampling"
-    """Take the most likely token, sample one, or search."""
+
+UnitFloatOrZero = Annotated[
+    float, Field(strict=True, allow_inf_nan=False, ge=0, le=1), Says("a number from 0 to 1")
+]
+TokenId = Annotated[CountInt, BeforeValidator(_id_of_text)]
+JsonSchema = Annotated[dict[str, Any], Says("a JSON schema (a mapping)")]
+
+
+class StructuredOutputs(Section):
+    """The form that a continuation must have: exactly one of these. It needs the package llguidance
+    (`pip install 'ppfleetx[structured]'`)."""
+
+    json_schema: JsonSchema | None = None
+    """JSON that this schema describes. Requests may call it `json`, as in vLLM."""
+    json_object: Bool = False
+    """Any JSON object."""
+    regex: Text | None = None
+    """A text that the whole of this regular expression matches."""
+    choice: tuple[Text, ...] | None = None
+    """One of these texts."""
+    grammar: Text | None = None
+    """A text of this grammar, in Lark's notation or in llama.cpp's GBNF."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_of_vllm(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "json" in data:
+            return {"json_schema" if key == "json" else key: value for key, value in data.items()}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> StructuredOutputs:
+        given = [name for name in type(self).model_fields if getattr(self, name) not in (None, False, ())]
+        if len(given) != 1:
+            keys = ", ".join(type(self).model_fields)
+            raise RuleError(tuple(given) or ("json_schema",), f"give exactly one of {keys}")
+        return self
+
+
+class TokenOptions(Section):
+    """How each token is chosen: keys of section `Generation`, and fields of the server's requests."""
+
+    temperature: NonNegativeFloat = 1.0
+    """Sampling: logits are divided by this; 0: the most likely token."""
     top_k: CountInt = 0
     """Sampling: only the k most likely tokens; 0: all."""
     top_p: UnitFloat = 1.0
     """Sampling: only the most likely tokens that together have this probability."""
-    temperature: PositiveFloat = 1.0
-    """Sampling: logits are divided by this."""
+    min_p: UnitFloatOrZero = 0.0
+    """Sampling: only tokens with at least this share of the most likely token's probability; 0: all."""
+    typical_p: UnitFloat = 1.0
+    """Sampling: only the tokens that are nearest to the entropy in what they tell, and that together have
+    this probability (locally typical sampling)."""
+    repetition_penalty: PenaltyFactor = 1.0
+    """Divides the (positive) logits of tokens already present; 1: none."""
+    presence_penalty: Float = 0.0
+    """Subtracted from the logits of generated tokens."""
+    frequency_penalty: Float = 0.0
+    """Subtracted from the logits of generated tokens, once for each occurrence."""
+    no_repeat_ngram_size: CountInt = 0
+    """No sequence of this many tokens occurs twice, the prompt included; 0: it may."""
+    bad_words: tuple[Text | tuple[CountInt, ...], ...] = ()
+    """Texts that do not occur, or lists of token ids. A text is meant at the start of a word and inside."""
+    suppress_tokens: tuple[CountInt, ...] = ()
+    """Token ids that do not occur."""
+    logit_bias: dict[TokenId, Float] = Field(default_factory=dict)
+    """Token id: a number added to its logit."""
+    stop_token_ids: tuple[CountInt, ...] = ()
+    """Further tokens that end a continuation."""
+    ignore_eos: Bool = False
+    """The model's end tokens do not end a continuation; those of `stop_token_ids` still do."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that a continuation must have; null: any."""
+
+    @model_validator(mode="after")
+    def _check_words(self) -> TokenOptions:
+        if any(len(word) == 0 for word in self.bad_words):
+            raise RuleError(("bad_words",), "an empty text is in every text; leave it out")
+        return self
+
+
+class GenerationConfig(TokenOptions):
+    """How text is continued."""
+
+    decode_strategy: Literal["greedy_search", "sampling", "beam_search"] = "sampling"
+    """Take the most likely token, sample one, or search."""
     min_dec_len: CountInt = 0
     """New tokens before the end token may come."""
     max_dec_len: PositiveInt = 20
     """Most new tokens."""
     num_return_sequences: PositiveInt = 1
     """Continuations per prompt."""
-    repetition_penalty: PenaltyFactor = 1.0
-    """Divides the (positive) logits of tokens already present; 1: none."""
     num_beams: PositiveInt = 1
     """Beam search: beams."""
     num_beam_groups: PositiveInt = 1
@@ -85,6 +162,9 @@ class GenerationConfig(Section):
     """A file with one prompt per line."""
     stop: Text | tuple[Text, ...] | None = None
     """Generation ends before any of these texts."""
+    logprobs: CountInt | None = None
+    """Also give the log-probability of each new token, and this many of the most likely ones at its place, by
+    the model's own distribution; null: none."""
 
     @property
     def end_ids(self) -> tuple[int, ...] | None:
@@ -145,6 +225,8 @@ class GenerationConfig(Section):
             raise RuleError(
                 ("stop", "decode_strategy"), "beam search ends at the end token only; it takes no stop texts"
             )
+        if strategy == "beam_search" and self.logprobs is not None:
+            raise RuleError(("logprobs", "decode_strategy"), "beam search gives one score for a continuation")
 
 
 class TensorRTConfig(Section):
@@ -281,6 +363,9 @@ class ServeConfig(Section):
     chat_template: PathText | None = None
     """Chat template: a name of one of those that lie with the tokenizer, or a file; null: the default one,
     or a plain one where the model has none."""
+    allowed_origins: tuple[Text, ...] = ()
+    """Origins, such as `https://example.org`, whose web pages may use the server from a browser (CORS); `*`:
+    all of them."""
     max_body_bytes: PositiveInt = 1 << 20
     """Largest request body; a larger one is answered 413."""
     request_timeout: PositiveFloat = 300.0

@@ -31,7 +31,6 @@ from ppfleetx.config.registries import (
     PositionTraits,
 )
 from ppfleetx.config.registry import Registered
-from ppfleetx.config.sections.latent_attention import LatentAttentionConfig
 from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
@@ -51,6 +50,39 @@ FusedName = Literal[
 ]
 """Fused operators that ``Model.fused_ops`` may list; ``ppfleetx.nn.fused`` says what each does and where it
 runs."""
+
+
+class LatentAttentionConfig(Section):
+    """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
+
+    Keys and values of all heads are made from one compressed vector per position; a further part of each key,
+    the same in all heads, carries the position. Decoding caches these two vectors alone.
+    """
+
+    q_rank: Size | None = None
+    """Width of the compressed queries; null: queries are made from the hidden states directly."""
+    kv_rank: Size
+    """Width of the compressed keys and values."""
+    rope_head_dim: Size
+    """Features of each head's query and key that rotary positions turn, an even number."""
+    nope_head_dim: Size
+    """Features of each head's query and key that carry no position."""
+    value_head_dim: Size
+    """Width of each head's value."""
+    norm_epsilon: PositiveFloat = 1e-6
+    """Added to the mean square in the norms of compressed vectors. DeepSeek's programs take 1e-6 whatever the
+    epsilon of the other norms is."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.nope_head_dim + self.rope_head_dim
+
+    @model_validator(mode="after")
+    def _check(self) -> LatentAttentionConfig:
+        if self.rope_head_dim % 2:
+            raise RuleError(("rope_head_dim",), "rotary positions turn pairs of features: must be even")
+        return self
 
 
 class ModelConfig(Section):

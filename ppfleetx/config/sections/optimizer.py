@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -198,6 +199,17 @@ class ParamGroupConfig(Section):
         """Patterns of names; none: every name."""
         return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
 
+    def takes(self, name: str, kind: ParamKind) -> bool:
+        """Whether a parameter belongs to the group, if no earlier group takes it."""
+        if self.kinds and kind not in self.kinds:
+            return False
+        return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+def is_hidden(name: str, kind: ParamKind) -> bool:
+    """Whether Muon moves a parameter: matrices of the blocks, not tables, heads, routers and adapters."""
+    return kind == "matrix" and name.startswith("decoder.layers.")
+
 
 class OptimizerConfig(Section):
     """Update rule."""
@@ -234,6 +246,13 @@ class OptimizerConfig(Section):
     def num_states(self) -> int:
         """Float32 tensors of a parameter's shape that it keeps for each parameter, at most."""
         return max(OPTIMIZERS.traits(name).states for name in self.names)
+
+    def states_of(self, name: str, kind: ParamKind) -> int:
+        """Float32 tensors of its shape that the optimizer of parameter ``name`` keeps for it."""
+        own = next((group.optimizer for group in self.groups if group.takes(name, kind)), None)
+        traits = OPTIMIZERS.traits(own or self.name)
+        few = traits.matrix_states if is_hidden(name, kind) else None
+        return traits.states if few is None else few
 
     @model_validator(mode="after")
     def _check_options(self) -> OptimizerConfig:

@@ -1,4 +1,4 @@
-"""Every section under one import, and the whole configuration as one frozen object."""
+"""The whole configuration as one frozen object."""
 
 from __future__ import annotations
 
@@ -9,75 +9,18 @@ from pydantic import PrivateAttr
 from ppfleetx.config.batch import BatchPlan
 from ppfleetx.config.fields import Section
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.config.sections.compress import CompressConfig, PruneConfig, QuantizationConfig, WeightsConfig
-from ppfleetx.config.sections.data import (
-    DataConfig,
-    DatasetConfig,
-    DataSplitConfig,
-    EvalConfig,
-    EvalSetConfig,
-    LoaderConfig,
-    SamplerConfig,
-    TokenizerConfig,
-)
-from ppfleetx.config.sections.distributed import DistributedConfig, ShardingConfig
-from ppfleetx.config.sections.engine import (
-    EngineConfig,
-    GlobalConfig,
-    MixedPrecisionConfig,
-    ProfilerConfig,
-    ProfilerSummaryConfig,
-    SaveLoadConfig,
-)
+from ppfleetx.config.sections.compress import CompressConfig
+from ppfleetx.config.sections.data import DataConfig, EvalConfig
+from ppfleetx.config.sections.distributed import DistributedConfig
+from ppfleetx.config.sections.engine import EngineConfig, GlobalConfig, ProfilerConfig
 from ppfleetx.config.sections.generation import (
     GenerationConfig,
     InferenceConfig,
     OfflineEvalConfig,
     ServeConfig,
-    TensorRTConfig,
 )
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.config.sections.optimizer import (
-    GradClipConfig,
-    LRConfig,
-    OptimizerConfig,
-    WeightDecayScheduleConfig,
-)
-
-__all__ = [
-    "CompressConfig",
-    "DataConfig",
-    "DataSplitConfig",
-    "DatasetConfig",
-    "DistributedConfig",
-    "EngineConfig",
-    "EvalConfig",
-    "EvalSetConfig",
-    "GenerationConfig",
-    "GlobalConfig",
-    "GradClipConfig",
-    "InferenceConfig",
-    "LRConfig",
-    "LoaderConfig",
-    "MixedPrecisionConfig",
-    "ModelConfig",
-    "OfflineEvalConfig",
-    "OptimizerConfig",
-    "ProfilerConfig",
-    "ProfilerSummaryConfig",
-    "PruneConfig",
-    "QuantizationConfig",
-    "RunConfig",
-    "SamplerConfig",
-    "SaveLoadConfig",
-    "ServeConfig",
-    "ShardingConfig",
-    "TensorRTConfig",
-    "TokenizerConfig",
-    "WeightDecayScheduleConfig",
-    "WeightsConfig",
-    "plan_of",
-]
+from ppfleetx.config.sections.optimizer import OptimizerConfig
 
 
 class RunConfig(Section):

@@ -8,13 +8,28 @@ and is accepted only at the value that switches it off. Any other key is ignored
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.field_types import annotation_at, describe
+from ppfleetx.config.fields import (
+    MAX_SIZE,
+    Bool,
+    NonNegativeFloat,
+    PositiveFloat,
+    Says,
+    Size,
+    Text,
+    UnitFloat,
+)
+from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.family import Family
 from ppfleetx.conversion.huggingface.generation import KEYS as GENERATION_KEYS
-from ppfleetx.conversion.huggingface.values import check_values
+from ppfleetx.conversion.huggingface.rope import PLACES
 
 # Origin, storage, runtime, generation and other uses of a model.
 _WITHOUT_EFFECT = {
@@ -116,6 +131,25 @@ _REFUSED = {
 """Networks that are often asked for, and why they are not read."""
 
 
+_Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE), Says("an integer of at least 0, below 2^31")]
+_READ_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("activation_function", "hidden_act", "topk_method"), Text),
+    **dict.fromkeys(("use_sliding_window", "output_router_logits", "seq_aux"), Bool),
+    **dict.fromkeys(
+        ("sliding_window", "max_window_layers", "first_k_dense_replace", "n_shared_experts"), _Count
+    ),
+    **dict.fromkeys(("n_group", "topk_group", "num_nextn_predict_layers", "num_key_value_heads"), _Count),
+    **dict.fromkeys(("original_max_position_embeddings", "decoder_sparse_step"), Size),
+    **dict.fromkeys(("router_aux_loss_coef", "aux_loss_alpha"), NonNegativeFloat),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), PositiveFloat),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), UnitFloat),
+    "mlp_only_layers": Annotated[list[_Count], Says("a list of layers")],
+    "layer_types": Annotated[list[Any], Says("a list")],
+    **dict.fromkeys(PLACES, Annotated[dict[str, Any], Says("an object")]),
+}
+"""Types of the keys that decide one of ours together with others; the rest have the types of ours."""
+
+
 def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of our ``Model`` section for a Hugging Face ``config.json``.
 
@@ -128,12 +162,38 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         why = f": {_REFUSED[kind]}" if isinstance(kind, str) and kind in _REFUSED else others
         raise CheckpointError(f"model_type {shown(kind)} is not supported{why}")
     family = FAMILIES[kind]
-    check_values(hf_config)
     if absent := [key for key in family.required if key not in hf_config]:
         raise CheckpointError(f"config.json lacks {', '.join(absent)}")
     config = family.without_aliases({key: value for key, value in hf_config.items() if value is not None})
+    _check_values(config, family)
     _classify(config, kind, family)
     return family.model_keys(config)
+
+
+def _check_values(config: Mapping[str, Any], family: Family) -> None:
+    """Raise CheckpointError for a key of this family whose value has the wrong type or is out of range."""
+    for key in family.mapped & config.keys():
+        if key in family.keys:
+            ours = family.keys[key][0].split()[0]
+            _check_value(key, config[key], annotation_at(ModelConfig, ours.split(".")))
+        elif key in _READ_TYPES:
+            _check_value(key, config[key], _READ_TYPES[key])
+    for place in PLACES:
+        for key, value in config.get(place, {}).items() if place in family.mapped else ():
+            if key in _READ_TYPES and value is not None:
+                _check_value(f"{place}.{key}", value, _READ_TYPES[key])
+
+
+def _check_value(name: str, value: Any, kind: Any) -> None:
+    try:
+        _adapter(kind).validate_python(value)
+    except ValidationError:
+        raise CheckpointError(f"{name} = {shown(value)} in config.json: must be {describe(kind)}") from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def of_paddle(config: Mapping[str, Any]) -> bool:

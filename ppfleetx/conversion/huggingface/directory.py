@@ -29,7 +29,7 @@ from ppfleetx.conversion.huggingface.generation import generation_defaults
 from ppfleetx.conversion.huggingface.mixtures import NEXT_TOKENS
 from ppfleetx.conversion.huggingface.paddle_layout import in_hf_layout
 from ppfleetx.conversion.huggingface.rope import rope_notes
-from ppfleetx.conversion.huggingface.tensors import Rule, loads, rules
+from ppfleetx.conversion.huggingface.tensors import Rule, loads, network, rules
 from ppfleetx.conversion.safetensors_file import write_sharded
 from ppfleetx.utils.files import atomic_write
 
@@ -54,7 +54,7 @@ def read_hf(directory: str | Path) -> Weights:
     keys = _model_keys(config, files.tensors, directory)
     stored = in_hf_layout(files, config, keys, directory)
     vocab = keys["vocab_size"]
-    tensors = loads(config)
+    tensors = loads(network(config))
     used: set[str] = set()
     for rule in rules(config):
         theirs = [_present(stored, name, directory) for name in rule.theirs]

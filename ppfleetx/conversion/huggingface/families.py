@@ -1,7 +1,6 @@
-"""The networks of Hugging Face that ours can be, one row each: its keys of ``config.json`` and its names of
-tensors, with ours.
+"""The supported networks of Hugging Face: each row maps keys of ``config.json`` and names of tensors to ours.
 
-To add one: a :class:`Family` in :data:`FAMILIES`.
+To add a network, add a :class:`Family` to :data:`FAMILIES`.
 """
 
 from __future__ import annotations
@@ -260,5 +259,5 @@ FAMILIES = _DENSE | MIXTURES
 
 
 def candidates(model: ModelConfig) -> dict[str, Family]:
-    """Those that a network may belong to. It is written as the first of them that can express it."""
+    """The families to try for a network. It is written as the first one that can express it."""
     return _DENSE if model.moe is None else MIXTURES

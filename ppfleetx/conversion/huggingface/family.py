@@ -1,4 +1,4 @@
-"""What a network of Hugging Face is here: one :class:`Family`, and what Llama and its relatives share."""
+"""How a network of Hugging Face maps to ours (:class:`Family`), and what Llama and its relatives share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppfleetx.conversion.huggingface.rope import PLACES, hf_rope, rope_keys
 
 Config = Mapping[str, Any]
 NEEDED = object()
-"""The default of a key that has to be there."""
+"""The default of a key that must be given."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """``rotary_base``, ``rope_scaling`` (a mapping or None) and ``rotary_percent`` of our ``Model`` section.
 
     Args:
-        config: contents of a ``config.json`` that ``check_values`` has passed.
+        config: contents of a ``config.json`` whose values have the right types.
 
     Raises:
         CheckpointError: the kind of scaling is not supported, or a value is invalid.

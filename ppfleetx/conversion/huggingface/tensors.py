@@ -18,10 +18,10 @@ import numpy as np
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.config.validate import section_of
-from ppfleetx.conversion.fused import join_parts, split_parts
 from ppfleetx.conversion.huggingface.config_keys import model_keys
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.family import Family
+from ppfleetx.conversion.parts import join_parts, split_parts
 from ppfleetx.models.gpt.spec import parameter_specs
 from ppfleetx.nn.param_spec import ParamSpec, Part, Shape
 
@@ -108,22 +108,22 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
     Raises:
         UserError: ``config.json`` is not that of a network of ours.
     """
-    family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(_model(hf_config)).items()
+    family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config)}
     return [_rule(family, names, name, spec) for name, spec in specs if spec.kind != _LOAD]
 
 
-def loads(hf_config: Mapping[str, Any]) -> dict[str, LazyTensor]:
-    """The shares of experts in the step before, which a balancing loss may count by and no file has: as
-    before the first step."""
+def loads(model: ModelConfig) -> dict[str, LazyTensor]:
+    """Initial loads of the experts, which a balancing loss may need and no file has."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
-        for name, spec in parameter_specs(_model(hf_config)).items()
+        for name, spec in parameter_specs(model).items()
         if spec.kind == _LOAD
     }
 
 
-def _model(hf_config: Mapping[str, Any]) -> ModelConfig:
+def network(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """The network of a ``config.json``, without padding in its vocabulary."""
     return section_of(ModelConfig, model_keys(hf_config) | {"vocab_size_divisible_unit": 1})
 
 

@@ -131,7 +131,7 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
 
 def _spared(cfg: RunConfig) -> frozenset[Path]:
-    """Step directories that the configuration names, with links resolved."""
+    """The step directories that the configuration names and that must stay, with links resolved."""
     return frozenset(path for _, place in weight_sources(cfg) for path in _meant_by(place))
 
 
@@ -143,7 +143,8 @@ def _meant_by(place: str) -> Iterator[Path]:
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
-    """The run's identity: that of the run in the directory if this one continues it, else a new one."""
+    """Return the run's identity: that of the run in the directory if this one continues it, else a new
+    one."""
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:
@@ -156,7 +157,7 @@ def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRe
 
 
 def _leaving(output_dir: Path, earlier: RunRecord | None, ownership: Ownership) -> list[Path]:
-    """Checkpoints of the earlier run to delete, oldest first."""
+    """The checkpoints of the earlier run to delete, oldest first."""
     if earlier is None:
         return []
     of_earlier = Ownership(earlier.run, spared=ownership.spared)

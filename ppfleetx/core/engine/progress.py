@@ -42,7 +42,7 @@ class TrainState:
 
     @property
     def schedule_step(self) -> int:
-        """Steps that were not skipped: learning rate and weight decay depend on them."""
+        """The number of steps that were not skipped: learning rate and weight decay depend on it."""
         return self.step - self.skipped_steps
 
     def to_json(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class TrainingLength:
         return epoch, int(steps_done - epoch * self.steps_per_epoch)
 
     def comes_to(self, state: TrainState, batch: BatchPlan, epoch: int, step: int) -> bool:
-        """Whether a run that stands at ``state`` will have done this many epochs and steps at some time."""
+        """Whether a run at ``state`` will reach this epoch and step."""
         if not state.step < step <= self.max_steps:
             return False
         samples = batch.consumed_after(step - state.step, state.consumed_samples)

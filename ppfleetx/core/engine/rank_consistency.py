@@ -1,4 +1,4 @@
-"""What the ranks of a job exchange once per step, and the checks of ``Engine.checks`` on it."""
+"""Per-step exchange between the ranks of a job, and the checks of ``Engine.checks``."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Watch:
             check_copies(self._ctx, _held(runner, states=True))
 
     def at_rest(self, runner: Runner) -> None:
-        """At the start and before each checkpoint, check that copies of weights are equal."""
+        """Check that copies of weights are equal, at the start and before each checkpoint."""
         if self._level != "off":
             check_copies(self._ctx, _held(runner, states=False))
 

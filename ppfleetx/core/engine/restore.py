@@ -20,8 +20,9 @@ from ppfleetx.checkpoint.tensors import load_masters, load_model, load_optimizer
 from ppfleetx.checkpoint.weights import with_vocabulary
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.compress import is_of_quantizer
+from ppfleetx.config.sections.engine import SaveLoadConfig
 from ppfleetx.config.sections.moe import is_router_load
-from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
+from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.core.engine.progress import TrainState
 from ppfleetx.core.engine.resume_checks import Fingerprints, check_resumed, check_same_function, log_changes
 from ppfleetx.core.engine.run_directory import (

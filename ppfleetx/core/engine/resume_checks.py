@@ -11,8 +11,9 @@ from typing import Any
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights import network_of
 from ppfleetx.config.errors import CheckpointError
-from ppfleetx.config.resume_policy import Change, Effect, changes, network
-from ppfleetx.config.sections.root import ModelConfig, RunConfig, SaveLoadConfig
+from ppfleetx.config.resume_policy import Change, Effect, changes, first_difference, network
+from ppfleetx.config.sections.engine import SaveLoadConfig
+from ppfleetx.config.sections.root import ModelConfig, RunConfig
 from ppfleetx.utils.log import get_logger
 
 Fingerprints = Mapping[str, str | None]
@@ -20,6 +21,8 @@ Fingerprints = Mapping[str, str | None]
 
 # Keys that a new run may change in a trained network, to learn longer sequences.
 _STRETCHING = ("rotary_base", "rope_scaling")
+# Keys that decide how often a run reads its corpus.
+_LENGTH = ("Engine.max_steps", "Engine.num_train_epochs", "Global.global_batch_size")
 
 
 def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stretch: bool = False) -> None:
@@ -45,10 +48,11 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stret
                 f"the weights were trained with Model.{key} = {then!r} and continue with {now[key]!r}"
             )
         elif then != now[key]:
+            change = first_difference(f"Model.{key}", then, now[key])
             raise CheckpointError(
-                f"checkpoint {checkpoint.path} was trained with Model.{key} = {then!r}, "
-                f"this configuration has {now[key]!r}: the same weights would compute something else; "
-                f"set Model.{key} to {then!r}"
+                f"checkpoint {checkpoint.path} was trained with {change.key} = {change.then!r}, "
+                f"this configuration has {change.now!r}: the same weights would compute something else; "
+                f"set {change.key} to {change.then!r}"
             )
     _check_adapters(checkpoint, trained, model)
 
@@ -82,7 +86,7 @@ def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> 
         CheckpointError: another tokenizer, other data, or an optimizer with another state.
     """
     options = cfg.Engine.save_load
-    _check_data(checkpoint, now, reset_data=options.reset_data)
+    _check_data(checkpoint, cfg, now)
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping):
         return []
@@ -96,20 +100,33 @@ def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> 
     return changes(saved, cfg, (Effect.OPTIMIZER, Effect.TRAINING, Effect.EVALUATION))
 
 
-def _check_data(checkpoint: Checkpoint, now: Fingerprints, *, reset_data: bool) -> None:
+def _check_data(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> None:
     saved: Mapping[str, Any] = checkpoint.manifest.fingerprints
     if saved.get("tokenizer") and now.get("tokenizer") and saved["tokenizer"] != now["tokenizer"]:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} was trained with another tokenizer than Data.tokenizer names; to "
             "start a new run from its weights anyway, use Engine.save_load.init_from"
         )
-    if saved.get("data") != now.get("data") and not reset_data:
+    if saved.get("data") != now.get("data") and not cfg.Engine.save_load.reset_data:
         raise CheckpointError(
             f"the training data or its order is not the one checkpoint {checkpoint.path} was reading "
-            "(corpus, split, seed, sequence length or number of epochs changed), so its position means "
-            "nothing here; "
+            f"({_why_other_data(checkpoint, cfg)}), so its position means nothing here; "
             "Engine.save_load.reset_data=True starts the data from the beginning"
         )
+
+
+def _why_other_data(checkpoint: Checkpoint, cfg: RunConfig) -> str:
+    """The changed keys that decide the order of samples."""
+    saved = checkpoint.manifest.config
+    if isinstance(saved, Mapping):
+        if data := changes(saved, cfg, (Effect.DATA,)):
+            return ", ".join(map(str, data))
+        if length := [one for one in changes(saved, cfg, tuple(Effect)) if one.key in _LENGTH]:
+            return (
+                f"{', '.join(map(str, length))}: the run reads the corpus another number of times, and all "
+                "its epochs are shuffled together"
+            )
+    return "corpus, split, seed, sequence length or number of epochs changed"
 
 
 def log_changes(checkpoint: Checkpoint, changed: Sequence[Change], options: SaveLoadConfig) -> None:

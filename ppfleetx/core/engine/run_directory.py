@@ -91,7 +91,7 @@ def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
 
 
 def run_traces(output_dir: Path) -> list[str]:
-    """The traces of a run in a directory, in words."""
+    """Describe in words the files of a run in a directory."""
     found = sorted(step_directories(output_dir), key=lambda path: parse_step_directory(path.name)[::-1])
     files = [name for name in (RUN_FILE, METRICS_FILE, CONFIG_FILE) if (output_dir / name).is_file()]
     if not found:
@@ -102,7 +102,7 @@ def run_traces(output_dir: Path) -> list[str]:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a run has written this configuration."""
+    """Whether a run wrote this configuration."""
     try:
         with path.open("rb") as file:
             return file.read(len(RECORD_MARK)) == RECORD_MARK.encode()
@@ -121,7 +121,7 @@ def _resumes_within(cfg: RunConfig) -> bool:
 
 
 def lies_in(checkpoint: Path, output_dir: Path) -> bool:
-    """Whether a step directory is in ``output_dir``, with links resolved."""
+    """Whether a step directory is inside ``output_dir``, with links resolved."""
     return checkpoint.resolve().parent == output_dir.resolve()
 
 
@@ -146,7 +146,7 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
 
 
 def base_of(cfg: RunConfig) -> Path | None:
-    """The step directory that ``Model.lora.base`` resolves to now; None if it is not set.
+    """Return the step directory that ``Model.lora.base`` currently resolves to; None if it is not set.
 
     If it names the output directory itself, this run's own checkpoints there are skipped.
 

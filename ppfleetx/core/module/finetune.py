@@ -123,7 +123,7 @@ class Predictions(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Predictions | None:
-        """For classifiers of a GLUE task."""
+        """Create the callback for classifiers of a GLUE task."""
         evaluated = setup.cfg.Data.Eval
         if evaluated is None or evaluated.dataset.name not in TASKS:
             return None

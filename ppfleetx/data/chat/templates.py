@@ -51,7 +51,7 @@ PLAIN = """\
 
 
 class ChatError(UserError):
-    """A conversation that a template does not take, or a template that cannot be rendered."""
+    """A template refuses a conversation, or cannot be rendered."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class ChatTemplate:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message as templates get it: without what is None, its reasoning under each usual name."""
+    """A message for a template: without None values, and with its reasoning under each usual name."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatError(f"a message is an object with role and content, not {shown(message)}")
     kept = {key: value for key, value in message.items() if value is not None}

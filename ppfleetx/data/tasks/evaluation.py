@@ -1,16 +1,16 @@
 """Evaluation sets read from text files: perplexity in sliding windows, and last words (cloze).
 
-Both are sequences of :class:`Window`. How many windows go through the model at a time, and on how many data
-ranks, is for :func:`window_batches`; neither changes which tokens are scored after which context.
+Both are sequences of :class:`Window`. :func:`window_batches` divides them into batches and among data ranks,
+which does not change which tokens are scored after which context.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -35,17 +35,15 @@ class Window:
     num_scored: int
 
 
-class EvaluationSet(ABC):
+class EvaluationSet(Protocol):
     """Windows by number."""
 
-    @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
     def __getitem__(self, number: int) -> Window: ...
 
 
-class SlidingWindows(EvaluationSet):
+class SlidingWindows:
     """Every token of a text but the first, scored exactly once.
 
     The first window scores ``max_seq_len`` tokens. Each later one begins ``stride`` tokens on and scores the
@@ -82,7 +80,7 @@ class SlidingWindows(EvaluationSet):
         return Window(self.ids[start : end + 1], end - done)
 
 
-class LastWords(EvaluationSet):
+class LastWords:
     """Texts whose end is predicted from what comes before it, the longest first to save padding.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""A tokenizer's directory as Hugging Face transformers reads it: special tokens, what goes around a text.
+"""Reads a tokenizer's directory as Hugging Face transformers does: special tokens, prefixes and suffixes.
 
 ``tokenizer.json`` is not all: transformers adds the tokens that ``tokenizer_config.json``,
 ``special_tokens_map.json`` and ``added_tokens.json`` name, and some of its classes replace parts of the file.

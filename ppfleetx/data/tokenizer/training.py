@@ -9,8 +9,6 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, END_OF_DOCUMENT, make_definition
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
-SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
-
 
 def train_tokenizer(
     texts: Iterable[str],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
@@ -19,12 +18,12 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, JsonResponse, to_json, usage_of
 from ppfleetx.deploy.server.scheduler import Scheduler
-from ppfleetx.deploy.server.work import Event, Failed, Job, Progress, Scored, Work
+from ppfleetx.deploy.server.work import Embedded, Event, Failed, Job, Progress, Scored, Work
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.search import FinishReason
+from ppfleetx.generation.text import text_bytes
 from ppfleetx.utils.log import get_logger
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have (OpenAI's API uses the same number)."""
 
@@ -36,12 +35,8 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token's text; U+2581 becomes a space."""
-        value = self._tokenizer.token_bytes(token)
-        if self._tokenizer.is_byte_level:
-            return value
-        single = _BYTE_TOKEN.fullmatch(value.decode("utf-8", "replace"))
-        return bytes([int(single.group(1), 16)]) if single else value.replace("\u2581".encode(), b" ")
+        """The bytes of a token's text."""
+        return text_bytes(self._tokenizer, token)
 
     def text_of(self, token: int) -> str:
         """A token's text; an incomplete character is written like ``bytes:\\xe2\\x82``."""
@@ -142,10 +137,10 @@ class Answering:
         if self._num_left:
             self._scheduler.cancel(self._work)
 
-    def __aiter__(self) -> AsyncIterator[Progress | Scored]:
+    def __aiter__(self) -> AsyncIterator[Progress | Scored | Embedded]:
         return self._iterate()
 
-    async def _iterate(self) -> AsyncIterator[Progress | Scored]:
+    async def _iterate(self) -> AsyncIterator[Progress | Scored | Embedded]:
         """All events until every continuation is finished.
 
         Raises:
@@ -156,7 +151,7 @@ class Answering:
             if isinstance(event, Failed):
                 self.status = event.error.status
                 raise event.error
-            if isinstance(event, Scored):
+            if isinstance(event, Scored | Embedded):
                 yield event
                 continue
             if not self.num_tokens:

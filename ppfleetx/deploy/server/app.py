@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
@@ -37,6 +38,12 @@ from ppfleetx.deploy.server.protocol import (
     read_request,
 )
 from ppfleetx.deploy.server.scheduler import Scheduler
+from ppfleetx.deploy.server.texts import (
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    embeddings_response,
+)
 from ppfleetx.utils.log import get_logger
 
 _BODY_SECONDS = 30.0
@@ -170,7 +177,7 @@ def _hash_of(element: str, html: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 _THREAD_END_SECONDS = 5.0
 
 
@@ -197,7 +204,12 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _our_error)
-    app.add_middleware(Accounting, paths=(COMPLETIONS, CHAT), metrics=service.metrics)
+    app.add_middleware(Accounting, paths=(COMPLETIONS, CHAT, EMBEDDINGS), metrics=service.metrics)
+    if service.cfg.allowed_origins:
+        origins = list(service.cfg.allowed_origins)
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
 
     def needs_key(request: Request) -> None:
         check_key(request, service.api_key)
@@ -211,6 +223,22 @@ def create_app(service: Service) -> FastAPI:
     async def chat(request: Request) -> Response:
         body = await read_json_body(request, service.cfg.max_body_bytes)
         return await _chat(service, request, read_request(body, ChatRequest))
+
+    @app.post(EMBEDDINGS, dependencies=[Depends(needs_key)])
+    async def embeddings(request: Request) -> Response:
+        body = await read_json_body(request, service.cfg.max_body_bytes)
+        return await _embed(service, request, read_request(body, EmbeddingRequest))
+
+    @app.post("/tokenize", dependencies=[Depends(needs_key)])
+    async def tokenize(request: Request) -> Response:
+        body = await read_json_body(request, service.cfg.max_body_bytes)
+        return await _tokenize(service, read_request(body, TokenizeRequest))
+
+    @app.post("/detokenize", dependencies=[Depends(needs_key)])
+    async def detokenize(request: Request) -> Response:
+        wanted = read_request(await read_json_body(request, service.cfg.max_body_bytes), DetokenizeRequest)
+        _check_model(service, wanted.model)
+        return JsonResponse({"prompt": service.prompts.text(service.prompts.checked(wanted.tokens))})
 
     @app.get("/v1/models", dependencies=[Depends(needs_key)])
     async def models() -> Response:
@@ -257,6 +285,24 @@ async def _chat(service: Service, request: Request, wanted: ChatRequest) -> Resp
     end_ids = service.scheduler.end_ids
     answer = ChatAnswer(wanted, jobs, *_named(service, "chatcmpl"), texts=service.texts, end_ids=end_ids)
     return await _answer(service, request, wanted, answer)
+
+
+async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -> Response:
+    _check_model(service, wanted.model)
+    jobs = await asyncio.to_thread(service.prompts.of_embedding, wanted)
+    timeout = service.cfg.request_timeout
+    async with Answering(service.scheduler, jobs, request.receive, timeout, service.metrics) as answering:
+        num_tokens = sum(len(job.ids) for job in jobs)
+        return await embeddings_response(wanted, answering, service.cfg.model_name, num_tokens)
+
+
+async def _tokenize(service: Service, wanted: TokenizeRequest) -> Response:
+    _check_model(service, wanted.model)
+    ids = await asyncio.to_thread(service.prompts.token_ids, wanted)
+    body = {"count": len(ids), "max_model_len": service.prompts.max_positions, "tokens": ids}
+    if wanted.return_token_strs:
+        body["token_strs"] = [service.texts.text_of(one) for one in ids]
+    return JsonResponse(body)
 
 
 def _named(service: Service, kind: str) -> tuple[str, str, int]:

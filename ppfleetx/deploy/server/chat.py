@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
+from ppfleetx.config.sections.generation import StructuredOutputs
 from ppfleetx.deploy.server.answering import Answer, RowAnswer, TokenTexts, chat_logprobs
 from ppfleetx.deploy.server.protocol import MOST_TOP, GenerationRequest, NotSupported
+from ppfleetx.deploy.server.tools import (
+    AnswerText,
+    choice_of,
+    forced_form,
+    names_of,
+    tools_of,
+    with_read_arguments,
+)
 from ppfleetx.deploy.server.work import Job, Progress
 from ppfleetx.generation.sampling import TokenScore
 from ppfleetx.generation.search import FinishReason
@@ -28,6 +37,7 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     """Check a message, and join its parts into one text."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not value["role"]:
         raise ValueError(f"{name} must be an object with role and content")
+    value = with_read_arguments(value)
     content = value.get("content")
     if content is None and value["role"] == "assistant":
         return value
@@ -45,17 +55,35 @@ def _is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text"
 
 
-def _no_tools(value: Any) -> None:
-    if value not in ([], "none"):
-        raise ValueError("is not supported; leave it out")
+class ChatPrompt(BaseModel):
+    """What a chat template makes a prompt of."""
+
+    messages: Annotated[list[dict[str, Any]], BeforeValidator(_messages)] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(tools_of)] = Field(default_factory=list)
+    tool_choice: Annotated[Any, BeforeValidator(choice_of)] = "auto"
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_variables(self) -> ChatPrompt:
+        reserved = {"messages", "add_generation_prompt", "tools", "documents"} & {*self.chat_template_kwargs}
+        if reserved:
+            raise ValueError(f"chat_template_kwargs: {min(reserved)} is not for requests to set")
+        return self
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the template, but for the messages."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {"tools": self.offered_tools or None, **effort, **self.chat_template_kwargs}
 
 
-def _text_format(value: Any) -> None:
-    if value != {"type": "text"}:
-        raise ValueError("only text is supported; leave it out")
-
-
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ChatPrompt):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], BeforeValidator(_messages)]
@@ -63,10 +91,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    response_format: Annotated[None, BeforeValidator(_text_format)] = None
-    tools: Annotated[None, BeforeValidator(_no_tools)] = None
-    tool_choice: Annotated[None, BeforeValidator(_no_tools)] = None
+    parallel_tool_calls: bool = True
     store: NotSupported = None
 
     @model_validator(mode="after")
@@ -76,10 +101,20 @@ class ChatRequest(GenerationRequest):
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise ValueError("max_completion_tokens: means the same as max_tokens, and says something else")
-        reserved = {"messages", "add_generation_prompt", "tools", "documents"} & {*self.chat_template_kwargs}
-        if reserved:
-            raise ValueError(f"chat_template_kwargs: {min(reserved)} is not for requests to set")
+        if self.tool_choice not in ("none", "auto") and not self.tools:
+            raise ValueError("tool_choice: there are no tools to choose from")
+        if self._forced_form is not None and super().form[1] is not None:
+            raise ValueError(f"tool_choice: {super().form[0]} gives the answer another form")
         return self
+
+    @property
+    def _forced_form(self) -> StructuredOutputs | None:
+        return forced_form(self.tools, self.tool_choice, several=self.parallel_tool_calls)
+
+    @property
+    def form(self) -> tuple[str, StructuredOutputs | None]:
+        forced = self._forced_form
+        return super().form if forced is None else ("tool_choice", forced)
 
     @property
     def token_limit(self) -> int | None:
@@ -107,6 +142,11 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(request, jobs, *more)
         self._texts, self._end_ids = texts, end_ids
+        self._names, self._most_calls = (
+            names_of(request.offered_tools),
+            None if request.parallel_tool_calls else 1,
+        )
+        self._growing: dict[int, AnswerText] = {}
 
     def body(self, choices: Sequence[Any], usage: Any = None, *, is_piece: bool) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -121,12 +161,20 @@ class ChatAnswer(Answer):
     def whole_choice(
         self, index: int, prompt: int, row: RowAnswer, prompt_scores: Sequence[TokenScore]
     ) -> Any:
-        message = {"role": "assistant", "content": "".join(row.texts), "refusal": None}
+        content, calls = "".join(row.texts), []
+        if self._names:
+            text = AnswerText(self._names, self._most_calls)
+            begin = text.feed(content)
+            rest, calls = text.finish()
+            content = begin + rest
+        message = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
         return {
             "index": index,
             "message": message,
             "logprobs": self._scores(row.scores),
-            "finish_reason": row.reason,
+            "finish_reason": "tool_calls" if calls else row.reason,
         }
 
     def opening(self, index: int, prompt_scores: Sequence[TokenScore]) -> Any | None:
@@ -136,8 +184,17 @@ class ChatAnswer(Answer):
         logprobs = self._scores([] if event.score is None else [event.score])
         if not (event.text or event.finish_reason or (logprobs and logprobs["content"])):
             return None
-        delta = {"content": event.text} if event.text else {}
-        return _chunk(event.index, delta, event.finish_reason, logprobs)
+        text, calls = event.text, []
+        if self._names:
+            growing = self._growing.setdefault(event.index, AnswerText(self._names, self._most_calls))
+            text = growing.feed(text)
+            if event.finish_reason is not None:
+                rest, calls = growing.finish()
+                text += rest
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": number, **one} for number, one in enumerate(calls)]
+        return _chunk(event.index, delta, "tool_calls" if calls else event.finish_reason, logprobs)
 
     def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.num_top is None:
@@ -145,5 +202,7 @@ class ChatAnswer(Answer):
         return chat_logprobs(self._texts, [one for one in scores if one.token not in self._end_ids])
 
 
-def _chunk(index: int, delta: dict[str, str], reason: FinishReason | None, logprobs: Any) -> dict[str, Any]:
+def _chunk(
+    index: int, delta: dict[str, Any], reason: FinishReason | str | None, logprobs: Any
+) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

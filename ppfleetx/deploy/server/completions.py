@@ -18,7 +18,7 @@ DEFAULT_MAX_TOKENS = 16
 Prompt = str | list[int]
 
 
-def _prompts(value: Any) -> list[Prompt]:
+def prompts_of(value: Any) -> list[Prompt]:
     """Read one prompt or a list of them, each a text or token ids, as a list."""
     if isinstance(value, str) or _is_list_of_ids(value):
         value = [value]
@@ -45,7 +45,7 @@ def _count_of_top(value: Any) -> int | None:
 class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
+    prompt: Annotated[list[Prompt], BeforeValidator(prompts_of)]
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=0)
     echo: bool = False
     add_special_tokens: bool = True

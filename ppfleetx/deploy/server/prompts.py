@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import DataError
+from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate
-from ppfleetx.deploy.server.chat import ChatRequest
+from ppfleetx.deploy.server.chat import ChatPrompt, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionRequest, Prompt
 from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, bad_request
+from ppfleetx.deploy.server.scheduler import Scheduler
+from ppfleetx.deploy.server.texts import EmbeddingRequest, TokenizeRequest
 from ppfleetx.deploy.server.work import Job
 from ppfleetx.generation.generator import TextGenerator
-from ppfleetx.generation.sampling import RowOptions
+from ppfleetx.generation.row_options import PLAIN, RowOptions, ended_by
 
 
 class PromptReader:
@@ -24,15 +27,16 @@ class PromptReader:
         generator: the model's tokenizer and number of positions are used.
         template: the chat template.
         cfg: says whether special tokens are parsed, and limits the continuations per prompt.
-        capacity: limit of continuations per request.
+        scheduler: says how many continuations a request may have, and what ends them.
     """
 
     def __init__(
-        self, generator: TextGenerator, template: ChatTemplate, cfg: ServeConfig, capacity: int
+        self, generator: TextGenerator, template: ChatTemplate, cfg: ServeConfig, scheduler: Scheduler
     ) -> None:
         self._tokenizer, self.max_positions = generator.tokenizer, generator.max_positions
         self._template = template
-        self._cfg, self._max_batch_size, self._capacity = cfg, cfg.max_batch_size, capacity
+        self._cfg, self._max_batch_size = cfg, cfg.max_batch_size
+        self._capacity, self._end_ids = scheduler.capacity, scheduler.end_ids
         vocabulary = range(self._tokenizer.vocab_size)
         self._longest_token = max(len(self._tokenizer.token_bytes(token)) for token in vocabulary)
         special = self._tokenizer.special_ids
@@ -55,27 +59,59 @@ class PromptReader:
             ApiError: 400, the template refuses the conversation, or it does not fit the model.
         """
         self._check_number(request, 1)
+        ids = self._encode_chat(request, add_generation_prompt=True)
+        return self._jobs(request, [ids], (*request.stop, *self._template.stops))
+
+    def of_embedding(self, request: EmbeddingRequest) -> list[Job]:
+        """One job per text.
+
+        Raises:
+            ApiError: 400, a text does not fit the model.
+        """
+        encoded = [self._encode(one, add=request.add_special_tokens, param="input") for one in request.input]
+        for ids in encoded:
+            if len(ids) > self.max_positions:
+                raise self._too_long(str(len(ids)), "input")
+        return [
+            Job(number, number, ids, 1, 0, 0, (), PLAIN, 0, (), is_embedded=True)
+            for number, ids in enumerate(encoded)
+        ]
+
+    def token_ids(self, request: TokenizeRequest) -> list[int]:
+        """The ids of a text or a chat.
+
+        Raises:
+            ApiError: 400, as for a completion or a chat.
+        """
+        if request.prompt is None:
+            return list(self._encode_chat(request, add_generation_prompt=request.add_generation_prompt))
+        return list(self._encode(request.prompt, add=request.add_special_tokens))
+
+    def _encode_chat(self, request: ChatPrompt, *, add_generation_prompt: bool) -> Sequence[int]:
         if not self._cfg.parse_special_tokens:
             self._refuse_special(request)
-        options = request.chat_template_kwargs
+        if request.offered_tools and "tools" not in self._template.source:
+            raise bad_request(f"tools: {self._template.place} has no place for them", "tools")
+        options = {"add_generation_prompt": add_generation_prompt, **request.template_variables}
         try:
-            text = self._template.render(request.messages, add_generation_prompt=True, **options)
+            text = self._template.render(request.messages, **options)
         except (ChatError, DataError) as error:
             raise bad_request(f"messages: {error}", "messages") from error
         # The template's own tokens are special; those in messages have been refused.
-        ids = self._encode_text(text, "messages", add=False, parse=True)
-        return self._jobs(request, [ids], (*request.stop, *self._template.stops))
+        return self._encode_text(text, "messages", add=False, parse=True)
 
-    def _refuse_special(self, request: ChatRequest) -> None:
-        """Refuse special tokens in messages, which could not be told from those of the template."""
-        for number, message in enumerate(request.messages):
-            text = str(message.get("content") or "")
+    def _refuse_special(self, request: ChatPrompt) -> None:
+        """Refuse special tokens in messages and tools, which could not be told from those of the template."""
+        parts = {f"messages.{number}": one for number, one in enumerate(request.messages)}
+        parts |= {f"tools.{number}": one for number, one in enumerate(request.offered_tools)}
+        for name, part in parts.items():
+            text = json.dumps(part, ensure_ascii=False)
             found = next((one for one in self._special_texts if one in text), None)
             if found is not None:
                 raise bad_request(
-                    f"messages.{number}: holds the special token {found!r}, and this server takes none from "
-                    "texts (Serve.parse_special_tokens)",
-                    "messages",
+                    f"{name}: holds the special token {found!r}, and this server takes none from texts "
+                    "(Serve.parse_special_tokens)",
+                    name.partition(".")[0],
                 )
 
     def _check_number(self, request: GenerationRequest, num_prompts: int) -> None:
@@ -96,14 +132,7 @@ class PromptReader:
     def _jobs(
         self, request: GenerationRequest, prompts: Sequence[Sequence[int]], stops: tuple[str, ...]
     ) -> list[Job]:
-        options = RowOptions(
-            request.temperature,
-            request.top_k,
-            request.top_p,
-            request.repetition_penalty,
-            request.presence_penalty,
-            request.frequency_penalty,
-        )
+        end_ids, options = self._options(request)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         return [
             Job(
@@ -113,6 +142,7 @@ class PromptReader:
                 copies=request.candidates,
                 max_new_tokens=self._max_new_tokens(len(ids), request),
                 min_new_tokens=request.min_tokens,
+                end_ids=end_ids,
                 options=options,
                 seed=seed,
                 stops=stops,
@@ -122,20 +152,43 @@ class PromptReader:
             for number, ids in enumerate(prompts)
         ]
 
+    def _options(self, request: GenerationRequest) -> tuple[tuple[int, ...], RowOptions]:
+        """What ends an answer, and how its tokens are chosen."""
+        param, form = request.form
+        asked = request.model_copy(update={"structured_outputs": form})
+        try:
+            end_ids = ended_by(asked, self._end_ids, self._tokenizer)
+            return end_ids, RowOptions.of(asked, self._tokenizer, end_ids)
+        except (ConfigError, DataError) as error:
+            message = str(error).removeprefix("Generation.")
+            if message.startswith("structured_outputs"):
+                raise bad_request(message.replace("structured_outputs", param, 1), param) from error
+            raise bad_request(
+                message, (getattr(error, "key", None) or "").removeprefix("Generation.")
+            ) from error
+
     def text(self, prompt: Prompt) -> str:
         """A prompt as ``echo`` returns it."""
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
-    def _encode(self, prompt: Prompt, *, add: bool) -> Sequence[int]:
+    def _encode(self, prompt: Prompt, *, add: bool, param: str = "prompt") -> Sequence[int]:
         if isinstance(prompt, str):
-            return self._encode_text(prompt, "prompt", add=add, parse=self._cfg.parse_special_tokens)
-        wrong = [token for token in prompt if not 0 <= token < self._tokenizer.vocab_size]
+            return self._encode_text(prompt, param, add=add, parse=self._cfg.parse_special_tokens)
+        return self.checked(prompt, param)
+
+    def checked(self, ids: Sequence[int], param: str = "tokens") -> Sequence[int]:
+        """``ids``, all of which are the tokenizer's.
+
+        Raises:
+            ApiError: 400, one is not.
+        """
+        wrong = [token for token in ids if not 0 <= token < self._tokenizer.vocab_size]
         if wrong:
             raise bad_request(
-                f"prompt: {wrong[0]} is not a token id; ids run from 0 to {self._tokenizer.vocab_size - 1}",
-                "prompt",
+                f"{param}: {wrong[0]} is not a token id; ids run from 0 to {self._tokenizer.vocab_size - 1}",
+                param,
             )
-        return prompt
+        return ids
 
     def _encode_text(self, text: str, param: str, *, add: bool, parse: bool) -> Sequence[int]:
         # Cheaper than tokenizing a megabyte only to find it too long. (A normalizer may shorten a text.)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 from starlette.responses import Response
+
+from ppfleetx.config.sections.generation import StructuredOutputs, TokenOptions
 
 
 class ApiError(Exception):
@@ -100,17 +103,36 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class GenerationRequest(BaseModel):
-    """The parameters all routes have. A null parameter counts as omitted."""
+def _format(value: Any) -> Any:
+    """OpenAI's ``response_format`` as :class:`StructuredOutputs`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text" and len(value) == 1:
+        return None
+    if kind == "json_object" and len(value) == 1:
+        return {"json_object": True}
+    if kind == "json_schema" and isinstance(value.get("json_schema"), dict):
+        schema = value["json_schema"].get("schema")
+        return {"json_schema": {} if schema is None else schema}
+    raise ValueError(
+        'must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": '
+        '{"name": ..., "schema": {...}}}'
+    )
+
+
+class Request(BaseModel):
+    """What all bodies have in common: unknown parameters are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     model: str | None = None
+
+
+class GenerationRequest(Request, TokenOptions):
+    """The parameters of both routes that generate; those of ``TokenOptions`` have the ranges of OpenAI's
+    interface where it has them."""
+
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: int = Field(0, ge=0)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     n: int = Field(1, ge=1)
@@ -118,15 +140,13 @@ class GenerationRequest(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # for the operator's information; does not change the answer
-    logit_bias: NotSupported = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_left_out(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {key: value for key, value in data.items() if value is not None or key not in cls.model_fields}
+    response_format: Annotated[StructuredOutputs | None, BeforeValidator(_format)] = None
+    # For the operator's information; they do not change the answer.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:
@@ -134,7 +154,16 @@ class GenerationRequest(BaseModel):
             raise ValueError("stream_options: needs stream")
         if self.token_limit is not None and self.min_tokens > self.token_limit:
             raise ValueError(f"min_tokens: {self.min_tokens} is more than max_tokens = {self.token_limit}")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("response_format: structured_outputs gives a form, too")
         return self
+
+    @property
+    def form(self) -> tuple[str, StructuredOutputs | None]:
+        """The parameter that gives the form of the answer, and the form."""
+        if self.response_format is not None:
+            return "response_format", self.response_format
+        return "structured_outputs", self.structured_outputs
 
     @property
     def token_limit(self) -> int | None:
@@ -167,22 +196,33 @@ class GenerationRequest(BaseModel):
         return self.num_top is not None or self.candidates > self.n
 
 
-AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
+AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
-    """Parse and check the body of a request.
+    """Parse and check the body of a request. A null parameter counts as omitted.
 
     Raises:
         ApiError: 400, naming the parameter and the rule.
     """
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(_without_nulls(body, kind))
     except ValidationError as error:
         raise _explain(error, kind) from None
 
 
-def _explain(error: ValidationError, kind: type[GenerationRequest]) -> ApiError:
+def _without_nulls(body: bytes, kind: type[Request]) -> bytes | str:
+    try:
+        data = from_json(body)
+    except ValueError:  # pydantic says what is wrong with it
+        return body
+    if not isinstance(data, dict) or None not in data.values():
+        return body
+    left_out = {key for key, value in data.items() if value is None} & {*kind.model_fields}
+    return json.dumps({key: value for key, value in data.items() if key not in left_out})
+
+
+def _explain(error: ValidationError, kind: type[Request]) -> ApiError:
     details = error.errors(include_url=False, include_input=False, include_context=False)
     unknown = sorted(str(one["loc"][-1]) for one in details if one["type"] == "extra_forbidden")
     if unknown:

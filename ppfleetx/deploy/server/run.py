@@ -141,7 +141,7 @@ def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> 
         generator.next_token_model, generator.tokenizer, generator.end_ids(cfg.Generation), cfg.Serve, metrics
     )
     template = _chat_template(cfg, generator.tokenizer)
-    prompts = PromptReader(generator, template, cfg.Serve, scheduler.capacity)
+    prompts = PromptReader(generator, template, cfg.Serve, scheduler)
     texts = TokenTexts(generator.tokenizer)
     return Service(cfg.Serve, api_key, prompts, scheduler, metrics, texts, int(time.time()))
 

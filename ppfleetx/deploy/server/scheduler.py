@@ -15,11 +15,11 @@ from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.protocol import ApiError
-from ppfleetx.deploy.server.work import Event, Failed, Progress, Running, Scored, Waiting, Work
+from ppfleetx.deploy.server.work import Embedded, Event, Failed, Progress, Running, Scored, Waiting, Work
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, worthwhile
-from ppfleetx.generation.sampling import TokenScore, choose_tokens, score_prompt, score_tokens
+from ppfleetx.generation.sampling import TokenScore, choose_tokens, embedding_of, score_prompt, score_tokens
 from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.utils.log import get_logger
 
@@ -35,7 +35,7 @@ class Scheduler:
     Args:
         model: computes the logits; nothing else may use it while the thread runs.
         tokenizer: the model's tokenizer.
-        end_ids: tokens that end an answer.
+        end_ids: tokens that end an answer, unless a request says otherwise.
         cfg: the limits.
         metrics: the server's metrics.
     """
@@ -155,9 +155,7 @@ class Scheduler:
     def _step(self) -> None:
         self._drop_cancelled()
         joining = self._score_prompts(self._admit())
-        self._rows += [
-            Running(one, copy, self._tokenizer, self.end_ids) for one in joining for copy in range(one.copies)
-        ]
+        self._rows += [Running(one, copy, self._tokenizer) for one in joining for copy in range(one.copies)]
         self._batch.join([one.job.ids for one in joining], [one.copies for one in joining])
         if not self._rows:
             return
@@ -229,7 +227,7 @@ class Scheduler:
         return scores
 
     def _score_prompts(self, admitted: list[Waiting]) -> list[Waiting]:
-        """Deliver requested scores of prompts, and return the prompts that are to be continued."""
+        """Deliver scores and embeddings of prompts, and return the prompts that are to be continued."""
         going_on, events = [], []
         for one in admitted:
             try:
@@ -237,8 +235,12 @@ class Scheduler:
                     scores = score_prompt(self._model, one.job.ids, one.job.num_top or 0)
                     self._metrics.prompt_tokens.inc(len(one.job.ids))
                     events.append((one.work, Scored(one.job.number, scores)))
+                if one.job.is_embedded:
+                    vector = embedding_of(self._model, one.job.ids)
+                    self._metrics.prompt_tokens.inc(len(one.job.ids))
+                    events.append((one.work, Embedded(one.job.number, vector)))
             except Exception:  # noqa: BLE001 it is logged, and other requests are not to blame
-                get_logger().exception("the scores of a prompt could not be computed")
+                get_logger().exception("the scores or the embedding of a prompt could not be computed")
                 one.work.cancelled = True
                 events.append((one.work, Failed(_failed_step())))
             if one.job.max_new_tokens and not one.work.cancelled:

@@ -11,7 +11,8 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.protocol import ApiError
 from ppfleetx.generation.gumbel_sampling import RandomStream
 from ppfleetx.generation.prompt_lookup import guess, next_width
-from ppfleetx.generation.sampling import RowChoice, RowOptions, TokenScore
+from ppfleetx.generation.row_options import RowOptions, RowTokens
+from ppfleetx.generation.sampling import RowChoice, TokenScore
 from ppfleetx.generation.search import FinishReason, Row
 from ppfleetx.generation.text import RowText
 
@@ -48,13 +49,26 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class Embedded:
+    """The embedding of a prompt.
+
+    Attributes:
+        number: number of the prompt in its request.
+        vector: ``[h]`` float32 of length 1.
+    """
+
+    number: int
+    vector: np.ndarray
+
+
+@dataclass(frozen=True)
 class Failed:
     """The whole request has failed."""
 
     error: ApiError
 
 
-Event = Progress | Scored | Failed
+Event = Progress | Scored | Embedded | Failed
 
 
 @dataclass(frozen=True)
@@ -67,8 +81,10 @@ class Job:
         ids: the tokens, at least one.
         copies: number of continuations.
         max_new_tokens: limit of new tokens, which fits the model; 0: nothing is generated.
+        end_ids: tokens that end an answer.
         num_top: how many alternatives to list with each token's score; None: no scores.
         scores_prompt: whether to score the tokens of the prompt, too.
+        is_embedded: whether the prompt's embedding is wanted.
     """
 
     number: int
@@ -77,11 +93,13 @@ class Job:
     copies: int
     max_new_tokens: int
     min_new_tokens: int
+    end_ids: tuple[int, ...]
     options: RowOptions
     seed: int
     stops: tuple[str, ...]
     num_top: int | None = None
     scores_prompt: bool = False
+    is_embedded: bool = False
 
 
 @dataclass(eq=False)
@@ -121,13 +139,12 @@ class Running:
         one: the prompt.
         copy: number of this continuation of the prompt.
         tokenizer: the model's tokenizer.
-        end_ids: tokens that end an answer.
     """
 
-    def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> None:
+    def __init__(self, one: Waiting, copy: int, tokenizer: Tokenizer) -> None:
         job = one.job
         self.work, self.job, self.guesses = one.work, job, []
-        self._end_ids, self._width = end_ids, 1
+        self._width = 1
         self._history = list(job.ids)
         self._index = job.first_index + copy
         self._row = Row(job.max_new_tokens)
@@ -150,14 +167,14 @@ class Running:
     def choice(self) -> RowChoice:
         """The inputs for choosing the next token."""
         numbers: np.ndarray | None = None if self._stream is None else self._stream.numbers(self.num_new)[0]
-        forbidden = self._end_ids if self.num_new < self.job.min_new_tokens else ()
-        return RowChoice(self.job.options, self._history, numbers, forbidden, self.num_new)
+        forbidden = self.job.end_ids if self.num_new < self.job.min_new_tokens else ()
+        return RowChoice(self.job.options, RowTokens(self._history, self.num_new), numbers, forbidden)
 
     def take(self, token: int, score: TokenScore | None) -> Progress:
         """Add a token. Returns the event for the client."""
         self._history.append(token)
         is_stopped = self._text.feed(token)
-        is_end = token in self._end_ids
+        is_end = token in self.job.end_ids
         if not self._row.add(token, is_last=is_end or is_stopped):
             self._text.finish()
         text = "".join(self._pieces)

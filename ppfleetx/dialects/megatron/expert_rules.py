@@ -1,4 +1,4 @@
-"""Rules of Megatron's arguments that are read together: mixtures of experts.
+"""Rules for Megatron arguments that depend on each other: mixtures of experts.
 
 Megatron-DeepSpeed has arguments of its own for them, with other defaults.
 """

@@ -1,4 +1,4 @@
-"""Rules of Megatron's arguments that are read together: the network and its data.
+"""Rules for Megatron arguments that depend on each other: the network and its data.
 
 Each rule reads what was given and puts native values into the translation. The rules of the run are in
 :mod:`ppfleetx.dialects.megatron.run_rules`.

@@ -1,4 +1,4 @@
-"""Rules of Megatron's arguments that are read together: the parallel plan and what is recomputed."""
+"""Rules for Megatron arguments that depend on each other: the parallel plan and recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of Megatron's arguments that are read together: batches, precision, schedule, checkpoints."""
+"""Rules for Megatron arguments that depend on each other: batches, precision, schedule, checkpoints."""
 
 from __future__ import annotations
 

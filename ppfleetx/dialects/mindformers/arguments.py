@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.reading.parse import MAX_DEPTH, key_problem, parse_yaml, read_yaml
+from ppfleetx.config.reading.parse import key_problem, parse_yaml, read_yaml
 from ppfleetx.config.reading.tree import Node, is_index, merge, plain_value
 from ppfleetx.dialects.given import Given, given_arguments, normal_name
 from ppfleetx.dialects.keys import Key, KeyTable, Kind
@@ -189,8 +189,6 @@ def option(text: str, place: str) -> tuple[list[str], Node]:
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     problem = next(filter(None, map(key_problem, path)), None)
-    if len(path) > MAX_DEPTH:
-        problem = f"names more than {MAX_DEPTH} levels"
     if not equals or problem:
         rule = problem or f"{shown(text)} is not of the form block.key=value"
         raise ConfigError(rule, key="--options", place=place)

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from ppfleetx.config.counts import counted
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import UNSET, ConfigError
 from ppfleetx.config.fields import MAX_RANKS
 from ppfleetx.config.reading.parse import read_text
 from ppfleetx.config.reading.tree import is_index
@@ -80,112 +82,81 @@ class RankTable:
         }
 
 
+class _DeviceRow(BaseModel):
+    device_id: Annotated[int, Field(ge=0)]
+    device_ip: str = ""
+    rank_id: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+
+
+class _ServerRow(BaseModel):
+    server_id: Annotated[str, Field(min_length=1)]
+    device: Annotated[list[_DeviceRow], Field(min_length=1)]
+
+
+class _TableFile(BaseModel):
+    """The keys of the file that are read; numbers in it are texts."""
+
+    server_count: int
+    server_list: Annotated[list[_ServerRow], Field(min_length=1)]
+    status: Literal["completed"] = "completed"
+
+
 def read_rank_table(path: Path) -> RankTable:
     """Read a rank table and check it.
 
     Raises:
         ConfigError: there is no such file, it is not JSON, or counts, ranks or hosts are wrong.
     """
-    text = read_text(path)
+    text, place = read_text(path), str(path)
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"is no rank table, which is JSON: {error}", place=str(path)) from None
-    place = str(path)
-    table = RankTable(
-        tuple(_server(one, place, number) for number, one in enumerate(_list(content, "server_list", place)))
-    )
-    _check_count(content, table, place)
+        content = _TableFile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        rule = first["msg"].replace("Input should be", "must be")
+        key = ".".join(map(str, first["loc"])) or None
+        value = UNSET if key is None else first["input"]
+        raise ConfigError(f"is no rank table: {rule}", key=key, value=value, place=place) from None
+    servers = []
+    for row in content.server_list:
+        devices = [Device(one.device_id, one.device_ip, one.rank_id) for one in row.device]
+        servers.append(Server(row.server_id, tuple(sorted(devices, key=lambda device: device.rank))))
+    table = RankTable(tuple(servers))
+    if content.server_count != len(servers):
+        hosts = counted(len(servers), "host")
+        raise ConfigError(
+            f"server_list has {hosts}", key="server_count", value=content.server_count, place=place
+        )
     _check_devices(table, place)
     _check_ranks(table, place)
     return table
 
 
-def _list(content: Any, key: str, place: str) -> list[Any]:
-    found = content.get(key) if isinstance(content, dict) else None
-    if not isinstance(found, list) or not found:
-        raise ConfigError("is needed: a list with one entry at least", key=key, place=place)
-    if len(found) > MAX_RANKS:
-        raise ConfigError(
-            f"has {len(found):,} entries; a job has at most {MAX_RANKS:,} ranks", key=key, place=place
-        )
-    return found
-
-
-def _server(content: Any, place: str, number: int) -> Server:
-    key = f"server_list.{number}"
-    address = content.get("server_id") if isinstance(content, dict) else None
-    if not isinstance(address, str) or not address.strip() or not address.isprintable():
-        raise ConfigError("is needed: the host's address", key=f"{key}.server_id", place=place)
-    devices = [
-        _device(one, place, f"{key}.device.{index}")
-        for index, one in enumerate(_list(content, "device", f"{place}, {key}"))
-    ]
-    return Server(address.strip(), tuple(sorted(devices, key=lambda device: device.rank)))
-
-
-def _device(content: Any, place: str, key: str) -> Device:
-    if not isinstance(content, dict):
-        raise ConfigError("must hold device_id, device_ip and rank_id", key=key, place=place)
-    numbers = {}
-    for name in ("device_id", "rank_id"):
-        text = str(content.get(name, "")) if not isinstance(content.get(name), bool) else ""
-        if not is_index(text):
-            raise ConfigError("must be a number", key=f"{key}.{name}", value=content.get(name), place=place)
-        numbers[name] = int(text)
-    return Device(numbers["device_id"], str(content.get("device_ip", "")), numbers["rank_id"])
-
-
-def _check_count(content: dict[str, Any], table: RankTable, place: str) -> None:
-    count = content.get("server_count")
-    if str(count) != str(len(table.servers)):
-        raise ConfigError(
-            f"server_list has {counted(len(table.servers), 'host')}",
-            key="server_count",
-            value=count,
-            place=place,
-        )
-    status = content.get("status", "completed")
-    if status != "completed":
-        raise ConfigError("must be 'completed'", key="status", value=status, place=place)
-    twice = [name for name, n in Counter(server.address for server in table.servers).items() if n > 1]
-    if twice:
-        raise ConfigError("a host is there twice", key="server_id", value=twice[0], place=place)
-
-
 def _check_devices(table: RankTable, place: str) -> None:
-    """Check that no device is there twice: by its number on its host, and by its own address."""
+    """Check that no host and no device is there twice: by its number on its host, and by its own address."""
+    _refuse_twice("server_id", [server.address for server in table.servers], place)
     for server in table.servers:
-        _refuse_twice(
-            "device_id", [device.device_id for device in server.devices], f"{place}, {server.address}"
-        )
+        numbers = [device.device_id for device in server.devices]
+        _refuse_twice("device_id", numbers, f"{place}, {server.address}")
     own = [(server.address, device.device_ip) for server in table.servers for device in server.devices]
     _refuse_twice("device_ip", [address for host, address in own if address not in ("", host)], place)
 
 
-def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
+def _refuse_twice(key: str, values: Sequence[Any], place: str, rule: str = "is there twice") -> None:
     twice = [value for value, count in Counter(values).items() if count > 1]
     if twice:
-        raise ConfigError("a device is there twice", key=key, value=twice[0], place=place)
+        raise ConfigError(rule, key=key, value=twice[0], place=place)
 
 
 def _check_ranks(table: RankTable, place: str) -> None:
     ranks = [device.rank for server in table.servers for device in server.devices]
-    twice = sorted(rank for rank, n in Counter(ranks).items() if n > 1)
-    if twice:
-        raise ConfigError(
-            "is there twice; number the ranks through all hosts (merge_hccl.py does)",
-            key="rank_id",
-            value=twice[0],
-            place=place,
-        )
-    ordered = sorted(ranks)
-    missing = next((wanted for wanted, rank in enumerate(ordered) if rank != wanted), None)
+    rule = "is there twice; number the ranks through all hosts (merge_hccl.py does)"
+    _refuse_twice("rank_id", ranks, place, rule)
+    missing = next((rank for rank, found in enumerate(sorted(ranks)) if rank != found), None)
     if missing is not None:
         raise ConfigError(
             f"rank {missing} is missing: {len(ranks)} ranks are numbered from 0", key="rank_id", place=place
         )
-    if ranks != ordered:
+    if ranks != sorted(ranks):
         raise ConfigError(
             "the ranks of a host follow those of the host before it", key="rank_id", place=place
         )
@@ -250,9 +221,8 @@ def merged(tables: Sequence[RankTable]) -> RankTable:
         devices = tuple(Device(d.device_id, d.device_ip, rank + i) for i, d in enumerate(server.devices))
         rank += len(devices)
         servers.append(Server(server.address, devices))
-    twice = [name for name, n in Counter(server.address for server in servers).items() if n > 1]
-    if twice:
-        raise ConfigError("is in two of the tables", key="server_id", value=twice[0])
+    addresses = [server.address for server in servers]
+    _refuse_twice("server_id", addresses, "the tables", "is in two of the tables")
     return RankTable(tuple(servers))
 
 

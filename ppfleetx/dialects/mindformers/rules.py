@@ -1,4 +1,4 @@
-"""Rules of MindFormers' keys that are read together."""
+"""Rules for MindFormers keys that depend on each other."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""The key table of MindSpeed-Core-MS: Megatron's under its own names, and what it has alone."""
+"""The key table of MindSpeed-Core-MS: Megatron's arguments under other names, and its own keys."""
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 
-from ppfleetx.config.errors import shown_key
 from ppfleetx.dialects.given import normal_name
-from ppfleetx.dialects.keys import Key, KeyTable, read_file, tables_of
+from ppfleetx.dialects.keys import Key, KeyTable, nearest_names, read_file, tables_of
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS, TABLES
 
 LLM, PRECISION = "model_config.llm", "accelerate_config.precision"
@@ -70,13 +68,7 @@ class _Names(KeyTable):
         return in_train or super().is_block(name) or any(one.startswith(prefix) for one in self._names)
 
     def nearest(self, name: str) -> str:
-        name = plain(name)
-        last = name.rpartition(".")[2]
-        near = [one for one in self._names if one.rpartition(".")[2] == last]
-        near += difflib.get_close_matches(name, self._names, n=2, cutoff=0.7)
-        if near := list(dict.fromkeys(near))[:3]:
-            return f"Did you mean {' or '.join(near)}?"
-        return f"The page of this dialect lists all keys; {shown_key(name)} resembles none."
+        return nearest_names(plain(name), self._names)
 
 
 TABLE = _Names()

@@ -1,4 +1,4 @@
-"""Rules of PaddleFormers' arguments that are read together."""
+"""Rules for PaddleFormers arguments that depend on each other."""
 
 from __future__ import annotations
 

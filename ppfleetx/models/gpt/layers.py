@@ -27,7 +27,7 @@ State = tuple[paddle.Tensor, ...]
 
 
 class HiddenState(NamedTuple):
-    """What the blocks hand on.
+    """The tensors that travel between blocks.
 
     Attributes:
         hidden: ``[s, b, h]``, or this rank's part of it.
@@ -41,18 +41,18 @@ class HiddenState(NamedTuple):
 
     @classmethod
     def unpack(cls, state: State, *, carries_positions: bool) -> HiddenState:
-        """The state that :meth:`pack` made a tuple of."""
+        """Restore the state from the tuple of :meth:`pack`."""
         hidden, *rest = state
         position_ids = rest.pop(0) if carries_positions else None
         return cls(hidden, position_ids, rest[0] if rest else None)
 
     def pack(self) -> State:
-        """The tensors that are there, in order."""
+        """The tensors that are present, in order, as a tuple."""
         return tuple(tensor for tensor in self if tensor is not None)
 
 
 class Embedding(nn.Layer):
-    """First stage: tokens, and learned positions, to the hidden states.
+    """The first stage: word and learned position embeddings.
 
     Args:
         factory: makes the tables.
@@ -86,7 +86,7 @@ class Embedding(nn.Layer):
         return HiddenState(hidden, position_ids if self.carries_positions else None, document_start).pack()
 
     def embed(self, tokens: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """``tokens [b, s]`` and ``position_ids [b, s]`` to ``[s, b, h]``."""
+        """Embed ``tokens [b, s]`` at ``position_ids [b, s]``: ``[s, b, h]``."""
         # Transposing the ids costs nothing; transposing the embeddings would.
         both = (tokens, position_ids)
         tokens, position_ids = (self.factory.local_positions(ids).transpose([1, 0]) for ids in both)
@@ -99,7 +99,7 @@ class Embedding(nn.Layer):
 
 
 class Block(nn.Layer):
-    """Pre-norm transformer block; its two branches follow each other, or both read the block's input.
+    """A pre-norm transformer block, with attention and MLP in sequence or in parallel.
 
     Args:
         factory: makes linears and norms.
@@ -143,7 +143,7 @@ class Block(nn.Layer):
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """A packed :class:`HiddenState` to another of its shapes; ``cache`` has earlier keys and values."""
+        """Run the block on a packed :class:`HiddenState`; ``cache`` holds earlier keys and values."""
         trunk = HiddenState.unpack(state, carries_positions=self.carries_positions)
         hidden, position_ids, document_start = trunk
         granularity = self.granularity if cache is None and may_recompute(self) else None
@@ -161,7 +161,7 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
-        """``hidden [s, b, h]`` through attention and feed-forward."""
+        """Run attention and MLP on ``hidden [s, b, h]``."""
         attended = hidden + self.attention_branch(
             hidden, position_ids, document_start, cache, recompute_attention
         )
@@ -175,13 +175,14 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
         recompute_attention: bool = False,
     ) -> paddle.Tensor:
-        """What attention adds to ``hidden``; computed again in the backward pass where that is asked for."""
+        """The attention branch, without its addition to ``hidden``; recomputed in the backward pass if
+        configured."""
         if recompute_attention:
             return recompute(self.attend, hidden, position_ids, document_start)
         return self.attend(hidden, position_ids, document_start, cache)
 
     def mlp_branch(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """What the feed-forward block adds to ``hidden``."""
+        """The MLP branch, without its addition to ``hidden``."""
         branch = self.dropout(self.mlp(self.mlp_norm(hidden)))
         return branch if self.mlp_post_norm is None else self.mlp_post_norm(branch)
 
@@ -192,26 +193,26 @@ class Block(nn.Layer):
         document_start: paddle.Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """The attention branch, up to but without its addition to ``hidden``."""
+        """Norm and attention, without dropout and addition to ``hidden``."""
         branch = self.attention(self.input_norm(hidden), position_ids, document_start, cache)
         branch = self.dropout(branch)
         return branch if self.attention_post_norm is None else self.attention_post_norm(branch)
 
 
 class FinalNorm(nn.Layer):
-    """Norm after the last block."""
+    """The norm after the last block."""
 
     def __init__(self, factory: LayerFactory, spec: NormSpec) -> None:
         super().__init__()
         self.final_norm = factory.norm(spec)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
-        """A packed :class:`HiddenState` to one of the same shapes."""
+        """Normalise a packed :class:`HiddenState`."""
         return (self.final_norm(state[0]), *state[1:])
 
 
 class LanguageHead(PieceHead):
-    """What the two heads share: logits at once, or later and in pieces."""
+    """Base class of language-model heads: whole logits, or logits in pieces for the loss."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__(spec.loss_chunks, factory.matmul)
@@ -220,20 +221,24 @@ class LanguageHead(PieceHead):
     def forward(
         self, state: State, cache: KeyValueCache | None = None, target: PieceTarget | None = None
     ) -> Any:
-        """Logits ``[s, b, V]``, or this rank's columns of them; see :class:`PieceHead` for the rest."""
+        """Return logits ``[s, b, V]``, or this rank's columns of them; see :class:`PieceHead` for the
+        other cases."""
         if target is not None:
-            return self.run_pieces(self.factory.enter_head(state[0]), target)
+            return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):
             return LogitsInPieces(self, state[0])
         return self.logits(state[0])
 
+    def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
+        return self.factory.enter_head(hidden)
+
     def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Whole logits of ``hidden [s, b, h]``."""
+        """Return the logits of ``hidden [s, b, h]`` for all positions."""
         raise NotImplementedError
 
 
 class Head(LanguageHead):
-    """Logits from a matrix of its own."""
+    """A head with its own matrix."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__(factory, spec)
@@ -249,7 +254,7 @@ class Head(LanguageHead):
 
 
 class TiedHead(LanguageHead):
-    """Logits from the word embedding, which another stage shares (one card) or mirrors (pipeline)."""
+    """A head that uses the word embedding, shared with the first stage or mirrored across a pipeline."""
 
     def __init__(
         self, factory: LayerFactory, spec: HeadSpec, *, word_embeddings: nn.Layer | None = None
@@ -269,7 +274,7 @@ class TiedHead(LanguageHead):
 
 
 class ClassificationHead(nn.Layer):
-    """Scores of each class (or one number) at every position, ``[s, b, classes]`` whole on every rank."""
+    """A head for classes (or one number) at every position, ``[s, b, classes]``, whole on every rank."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A GPT as it is declared: embedding, blocks, final norm, head. Plain data, without Paddle.
+"""The declaration of a GPT: embedding, blocks, final norm, head. Plain data, without Paddle.
 
 Layers take their sizes from this, and it is what the planner, ``--check`` and conversions count by.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar
 
+from ppfleetx.config.mesh import EXPERTS
 from ppfleetx.config.registries import ARCHITECTURES
 from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.compress import CompressConfig
@@ -33,7 +34,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """Token ids to the hidden states.
+    """Declaration of the embedding.
 
     Attributes:
         words: the table of the vocabulary, padded.
@@ -68,7 +69,7 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A pre-norm transformer block.
+    """Declaration of a pre-norm transformer block.
 
     Attributes:
         layer: the block's class; a subclass may name its own.
@@ -98,7 +99,7 @@ class BlockSpec:
 
     @cached_property
     def _hash(self) -> int:
-        """Made once: what a block costs is looked up often."""
+        """The hash, computed once, because costs of blocks are looked up often."""
         return hash((self.attention, self.mlp, self.input_norm))
 
     @property
@@ -127,7 +128,7 @@ class BlockSpec:
             yield self.mlp_post_norm.operation("norm after mlp", "mlp", work)
 
     def tape(self, work: Work, recompute: Recompute) -> Tape:
-        """What the forward pass writes and keeps."""
+        """The steps of the forward pass and what they keep."""
         size = work.part_of(self.hidden_size)
         x, low = {"x": size}, work.low_share
         attention = [
@@ -153,7 +154,7 @@ class BlockSpec:
         return Tape(x, steps, low)
 
     def _branch(self, work: Work, name: str, post_norm: NormSpec | None) -> list[Step]:
-        """A branch on its way to the hidden states."""
+        """The steps that add a branch to the hidden states."""
         size, dropped = work.part_of(self.hidden_size), f"{name}, dropped"
         steps = [dropout_step(work, dropped, name, size, self.dropout)]
         return steps if post_norm is None else [*steps, *post_norm.tape(work, f"{name}, normed", dropped)]
@@ -161,7 +162,7 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """Hidden states to logits, and their loss; or to scores of classes, which every rank has whole.
+    """Declaration of the head: logits and loss, or scores of classes, whole on every rank.
 
     Attributes:
         num_outputs: tokens of the vocabulary, or classes; further columns of the matrix are padding.
@@ -177,12 +178,12 @@ class HeadSpec:
 
     @property
     def is_tied(self) -> bool:
-        """Whether its matrix is the word embedding."""
+        """Whether the head's matrix is the word embedding."""
         return self.words is not None
 
     @property
     def name(self) -> str:
-        """What the canonical names of its parameters begin with."""
+        """The prefix of the head's canonical parameter names."""
         return "score" if self.matrix.cut == "whole" else "head"
 
     @property
@@ -196,7 +197,7 @@ class HeadSpec:
         return self.linear.parameters(sequence_parallel=sequence_parallel) if self.linear else {}
 
     def _logits(self, work: Work) -> float:
-        """Logits of a micro batch on one rank."""
+        """Bytes of one rank's logits of a micro batch."""
         sliced = work.mp if self.matrix.cut == "columns" else 1
         return work.tokens * self.matrix.out_features / sliced
 
@@ -247,7 +248,7 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole model. Blocks may differ; equal ones are best one and the same object."""
+    """Declaration of a whole model. Equal blocks should be one object."""
 
     embedding: EmbeddingSpec
     blocks: tuple[BlockSpec, ...]
@@ -255,7 +256,7 @@ class ModelSpec:
     head: HeadSpec
 
     def stages(self) -> Iterator[tuple[str, LayerSpec]]:
-        """The layers by what their parameters' canonical names begin with, in model order."""
+        """The layers by the prefix of their parameters' canonical names, in model order."""
         yield "embedding", self.embedding
         for index, block in enumerate(self.blocks):
             yield f"decoder.layers.{index}", block
@@ -271,13 +272,13 @@ class ModelSpec:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics that its layers give."""
+        """The names of the metrics that the layers report."""
         given = (name for block in self.blocks for name in getattr(block.mlp, "metrics", ()))
         return tuple(dict.fromkeys(given))
 
     @property
     def routers(self) -> Mapping[str, int]:
-        """Number of experts of each router, by canonical name."""
+        """The number of experts of each router, by canonical name."""
         mixtures = ((index, block.mlp) for index, block in enumerate(self.blocks))
         return {
             f"decoder.layers.{index}.mlp.router": mlp.cfg.num_experts
@@ -299,7 +300,7 @@ class ModelSpec:
 
 
 def model_spec(cfg: ModelConfig) -> ModelSpec:
-    """The declaration of the architecture that ``Model.name`` names."""
+    """Build the declaration of the architecture that ``Model.name`` names."""
     traits = ARCHITECTURES.traits(cfg.name)
     if traits.layer_shapes is not None:
         return _with_listed_parameters(gpt_spec(cfg), cfg, load_target(traits.layer_shapes))
@@ -307,7 +308,7 @@ def model_spec(cfg: ModelConfig) -> ModelSpec:
 
 
 def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
-    """A GPT of the ``Model`` section, with blocks of class ``block``."""
+    """Build the declaration of a GPT from the ``Model`` section, with blocks of class ``block``."""
     h, std = cfg.hidden_size, cfg.initializer_range
     output_init = Normal(std / math.sqrt(2 * cfg.num_layers) if cfg.scale_output_init else std)
     word_init = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)
@@ -347,7 +348,7 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
 
 
 def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
-    """The mixture of experts that stands in the place of ``mlp``."""
+    """Build the declaration of the mixture of experts that replaces ``mlp``."""
     expert = replace(mlp, ffn_hidden_size=cfg.moe.expert_ffn_size or mlp.ffn_hidden_size)
     shared = cfg.moe.shared_experts
     shared_mlp = None if shared is None else replace(mlp, ffn_hidden_size=shared.ffn_size)
@@ -355,7 +356,7 @@ def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
 
 
 def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | LatentAttentionSpec:
-    """The attention of the ``Model`` section."""
+    """Build the declaration of attention from the ``Model`` section."""
     init, latent = Normal(cfg.initializer_range), cfg.latent_attention
     if latent is not None:
         return LatentAttentionSpec(
@@ -395,7 +396,7 @@ def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | Lat
 
 
 def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
-    """A classification head of ``num_outputs`` classes (1: a number)."""
+    """Build the declaration of a classification head with ``num_outputs`` classes (1: a number)."""
     init = Normal(cfg.initializer_range)
     return HeadSpec(num_outputs, LinearSpec(cfg.hidden_size, num_outputs, "whole", False, init))
 
@@ -405,7 +406,7 @@ def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
 
 @dataclass(frozen=True)
 class _ListedBlock(BlockSpec):
-    """A block of GPT's sizes and cost with other parameters."""
+    """A block with GPT's sizes and cost, but other parameters."""
 
     listed: Specs = field(default_factory=dict, compare=False)
 
@@ -435,8 +436,8 @@ def _warn_of_layer_shapes(architecture: str) -> None:
 
 
 def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
-    """A parameter with a name of GPT's block lies where that one does; of the others, matrices are sliced by
-    columns."""
+    """Declare a parameter by its shape: like the GPT parameter of that name if there is one; otherwise
+    matrices are sliced by columns."""
     if like is not None and len(like.shape) == len(shape):
         return replace(like, shape=shape)
     is_matrix = len(shape) > 1
@@ -459,7 +460,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def trained_count(model: ModelConfig) -> int:
-    """Number of parameters that train: all, or adapters and a classification head."""
+    """The number of trainable parameters: all, or adapters and a classification head."""
     return sum(math.prod(spec.shape) for spec in parameter_specs(model).values() if spec.trains)
 
 
@@ -473,13 +474,15 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def active_count(model: ModelConfig) -> int:
-    """Number of parameters that a position is computed with: without the experts that it does not choose."""
-    mlps = (block.mlp for block in model_spec(model).blocks)
-    return parameter_count(model) - sum(mlp.idle_size for mlp in mlps if isinstance(mlp, MoESpec))
+    """The number of parameters used for one position: without the experts it does not choose."""
+    specs = parameter_specs(model).values()
+    experts = sum(math.prod(spec.shape) for spec in specs if spec.view == EXPERTS)
+    idle = 0 if model.moe is None else experts - experts * model.moe.top_k // model.moe.num_experts
+    return parameter_count(model) - idle
 
 
 def matrix_size(layer: LayerSpec) -> int:
-    """Elements of all matrices that a layer multiplies a position by."""
+    """The number of elements in all matrices one position is multiplied by."""
     kinds = ("matrix", "router")
     size = sum(math.prod(spec.shape) for spec in layer.parameters().values() if spec.kind in kinds)
     mlp = getattr(layer, "mlp", layer)

@@ -26,7 +26,7 @@ _WORD_TIE = Tie(key="embedding.word_embeddings", attribute="word_embeddings")
 
 
 def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
-    """The stages of the architecture that ``Model.name`` names, first to last.
+    """Build the stages of the architecture that ``Model.name`` names, first to last.
 
     Raises:
         ConfigError: there is no such architecture, or it is not a list of stages.
@@ -42,7 +42,8 @@ def model_stages(cfg: ModelConfig, factory: LayerFactory) -> list[Stage]:
 
 
 def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | None = None) -> list[Stage]:
-    """Embedding, blocks, final norm, head; with ``Model.lora`` frozen except for adapters.
+    """Build the stages of a GPT: embedding, blocks, final norm, head. With ``Model.lora``, everything but
+    adapters is frozen.
 
     Args:
         cfg: the ``Model`` section.
@@ -96,7 +97,8 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
 
 
 def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outputs: int) -> list[Stage]:
-    """The stages of a GPT with a classification head, ``score.weight``, in the place of its head."""
+    """Build the stages of a GPT with a classification head, ``score.weight``, in place of the language
+    head."""
     body = [replace(stage, tie=None) for stage in model_stages(cfg, factory)[:-1]]  # nothing to tie it to
     return [*body, _head(score_spec(cfg, num_outputs), factory)]
 
@@ -110,7 +112,8 @@ def _head(spec: HeadSpec, factory: LayerFactory) -> Stage:
 
 
 def kernel_options(cfg: ModelConfig) -> KernelOptions:
-    """How attention is computed. ``use_flash_attn`` asks for flash where there is one, and says where not."""
+    """Choose the attention kernel. ``use_flash_attn`` selects flash attention where it exists, and logs
+    the reason where not."""
     if cfg.use_flash_attn and cfg.attention_kernel == "auto" and not on_card():
         get_logger().warning("Model.use_flash_attn: a CPU has no flash attention; not used")
     guard = float(cfg.num_layers) if cfg.scale_qk_by_layer_num else 1.0

@@ -12,23 +12,25 @@ from ppfleetx.utils.process_env import import_paddle
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ppfleetx.nn.cpu_ops",
-        description="Compile the operators that make batches decode faster on this machine's CPU.",
+        description="Compile the operators that make decoding and bfloat16 training faster on this CPU.",
     )
     parser.add_argument(
         "--if-possible", action="store_true", help="where they cannot be compiled, say so and end with code 0"
     )
     args = parser.parse_args()
     import_paddle()
-    from ppfleetx.nn.cpu_ops.build import build, build_quantized, build_trunk
+    from ppfleetx.nn.cpu_ops.build import build, build_bfloat16, build_quantized, build_trunk
 
     try:
         print(f"operators for decoding: {build()}")
         print(f"operators for quantised models: {build_quantized()}")
         print(f"operator for whole blocks: {build_trunk()}")
+        bfloat16 = build_bfloat16() or "none, the processor or Paddle has no such products"
+        print(f"operators for training in bfloat16: {bfloat16}")
     except UserError as error:
         if not args.if_possible:
             raise
-        print(f"no operators for decoding, batches take longer: {error}")
+        print(f"no operators for this CPU, decoding and training take longer: {error}")
 
 
 if __name__ == "__main__":

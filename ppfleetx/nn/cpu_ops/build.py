@@ -1,4 +1,4 @@
-"""Compiles the operators for decoding on a CPU.
+"""Compiles the operators for CPUs.
 
 Paddle's own way, ``paddle.utils.cpp_extension``, is left aside: it needs a setuptools that still has
 ``easy_install``, and Python's headers.
@@ -18,8 +18,9 @@ from pathlib import Path
 import paddle
 
 from ppfleetx.config.errors import UserError
-from ppfleetx.nn.cpu_ops import fused_blocks, quantized
+from ppfleetx.nn.cpu_ops import bfloat16, fused_blocks, quantized
 from ppfleetx.nn.cpu_ops.ops import (
+    BFLOAT16_SOURCE,
     FUSED_BLOCKS_SOURCE,
     OPTIONS,
     QUANTIZED_SOURCE,
@@ -27,12 +28,15 @@ from ppfleetx.nn.cpu_ops.ops import (
     are_available,
     library_path,
 )
+from ppfleetx.utils.devices import cpu_obstacle
 
 _MINUTES = 10
+_ONEDNN = "libdnnl.so.3"
 
 
 def build() -> Path:
-    """Compile the operators for this machine, unless that has been done; gives the library.
+    """Compile the decoding operators for this machine, unless that was done before; return the library's
+    path.
 
     Raises:
         UserError: there is no compiler, or it fails, or what it makes cannot be loaded or written.
@@ -41,13 +45,21 @@ def build() -> Path:
 
 
 def build_quantized() -> Path:
-    """The same for the operators of :mod:`ppfleetx.nn.cpu_ops.quantized`."""
+    """Compile the operators of :mod:`ppfleetx.nn.cpu_ops.quantized`."""
     return _build(QUANTIZED_SOURCE, library_path(QUANTIZED_SOURCE), quantized.are_available)
 
 
 def build_trunk() -> Path:
-    """The same for the operator of :mod:`ppfleetx.nn.cpu_ops.fused_blocks`."""
+    """Compile the operator of :mod:`ppfleetx.nn.cpu_ops.fused_blocks`."""
     return _build(FUSED_BLOCKS_SOURCE, library_path(FUSED_BLOCKS_SOURCE), fused_blocks.are_available)
+
+
+def build_bfloat16() -> Path | None:
+    """The same for the operators of :mod:`ppfleetx.nn.cpu_ops.bfloat16`; None: the processor has no such
+    products, or this build of Paddle brings no oneDNN."""
+    if cpu_obstacle("bfloat16") or not (Path(paddle.sysconfig.get_lib()) / _ONEDNN).exists():
+        return None
+    return _build(BFLOAT16_SOURCE, library_path(BFLOAT16_SOURCE), bfloat16.are_available)
 
 
 def _build(source: Path, target: Path, are_available: Callable[[], bool]) -> Path:
@@ -96,6 +108,8 @@ def _commands(compiler: list[str], source: Path, library: Path) -> list[list[str
     threads = "libiomp5.so"
     openmp = [f"-L{lib}", f"-l:{threads}"] if (lib / threads).exists() else ["-fopenmp"]
     paddle_library = [f"-L{base}", "-l:libpaddle.so", f"-Wl,-rpath,{base}:{lib}"]
+    if source == BFLOAT16_SOURCE:
+        paddle_library += [f"-L{lib}", f"-l:{_ONEDNN}"]
     return [
         [*compiler, *OPTIONS, *includes, "-c", str(source), "-o", str(compiled)],
         [*compiler, "-shared", str(compiled), *paddle_library, *openmp, "-o", str(library)],

@@ -1,4 +1,4 @@
-"""An operator of our own for all blocks of a model, in a pass over few new positions on a CPU.
+"""One CPU operator that runs all transformer blocks over a few new positions.
 
 A block takes thirty operations of Paddle. For few rows starting them costs as much as what they compute, or
 more, where weights have few bits. ``fused_blocks.cc`` does all blocks and the final norm in one operation:
@@ -43,13 +43,14 @@ def are_available() -> bool:
 
 
 def all_are_available() -> bool:
-    """Whether it and all other operators can be called, as a program with whole blocks needs."""
+    """Whether this and all other CPU operators can be called. A program with fused blocks needs all of
+    them."""
     return are_available() and ops.are_available() and quantized.are_available()
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """What all blocks of a trunk have in common.
+    """The sizes that all blocks of the model share.
 
     Attributes:
         groups: key/value heads.
@@ -83,7 +84,7 @@ class BlockWeights:
     layout: list[int] = field(default_factory=list)
 
     def begin(self, sizes: BlockSizes, num_blocks: int) -> None:
-        """To be called first."""
+        """Start a new block; call this before its linears and norms are added."""
         self.layout += [
             sizes.groups,
             sizes.per_group,

@@ -40,11 +40,12 @@ _HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of C
 SOURCE = Path(__file__).with_name("kernels.cc")
 QUANTIZED_SOURCE = Path(__file__).with_name("quantized.cc")
 FUSED_BLOCKS_SOURCE = Path(__file__).with_name("fused_blocks.cc")
+BFLOAT16_SOURCE = Path(__file__).with_name("bfloat16.cc")
 BUILT = Path(__file__).with_name("built")
 
 
 def library_path(source: Path = SOURCE) -> Path:
-    """Where the library for this Paddle, this kind of CPU and this source is, or would be."""
+    """The path of the library for this Paddle, this kind of CPU and this source, whether or not it exists."""
     cpuinfo = read_cpuinfo()
     # Where Linux lists no flags (other processors than x86), the whole description is that of the kind.
     cpu = sorted(flags_in(cpuinfo)) or [platform.machine(), cpuinfo]
@@ -76,7 +77,7 @@ def load_library(path: Path) -> bool:
 
 
 def note_if_missing() -> None:
-    """Say in the log how the operators are made, where they are not."""
+    """Log how to compile the operators if they are missing."""
     if not are_available():
         get_logger().info(f"NOTE: batches take longer than they need to: {_HOW_TO_MAKE}")
 

@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 import struct
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -139,25 +138,6 @@ def test_text_compressed_in_another_way_is_not_passed_over(tmp_path: Path, name:
     for place in (tmp_path, tmp_path / name):
         with pytest.raises(DataError, match=f"{name} is in an unsupported compression"):
             find_sources([place])
-
-
-def test_a_file_that_expands_like_no_text_is_refused_before_it_fills_memory(
-    tmp_path, tokenizer, monkeypatch
-) -> None:
-    """3 GiB in one line, and 3 GiB of good lines."""
-    monkeypatch.setattr(text_files, "_FREE_BYTES", 1_000_000)
-    for beginning, unit in ((b'{"text": "', b"a"), (b"", as_lines(["text " * 10_000]))):
-        block = unit * ((8 << 20) // len(unit))
-        (tmp_path / "a.jsonl.zst").write_bytes(zstd(beginning) + 384 * zstd(block))
-        tracemalloc.start()
-        with pytest.raises(DataError, match="text does not do"):
-            preprocess(find_sources([tmp_path]), tmp_path / "out", tokenizer, show_progress=False)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < 200_000_000
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a" * (64 << 20)))
-    with pytest.raises(DataError, match="text does not do"):
-        list(iterate_texts(find_sources([tmp_path / "a.txt.gz"])))
 
 
 @pytest.mark.parametrize("split_on", ["line", "blank-line"])

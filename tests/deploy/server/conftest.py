@@ -31,8 +31,10 @@ MODEL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 8192,
 }
+TOOLS = "{%- if tools %}{{- tools | tojson }}{%- endif %}"
 ENDLESS = {"max_tokens": 8000, "min_tokens": 8000}
 KEY = "a-secret-key"
+ORIGIN = "https://pages.example"
 START_SECONDS = 180.0
 METRIC_SECONDS = 30.0
 
@@ -125,7 +127,7 @@ def served_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_served_checkpoint(directory: Path) -> Path:
     """``config.yaml`` and ``run/`` with one checkpoint and its tokenizer."""
     write_run(directory / "run", MODEL)
-    (directory / "run/tokenizer/chat_template.jinja").write_text(GPT2)
+    (directory / "run/tokenizer/chat_template.jinja").write_text(TOOLS + GPT2)
     sections = {"Global": {"device": "cpu", "local_batch_size": 1}, "Model": MODEL}
     (directory / "config.yaml").write_text(json.dumps(sections))
     return directory
@@ -148,6 +150,7 @@ def strict_server(served_checkpoint: Path, tmp_path_factory: pytest.TempPathFact
     log = tmp_path_factory.mktemp("log") / "strict.log"
     limits = {"max_batch_size": 2, "max_waiting": 1, "max_body_bytes": 2000}
     overrides = [f"Serve.{name}={value}" for name, value in limits.items()]
+    overrides.append(f"Serve.allowed_origins=[{ORIGIN}]")
     running = Server(served_checkpoint, log, "Serve.model_name=tiny", *overrides, key=KEY)
     yield running
     running.stop()

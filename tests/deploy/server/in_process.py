@@ -24,7 +24,7 @@ def serve(generator: Generator, cfg: ServeConfig, use: Use, model: object | None
     metrics = Metrics()
     served = generator.next_token_model if model is None else model
     scheduler = Scheduler(served, generator.tokenizer, generator.tokenizer.end_ids, cfg, metrics)
-    prompts = PromptReader(generator, find_template(generator.tokenizer), cfg, scheduler.capacity)
+    prompts = PromptReader(generator, find_template(generator.tokenizer), cfg, scheduler)
     texts = TokenTexts(generator.tokenizer)
     service = Service(cfg, None, prompts, scheduler, metrics, texts, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -155,17 +156,17 @@ def both_send_first() -> str:
     return _said(exchange)
 
 
-def reduction(dtype: str) -> str:
-    """``all_reduce`` of a type: "" and the right sum, or the error's name."""
+def reductions(dtypes: list[str]) -> list[str]:
+    """``all_reduce`` of each type: "" and the right sum, or the error's name."""
     _join()
     _begin()
 
-    def call() -> None:
+    def call(dtype: str) -> None:
         x = paddle.ones([4], dtype)
         dist.all_reduce(x)
         assert x.astype("float32").tolist() == [float(dist.get_world_size())] * 4
 
-    return _said(call)
+    return [_said(partial(call, dtype)) for dtype in dtypes]
 
 
 def failing_kernel() -> list[str]:

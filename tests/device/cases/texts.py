@@ -11,7 +11,6 @@ from ppfleetx.distributed.tf32 import allow_tf32
 from tests.deploy.exports import STYLES, configuration
 
 PROMPTS = ("the cat", "and the other", "hat the cat and the hat")
-_NAME = "export"
 
 
 def generate(

@@ -8,23 +8,23 @@ DTYPES = ["float32", "float64", "int32", "int64", "uint8", "bool", "float16", "b
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_collective(ranks, size, dtype):
+def test_every_collective(pools, size, dtype):
     for shape in ([1], [5, 3], [3000, 4]):  # the last one is large enough for the two-step all-reduce
-        assert ranks(size).run(CASES + "every_collective", dtype=dtype, shape=shape) == [size] * size
+        assert pools(size).run(CASES + "every_collective", dtype=dtype, shape=shape) == [size] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_through_sockets_alone(ranks, size):
-    pool = ranks(size, PADDLE_CPU_COMM_DIRECT="0")
+def test_through_sockets_alone(pools, size):
+    pool = pools(size, PADDLE_CPU_COMM_DIRECT="0")
     pool.run(CASES + "every_collective", dtype="float32", shape=[400000])
     pool.run(CASES + "ring", rounds=2, count=400000)
     assert pool.run(CASES + "in_the_background", count=4000000) == [True] * size
     assert pool.run(CASES + "sent_directly") == [0] * size
 
 
-def test_sums_that_a_late_rank_has_not_begun(ranks):
+def test_sums_that_a_late_rank_has_not_begun(pools):
     """The owner keeps what may be ahead of it and no more: 1 MiB here of the 8 MiB that each rank sends."""
-    pool = ranks(4)
+    pool = pools(4)
     kept = pool.run(CASES + "behind", late=0, most=3 << 20)
     assert kept[0] == [3 << 20]
     kept = pool.run(CASES + "behind", late=3, most=0)
@@ -32,66 +32,66 @@ def test_sums_that_a_late_rank_has_not_begun(ranks):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_large_payloads(ranks, size):
-    ranks(size).run(CASES + "every_collective", dtype="float32", shape=[400000])
-    ranks(size).run(CASES + "ring", rounds=2, count=400000)
+def test_large_payloads(pools, size):
+    pools(size).run(CASES + "every_collective", dtype="float32", shape=[400000])
+    pools(size).run(CASES + "ring", rounds=2, count=400000)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("count", [1000, 30001])
-def test_sum_is_in_rank_order_and_equal_on_all_ranks(ranks, dtype, count):
-    results = ranks(4).run(CASES + "bits_of_sum", count=count, dtype=dtype)
+def test_sum_is_in_rank_order_and_equal_on_all_ranks(pools, dtype, count):
+    results = pools(4).run(CASES + "bits_of_sum", count=count, dtype=dtype)
     assert [right for right, _ in results] == [1] * 4
     assert len({checksum for _, checksum in results}) == 1
 
 
-def test_half_is_summed_in_float32(ranks):
-    assert ranks(4).run(CASES + "large_sum_in_half") == [[30000.0]] * 4
+def test_half_is_summed_in_float32(pools):
+    assert pools(4).run(CASES + "large_sum_in_half") == [[30000.0]] * 4
 
 
-def test_all_to_all_of_unequal_parts(ranks):
-    ranks(3).run(CASES + "all_to_all_of_unequal_parts")
+def test_all_to_all_of_unequal_parts(pools):
+    pools(3).run(CASES + "all_to_all_of_unequal_parts")
 
 
-def test_strided_tensors(ranks):
-    ranks(2).run(CASES + "strided")
+def test_strided_tensors(pools):
+    pools(2).run(CASES + "strided")
 
 
-def test_ranks_of_tests_refuse_strided_tensors(ranks):
+def test_ranks_of_tests_refuse_strided_tensors(pools):
     """Any test that sends or fills one fails: it would on GPUs."""
-    assert ranks(2).run(CASES + "strided_refused") == [[], []]
+    assert pools(2).run(CASES + "strided_refused") == [[], []]
 
 
-def test_groups_do_not_collide(ranks):
-    ranks(4).run(CASES + "groups_side_by_side")
+def test_groups_do_not_collide(pools):
+    pools(4).run(CASES + "groups_side_by_side")
 
 
 @pytest.mark.parametrize("direct", ["0", "1"])
-def test_sums_travel_while_the_program_computes(ranks, direct):
-    pool = ranks(3, PADDLE_CPU_COMM_DIRECT=direct)
+def test_sums_travel_while_the_program_computes(pools, direct):
+    pool = pools(3, PADDLE_CPU_COMM_DIRECT=direct)
     assert pool.run(CASES + "in_the_background", count=200000) == [True] * 3
 
 
-def test_asynchronous_operations_complete_in_any_order(ranks):
-    ranks(4).run(CASES + "asynchronous")
+def test_asynchronous_operations_complete_in_any_order(pools):
+    pools(4).run(CASES + "asynchronous")
 
 
 @pytest.mark.parametrize("count", [1, 50000])
-def test_ring_of_sends_and_receives(ranks, count):
+def test_ring_of_sends_and_receives(pools, count):
     for size in (2, 3, 4):
-        ranks(size).run(CASES + "ring", rounds=3, count=count)
+        pools(size).run(CASES + "ring", rounds=3, count=count)
 
 
-def test_partial_transfers(ranks):
+def test_partial_transfers(pools):
     for size in (2, 4):
-        ranks(size).run(CASES + "partial", count=64)
+        pools(size).run(CASES + "partial", count=64)
 
 
-def test_objects(ranks):
-    assert ranks(3).run(CASES + "objects")[1] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+def test_objects(pools):
+    assert pools(3).run(CASES + "objects")[1] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
 
 
-def test_traffic_is_the_textbook_volume(ranks):
+def test_traffic_is_the_textbook_volume(pools):
     for size in (2, 4):
         whole = 4 * 12 * size
         expected = {
@@ -101,6 +101,6 @@ def test_traffic_is_the_textbook_volume(ranks):
             "broadcast": (1, whole, (size - 1) / size * whole),
             "all_to_all": (1, whole, (size - 1) / size * whole),
         }
-        for rank, counted in enumerate(ranks(size).run(CASES + "counted")):
+        for rank, counted in enumerate(pools(size).run(CASES + "counted")):
             measured = {k: (v["calls"], v["payload"], v["sent"]) for k, v in counted.items()}
             assert measured == {**expected, **({"send": (1, whole, whole)} if rank == 0 else {})}

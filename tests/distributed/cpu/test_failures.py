@@ -15,8 +15,8 @@ def told(outcomes: list[Outcome]) -> list[tuple[float, str]]:
     return [(float(seconds), message) for seconds, message in alive]
 
 
-def test_a_killed_rank_is_named_by_all_others(ranks):
-    pool = ranks(4)
+def test_a_killed_rank_is_named_by_all_others(pools):
+    pool = pools(4)
     messages = told(pool.call(CASES + "die", rank=1, how="kill", timeout=20))
     assert len(messages) == 3
     for seconds, message in messages:
@@ -26,9 +26,9 @@ def test_a_killed_rank_is_named_by_all_others(ranks):
 
 
 @pytest.mark.parametrize("direct", ["1", "0"])
-def test_a_rank_killed_in_a_transfer_is_named(ranks, direct):
+def test_a_rank_killed_in_a_transfer_is_named(pools, direct):
     for after in (0.1, 0.137):
-        pool = ranks(3, PADDLE_CPU_COMM_DIRECT=direct)
+        pool = pools(3, PADDLE_CPU_COMM_DIRECT=direct)
         messages = told(pool.call(CASES + "die_in_transfer", rank=2, after=after, timeout=30))
         assert len(messages) == 2
         for seconds, message in messages:
@@ -37,8 +37,8 @@ def test_a_rank_killed_in_a_transfer_is_named(ranks, direct):
             assert seconds < 5
 
 
-def test_a_rank_that_ends_early_is_named(ranks):
-    pool = ranks(2)
+def test_a_rank_that_ends_early_is_named(pools):
+    pool = pools(2)
     outcomes = pool.call(CASES + "die", rank=1, how="goodbye", timeout=20)
     pool.usable = False
     seconds, message = outcomes[0].value.split(" ", 1)
@@ -55,8 +55,8 @@ def test_a_rank_that_ends_early_is_named(ranks):
         ("deadlock", "all_reduce", "recv"),
     ],
 )
-def test_ranks_out_of_step_name_both_operations(ranks, kind, one, other):
-    pool = ranks(2)
+def test_ranks_out_of_step_name_both_operations(pools, kind, one, other):
+    pool = pools(2)
     outcomes = pool.call(CASES + "out_of_step", kind=kind, timeout=40)
     pool.usable = False
     messages = told(outcomes)
@@ -66,14 +66,14 @@ def test_ranks_out_of_step_name_both_operations(ranks, kind, one, other):
     assert all(seconds < 20 for seconds, _ in messages)
 
 
-def test_a_late_rank_is_waited_for(ranks):
-    messages = told(ranks(2).call(CASES + "out_of_step", kind="late", timeout=40))
+def test_a_late_rank_is_waited_for(pools):
+    messages = told(pools(2).call(CASES + "out_of_step", kind="late", timeout=40))
     assert [message for _, message in messages] == ["fine", "fine"]
     assert messages[1][0] >= 3  # this rank was late
 
 
-def test_waits_are_bounded(ranks):
-    pool = ranks(2, PADDLE_CPU_COMM_TIMEOUT="1")
+def test_waits_are_bounded(pools):
+    pool = pools(2, PADDLE_CPU_COMM_TIMEOUT="1")
     (seconds, message), _ = told(pool.call(CASES + "out_of_step", kind="late", timeout=40))
     pool.usable = False
     assert re.search(r"CommTimeoutError: rank 0: waited 1 s for rank 1 at [\d.:]+ in all_reduce", message)

@@ -37,9 +37,9 @@ PATIENCE = 1.0
         ),
     ],
 )
-def test_a_halt_is_explained_by_those_that_are_left(ranks, tmp_path, kind, said):
-    pool = ranks(2)
-    first = pool.call(CASES + "halt", kind=kind, directory=str(tmp_path), patience=PATIENCE, timeout=15)[0]
+def test_a_halt_is_explained_by_those_that_are_left(pools, tmp_path, kind, said):
+    pool = pools(2)
+    first = pool.call(CASES + "halt", kind=kind, directory=str(tmp_path), patience=PATIENCE, timeout=10)[0]
     assert first.died  # with exit code 4; what it said is in the file
     sentence = (tmp_path / "summary.txt").read_text()
     assert re.fullmatch(said + ".*\n", sentence), sentence
@@ -51,20 +51,20 @@ def test_a_halt_is_explained_by_those_that_are_left(ranks, tmp_path, kind, said)
     assert "halt" in (tmp_path / "rank_00000.txt").read_text()
 
 
-def test_a_rank_that_works_is_waited_for(ranks, tmp_path):
-    outcomes = ranks(2).run(CASES + "halt", kind="slow", directory=str(tmp_path), patience=PATIENCE, slow=2.5)
+def test_a_rank_that_works_is_waited_for(pools, tmp_path):
+    outcomes = pools(2).run(CASES + "halt", kind="slow", directory=str(tmp_path), patience=PATIENCE, slow=2.5)
     assert outcomes == ["went on"] * 2
     assert sorted(read_reports(tmp_path)) == [0, 1]
     assert explain(read_reports(tmp_path)).goes_on == (1,)
 
 
-def test_calls_are_recorded_with_number_shape_and_peer(ranks):
+def test_calls_are_recorded_with_number_shape_and_peer(pools):
     common = [
         ["all_reduce", 0, [2, 3], -1, True],
         ["all_gather", 1, [4], -1, True],
         ["broadcast", 2, [1], -1, True],
     ]
-    assert ranks(2).run(CASES + "recorded") == [
+    assert pools(2).run(CASES + "recorded") == [
         [*common, ["send", 0, [7], 1, True]],
         [*common, ["recv", 0, [7], 0, True]],
     ]

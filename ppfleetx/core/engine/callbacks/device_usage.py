@@ -65,7 +65,7 @@ class MemoryLog(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MemoryLog | None:
-        """For training only."""
+        """Create the callback for training only."""
         return cls() if setup.trains else None
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
@@ -116,7 +116,7 @@ class Forecast(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Forecast | None:
-        """For training that the planner can predict."""
+        """Create the callback if the planner can predict this training run."""
         if not setup.trains:
             return None
         device = setup.ctx.device

@@ -22,7 +22,7 @@ class TrainLog(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> TrainLog:
-        """For every run."""
+        """Create the callback for every run."""
         return cls(setup.cfg.Engine.logging_freq)
 
     def on_fit_start(self, run: Run) -> None:
@@ -65,8 +65,8 @@ def sources_line(record: StepRecord) -> str:
 
 
 def metrics_line(record: StepRecord) -> str:
-    """The line with the metrics of the task and of the model's layers. Those of one layer (``expert_load/3``)
-    are in the file alone."""
+    """The line with the metrics of the task and of the model's layers. Metrics of single layers
+    (``expert_load/3``) go to the metrics file only."""
     metrics = {name: value for name, value in record.own_metrics.items() if "/" not in name}
     listed = ", ".join(f"{name}: {value:.9g}" for name, value in metrics.items())
     return f"metrics at global step {record.step}, {listed}"
@@ -103,7 +103,7 @@ class MegatronLog(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MegatronLog:
-        """For any run."""
+        """Create the callback for any run."""
         return cls(setup.cfg.Engine.logging_freq)
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
@@ -143,7 +143,7 @@ class MindSpeedLog(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MindSpeedLog:
-        """For every run."""
+        """Create the callback for every run."""
         return cls(setup.cfg.Engine.logging_freq)
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
@@ -169,7 +169,7 @@ class TrainProgress(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> TrainProgress | None:
-        """For a run that trains."""
+        """Create the callback for a run that trains."""
         return cls(setup.cfg.Engine.progress_bar) if setup.trains else None
 
     def on_fit_start(self, run: Run) -> None:

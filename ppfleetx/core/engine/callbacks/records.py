@@ -154,7 +154,7 @@ class MetricsFile(Recorder):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MetricsFile | None:
-        """For training, beside the checkpoints."""
+        """Create the callback for training; the file lies beside the checkpoints."""
         if not setup.trains:
             return None
         return cls(setup.output_dir / METRICS_FILE, setup.cfg.Engine.logging_freq)
@@ -269,7 +269,7 @@ class LogWriters(Recorder):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> LogWriters | None:
-        """For training with writers in ``Engine.loggers``."""
+        """Create the callback for training with writers in ``Engine.loggers``."""
         writers = build_writers(setup.cfg, setup.output_dir) if setup.trains else {}
         return cls(writers, setup.cfg.Engine.logging_freq) if writers else None
 

@@ -1,4 +1,9 @@
-"""Files of tensor- and pipeline-parallel ranks, as Megatron-LM and FleetX write them, put together."""
+"""Parameters put together from their parts: matrices inside a fused parameter, files of parallel ranks.
+
+The matrices of a fused parameter (queries, keys and values; gate and up) are interleaved along the output
+features, its last dimension, as its declaration says. Megatron-LM and FleetX write a file for each tensor-
+and pipeline-parallel rank.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,23 @@ import numpy as np
 from ppfleetx.checkpoint.layout import cut_dim
 from ppfleetx.checkpoint.lazy import LazyTensor, derive
 from ppfleetx.config.errors import CheckpointError
+from ppfleetx.nn.param_spec import Part
+
+
+def join_parts(parts: Sequence[Part], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The fused parameter of these matrices, in the order of ``parts``."""
+    period, lead = parts[0].period, arrays[0].shape[:-1]
+    pieces = [array.reshape(*lead, -1, part.width) for part, array in zip(parts, arrays, strict=True)]
+    assert sum(part.width for part in parts) == period
+    return np.concatenate(pieces, axis=-1).reshape(*lead, -1)
+
+
+def split_parts(parts: Sequence[Part], fused: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The inverse of :func:`join_parts`."""
+    lead = fused.shape[:-1]
+    periods = fused.reshape(*lead, -1, parts[0].period)
+    return tuple(periods[..., p.offset : p.offset + p.width].reshape(*lead, -1) for p in parts)
+
 
 RankFiles = Mapping[tuple[int, int], Path]
 """(tensor-parallel rank, pipeline rank) -> file."""

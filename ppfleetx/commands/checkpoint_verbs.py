@@ -1,0 +1,224 @@
+"""The verbs that make another model of a checkpoint: ``quantize``, ``prune`` and ``upcycle``.
+
+``--help`` needs this file alone: each verb imports its program when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ppfleetx.commands.options import OptionalConfigOptions, option, positional, repeated, switch
+from ppfleetx.compress import Criterion, Part
+from ppfleetx.config.errors import CheckpointError, ConfigError, naming
+from ppfleetx.utils.files import is_taken, refuse_unwritable
+
+if TYPE_CHECKING:
+    from ppfleetx.compress.samples import Samples
+    from ppfleetx.config.sections.root import RunConfig
+    from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+
+_LONGEST = 512  # tokens of a window
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewritingOptions(OptionalConfigOptions):
+    """The options of verbs that make another model of a checkpoint."""
+
+    checkpoint: str = positional("CHECKPOINT", "the directory of a model", default=MISSING)
+    output: str = option("a new or empty directory", default=MISSING, metavar="DIR")
+
+    def check(self) -> None:
+        """Check that the output directory is new or empty, and can be created."""
+        if is_taken(Path(self.output)):
+            raise ConfigError(
+                "is there already; name a new or empty directory", key="--output", value=self.output
+            )
+        refuse_unwritable(Path(self.output), "--output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShrinkingOptions(RewritingOptions):
+    """The options that ``quantize`` and ``prune`` share."""
+
+    samples: int = option("windows to calibrate on (default: 64)", default=64)
+    calibration: str | None = option(
+        "a corpus (prefix of .bin/.idx) or a .txt file; its last tenth measures the perplexity",
+        metavar="DATA",
+    )
+
+    def check(self) -> None:
+        """Check the output directory and --samples."""
+        super().check()
+        if self.samples < 1:
+            raise ConfigError("must be at least 1", key="--samples", value=self.samples)
+
+
+@contextmanager
+def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tokenizer | None]]:
+    """The configuration for one process, the checkpoint's directory, and the tokenizer if there is one."""
+    from ppfleetx.checkpoint.weights_only import load_tokenizer
+    from ppfleetx.commands.resolve_model import as_replicas, resolve_model
+    from ppfleetx.config.loader import load_config
+
+    with ExitStack() as stack:
+        with naming("CHECKPOINT", options.checkpoint):
+            place = resolve_model(options.checkpoint, stack, with_config=options.config is None)
+        given = [*options.settings(), *options.override]
+        cfg = load_config(options.config or place.config, place.overrides(given))
+        cfg, _ = as_replicas(cfg, 1)
+        tokenizer = None if place.tokenizer is None else load_tokenizer(place.tokenizer)
+        yield cfg, place.checkpoint, tokenizer
+
+
+def refuse_adapters(cfg: RunConfig, place: str) -> None:
+    """Raise CheckpointError if the model has adapters."""
+    if cfg.Model.lora is not None:
+        raise CheckpointError(
+            f"{place} has adapters (Model.lora); add them to the weights first: "
+            f"ppfleetx merge {place} --output MERGED"
+        )
+
+
+def calibration_samples(
+    cfg: RunConfig, options: ShrinkingOptions, tokenizer: Tokenizer | None, fewest: int
+) -> Samples | None:
+    """Windows of the calibration data with at least ``fewest`` tokens; None without --calibration."""
+    if options.calibration is None:
+        return None
+    from ppfleetx.compress.samples import read_samples
+
+    return read_samples(
+        options.calibration,
+        tokenizer,
+        vocab_size=cfg.Model.vocab_size,
+        seq_len=min(cfg.Model.max_position_embeddings, _LONGEST),
+        num_windows=options.samples,
+        fewest=fewest,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(ShrinkingOptions):
+    """Store the weights of a checkpoint in 8 or 4 bits.
+
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. The result
+    is a checkpoint that generates, evaluates, serves and exports like any other, under any plan, but cannot
+    be trained. The word embedding and the head always have 8 bits.
+    """
+
+    examples = """\
+examples:
+  ppfleetx quantize output --to int8 --output output-int8
+  ppfleetx quantize output --to int4 --method gptq --calibration data/train --output output-int4
+  ppfleetx quantize output --to int8 --smooth --calibration data/train --output output-w8a8
+  ppfleetx quantize output-of-qat --to int8 --activations int8 --output output-int8
+  ppfleetx generate output-int8 "Once upon a time"
+"""
+    to: Literal["int8", "int4"] = option(
+        "bits of the weights; 8 with a scale for each output channel, 4 with one for each group",
+        default=MISSING,
+    )
+    group: int | None = option(
+        "input features of a group, a multiple of 8 (int4; default: the largest of 128, 64, 32, 16 and "
+        "8 that divides those of all layers)"
+    )
+    method: Literal["rtn", "gptq"] = option(
+        "round to the nearest (default), or let later weights make up for the error (GPTQ)", default="rtn"
+    )
+    smooth: bool = switch(
+        "8 bits for activations too, after their outliers were moved into the weights (SmoothQuant)"
+    )
+    activations: Literal["int8"] | None = option(
+        "8 bits for activations, as --smooth gives them, but weights stay where they are: for a "
+        "model that was trained with quantisation"
+    )
+    skip: tuple[str, ...] = repeated(
+        "leave layers as they are, by canonical name: head, embedding.*, '*.mlp.fc2'; may be repeated",
+        metavar="PATTERN",
+    )
+
+    def run(self) -> None:
+        """Quantise, and print the effect on each layer."""
+        from ppfleetx.commands.quantize import quantize
+
+        quantize(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune(ShrinkingOptions):
+    """Take attention heads, feed-forward units and layers out of a checkpoint.
+
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Every layer
+    loses the same number of heads and units, so that the result is an ordinary model: it trains, generates,
+    converts and exports under any plan. A little training makes up for most of the loss (docs/compress.md).
+    """
+
+    examples = """\
+examples:
+  ppfleetx prune output --ratio 0.25 --output output-pruned
+  ppfleetx prune output --ratio 0.25 --criterion saliency --calibration data/train --output output-pruned
+  ppfleetx prune output --drop-layers 9 10 --output output-shallow
+  ppfleetx finetune --from output-pruned --output recovered
+"""
+    ratio: float = option(
+        "share of the heads and units taken out of each layer, rounded down (default: 0)",
+        default=0.0,
+        metavar="R",
+    )
+    criterion: Criterion = option(
+        "what matters least: weights with the smallest sum of magnitudes (default) or squares, or what "
+        "the loss would miss least (saliency)",
+        default="l1_norm",
+    )
+    part: Part = option("what is pruned (default: both)", default="both")
+    multiple: int = option(
+        "what stays is rounded up to a multiple of N, such as a tensor-parallel degree (default: 1)",
+        default=1,
+    )
+    drop_layers: tuple[int, ...] = option("layers to leave out, from 0", default=(), metavar="I")
+    calibration: str | None = option(
+        "for saliency: a corpus (prefix of .bin/.idx) or a .txt file", metavar="DATA"
+    )
+
+    def run(self) -> None:
+        """Prune, and print the sizes before and after."""
+        from ppfleetx.commands.prune import prune
+
+        prune(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upcycle(RewritingOptions):
+    """Make a mixture of experts of a dense model: each expert begins as a copy of the MLP.
+
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Routers get
+    initial values. Without noise the mixture computes what the dense model does, until training tells its
+    experts apart (docs/moe.md). -o sets other keys of Model.moe.
+    """
+
+    examples = """\
+examples:
+  ppfleetx upcycle output --experts 8 --output output-moe
+  ppfleetx upcycle Llama-3.2-1B --experts 8 --top-k 2 -o Model.moe.layer_freq=2 --output llama-moe
+  ppfleetx finetune --from output-moe --output trained
+"""
+    experts: int = option("experts of each layer", default=MISSING, key="Model.moe.num_experts")
+    top_k: int | None = option(
+        "experts that a token goes to (default: 2)", key="Model.moe.top_k", metavar="K"
+    )
+    noise: float = option(
+        "add normal noise to each expert's matrices: this share of their standard deviation (default: 0)",
+        default=0.0,
+        metavar="S",
+    )
+    seed: int = option("seed of routers and noise (default: 0)", default=0)
+
+    def run(self) -> None:
+        """Write the mixture, and print the sizes before and after."""
+        from ppfleetx.commands.upcycle import upcycle
+
+        upcycle(self)

@@ -1,0 +1,135 @@
+"""The records of a run (``metrics.jsonl``) and its loss curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ppfleetx.config.errors import ConfigError, DataError, UserError
+from ppfleetx.core.engine.run_directory import METRICS_FILE
+
+Record = dict[str, Any]
+Series = dict[str, tuple[list[int], list[float]]]
+"""Name -> (steps, values)."""
+
+_PICTURES = (".png", ".svg", ".pdf", ".jpg")
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a metrics file, or of the run in a directory.
+
+    A last line that is not whole is left out: the run is writing it, or was killed while it did.
+
+    Raises:
+        DataError: there is no such file, it is not a metrics file, or it holds no training step.
+    """
+    path = path / METRICS_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(f"{path}: no such metrics file; a run writes it to its output_dir")
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        record = _record(line)
+        if record is None:
+            raise DataError(f"{path}:{number} is not a record of a run's metrics")
+        records.append(record)
+    last = _record(rest)
+    records += [] if last is None else [last]
+    if not any(record["kind"] == "train" for record in records):
+        raise DataError(f"{path}: no training step in it yet")
+    return records
+
+
+def train_records(path: Path) -> list[Record]:
+    """Those of :func:`read_records` that are of training steps."""
+    return [record for record in read_records(path) if record["kind"] == "train"]
+
+
+def _record(line: str) -> Record | None:
+    """The record in a line; None if there is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or "kind" not in record:
+        return None
+    has_loss = isinstance(record.get("loss", ""), int | float | None)
+    return record if has_loss or record["kind"] not in ("train", "eval") else None
+
+
+def number(record: Record, key: str) -> float:
+    """A number of a record; NaN where it was not finite, which the file has as null."""
+    return math.nan if record[key] is None else float(record[key])
+
+
+def set_name(record: Record) -> str:
+    """``train`` or ``eval``; for a named evaluation set ``eval NAME``."""
+    return f"{record['kind']} {record['set']}" if "set" in record else record["kind"]
+
+
+def series_of(records: Sequence[Record], key: str) -> Series:
+    """Values of ``key`` by :func:`set_name`."""
+    series: Series = {}
+    for record in records:
+        if record["kind"] in ("train", "eval") and key in record:
+            steps, values = series.setdefault(set_name(record), ([], []))
+            steps.append(record["step"])
+            values.append(number(record, key))
+    return series
+
+
+def draw_losses(records: Sequence[Record]) -> Any:
+    """A figure: training loss thin, evaluation loss as marked points.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    figure, axes = import_pyplot().subplots(figsize=(8, 4.5))
+    series = series_of(records, "loss")
+    axes.plot(*series["train"], linewidth=0.8, label="training")
+    for name in sorted(series.keys() - {"train"}):
+        axes.plot(*series[name], marker="o", label=name.replace("eval", "evaluation", 1))
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def save_figure(figure: Any, output: Path, option: str) -> None:
+    """Write a figure to the file that ``option`` names, and close it.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    figure.tight_layout()
+    try:
+        figure.savefig(output, dpi=120)
+    except OSError as error:
+        raise DataError(f"{option} {output} cannot be written: {error.strerror}") from error
+    import_pyplot().close(figure)
+
+
+def import_pyplot() -> Any:
+    """matplotlib's ``pyplot``, which draws to files.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("drawing needs matplotlib: pip install 'ppfleetx[plots]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def refuse_unknown_picture(path: Path, option: str) -> None:
+    """Raise ConfigError unless the name says a format of pictures: matplotlib would add .png to it."""
+    if path.suffix.lower() not in _PICTURES:
+        raise ConfigError(f"must end in {', '.join(_PICTURES)}", key=option, value=path)

@@ -1,0 +1,79 @@
+"""The program of the verb ``hang-report``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from ppfleetx.config.errors import UserError
+from ppfleetx.resilience.explain import explain
+from ppfleetx.resilience.hang_report import Report, latest, read_reports
+from ppfleetx.resilience.report_dir import HANG_DIRS
+
+_SHOWN_FAULTS = 5
+
+
+def print_report(directory: Path, *, as_json: bool) -> None:
+    """Print what the reports of the last hang in ``directory`` say together, and a line for each rank.
+
+    Raises:
+        UserError: there is no report.
+    """
+    reports = _newest(directory)
+    explanation = explain(reports)
+    if as_json:
+        ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
+        print(json.dumps({**asdict(explanation), "ranks": ranks}, indent=2))
+        return
+    print(explanation.sentence, "", *_table(reports), sep="\n")
+
+
+def _newest(directory: Path) -> dict[int, Report]:
+    """The reports of the last hang in ``directory`` or in those that a run has below it; files that cannot be
+    read are named.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not directory.is_dir():
+        raise UserError(f"{directory}: there is no such directory")
+    faults: dict[Path, str] = {}
+    places = [directory, *(directory / name for name in HANG_DIRS)]
+    found = [latest(read_reports(place, faults=faults)) for place in places]
+    skipped = [f"{path.relative_to(directory)} is skipped: {fault}" for path, fault in faults.items()]
+    reports = max(found, key=lambda one: max((report.written for report in one.values()), default=0.0))
+    if not reports:
+        rest = f". {'; '.join(skipped[:_SHOWN_FAULTS])}" if skipped else ""
+        raise UserError(
+            f"{directory} has no report of a rank (rank_*.json): no job has hung there, or "
+            f"none of its ranks could write (its error then names another directory){rest}"
+        )
+    for line in skipped[:_SHOWN_FAULTS]:
+        print(f"warning: {line}", file=sys.stderr)
+    return reports
+
+
+def _facts(report: Report) -> dict[str, object]:
+    """A report without its calls and stacks, which are in the file."""
+    facts = asdict(report)
+    for name in ("calls", "stacks", "counts"):
+        del facts[name]
+    return facts
+
+
+def _table(reports: Mapping[int, Report]) -> Iterator[str]:
+    size = max(report.world_size for report in reports.values())
+    for rank in range(size):
+        report = reports.get(rank)
+        if report is None:
+            yield f"rank {rank}: no report"
+            continue
+        state = f"waits in {report.waits_for}" if report.waits_for else f"{report.place}, {report.where}"
+        if report.failure:
+            yield f"rank {rank} on {report.host}, step {report.step}: {state}; {report.failure}"
+            continue
+        step = "before its first step" if report.step is None else f"step {report.step}"
+        yield f"rank {rank} on {report.host}, {step}: {state}; no progress for {report.quiet_seconds:.0f} s"

@@ -1,0 +1,214 @@
+"""The verbs that use a trained model: a checkpoint with its own configuration, or ``-c FILE``.
+
+``--help`` needs this file alone: each verb imports its program when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import MISSING, dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ppfleetx.commands.launching import LaunchOptions
+from ppfleetx.commands.options import OptionalConfigOptions, option, positional
+from ppfleetx.config.errors import ConfigError, naming
+
+if TYPE_CHECKING:
+    from ppfleetx.config.loader import ConfigSource
+    from ppfleetx.config.reading.overrides import Override, Setting
+
+
+MODEL_HELP = (
+    "a run's directory, one of its checkpoints, a directory of Hugging Face or FleetX, a GGUF file, or "
+    "hf:ORG/NAME, which is downloaded from the Hugging Face hub"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The configuration that a command runs with."""
+
+    config: ConfigSource
+    overrides: list[Override]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(OptionalConfigOptions):
+    """CHECKPOINT, ``-c FILE`` and ``-o Section.key=value``."""
+
+    intermixed: ClassVar[bool] = True
+
+    checkpoint: str | None = positional(
+        "CHECKPOINT",
+        f"{MODEL_HELP}; it needs nothing else. Without it: -c FILE, which names the "
+        "checkpoint in Engine.save_load.ckpt_dir",
+    )
+
+    def job(self, *settings: Setting) -> AbstractContextManager[Job]:
+        """The configuration that the options and ``settings`` give."""
+        return job_of(self.checkpoint, self.config, [*self.override, *self.settings(), *settings])
+
+
+@contextmanager
+def job_of(
+    checkpoint: str | None,
+    config: str | None,
+    overrides: list[Override],
+    *,
+    key: str = "Engine.save_load.ckpt_dir",
+    option: str = "CHECKPOINT",
+) -> Iterator[Job]:
+    """The configuration of a model's directory, or of ``config``; temporary files are removed at the end.
+
+    Args:
+        checkpoint: the model's directory.
+        config: replaces the configuration that the model comes with.
+        overrides: the user's.
+        key: what is to name the checkpoint.
+        option: how the checkpoint is given, for the message.
+
+    Raises:
+        UserError: neither is given, or there is no model in the directory.
+    """
+    if checkpoint is None and config is None:
+        raise ConfigError(f"give {option}, the directory of a model, or -c FILE")
+    if checkpoint is None:
+        yield Job(config, overrides)
+        return
+    from ppfleetx.commands.resolve_model import resolve_model
+
+    with ExitStack() as stack:
+        with naming(option, checkpoint):
+            place = resolve_model(checkpoint, stack, with_config=config is None)
+        yield Job(config or place.config, place.overrides(overrides, option=option, key=key))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(LaunchOptions, ModelOptions):
+    """Continue prompts with a checkpoint.
+
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. How text is
+    continued is what the checkpoint says; -o Generation.KEY=VALUE changes it. Prompts are also taken from
+    Generation.prompt and .prompt_file.
+    """
+
+    examples = """\
+examples:
+  ppfleetx generate output "Once upon a time"
+  ppfleetx generate output/epoch_0_step_500 -o Generation.temperature=0.7 -o Generation.max_dec_len=50 "def "
+  ppfleetx generate -c FILE -o Engine.save_load.ckpt_dir=output -o Generation.prompt_file=prompts.txt
+"""
+    prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
+    output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
+
+    def run(self) -> None:
+        """Generate; results go to standard output."""
+        from ppfleetx.commands import generate
+
+        generate.run(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(ModelOptions):
+    """Talk with a model, in the terminal or over a pipe.
+
+    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Its chat
+    template is used, and its settings say how answers are made; -o Generation.KEY=VALUE changes them.
+    Each line is a message; /help lists the commands.
+    """
+
+    examples = """\
+examples:
+  ppfleetx chat output
+  ppfleetx chat output --system "You are brief." -o Generation.temperature=0.7 -o Generation.max_dec_len=200
+  echo "What is a list?" | ppfleetx chat output
+"""
+    system: str | None = option("the system message", metavar="TEXT")
+    template: str | None = option("one of the model's chat templates, or a file", metavar="NAME")
+
+    def run(self) -> None:
+        """Talk until the input ends."""
+        from ppfleetx.commands import chat
+
+        chat.run(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(LaunchOptions, ModelOptions):
+    """Evaluate a checkpoint.
+
+    With the configuration of pretraining, which the checkpoint holds: token-weighted loss and perplexity on
+    Data.Eval. With --text, or Model.module: GPTEvalModule: perplexity of a text file, or accuracy of last
+    words (Offline_Eval, docs/evaluation.md).
+    """
+
+    examples = """\
+examples:
+  ppfleetx eval output
+  ppfleetx eval output --text wiki.test.tokens
+  ppfleetx eval -c gpt/eval_gpt_345M_single_card -o Engine.save_load.ckpt_dir=output
+"""
+    text: str | None = option(
+        "perplexity of this text (Offline_Eval.eval_path)", key="Offline_Eval.eval_path", metavar="FILE"
+    )
+    output: str | None = option(
+        "where results are written (Engine.save_load.output_dir)",
+        key="Engine.save_load.output_dir",
+        metavar="DIR",
+    )
+
+    def run(self) -> None:
+        """Evaluate and print the result."""
+        from ppfleetx.commands import evaluate
+
+        evaluate.run(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEval(ModelOptions):
+    """Measure a checkpoint on tasks of lm-evaluation-harness (docs/evaluation.md)."""
+
+    tasks: str = option("tasks or groups of the harness", default=MISSING, metavar="NAME[,NAME...]")
+    batch_size: int = option("texts per forward pass (default: 8)", default=8)
+    num_fewshot: int | None = option("examples in each prompt (default: the task's)")
+    limit: int | None = option("at most this many examples of each task")
+    include_path: str | None = option("directory with further task definitions", metavar="DIR")
+    output: str | None = option("also write the results as JSON", metavar="FILE")
+
+    def run(self) -> None:
+        """Run the harness and print its table."""
+        from ppfleetx.commands import lm_eval
+
+        lm_eval.run(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infer(LaunchOptions, OptionalConfigOptions):
+    """Continue prompts with an exported model.
+
+    EXPORT is what `ppfleetx export` wrote; with -c FILE it is Inference.model_dir. Prompts are also taken
+    from Generation.prompt and .prompt_file.
+    """
+
+    examples = """\
+examples:
+  ppfleetx infer exported "Once upon a time"
+  ppfleetx infer -c gpt/inference_gpt_345M_single_card -o Inference.model_dir=exported
+"""
+    intermixed = True
+
+    export: str | None = positional("EXPORT", "directory of an exported model", key="Inference.model_dir")
+    prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
+    output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
+
+    @property
+    def num_processes(self) -> None:
+        """Any number may serve an export."""
+        return
+
+    def run(self) -> None:
+        """Answer the prompts."""
+        from ppfleetx.commands import infer
+
+        infer.run(self)

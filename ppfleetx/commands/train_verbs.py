@@ -1,0 +1,295 @@
+"""The verbs that train, and those that look at a job before or after it runs.
+
+``--help`` needs this file alone: each verb imports its program when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ppfleetx.commands.launching import TrainingOptions
+from ppfleetx.commands.model_verbs import MODEL_HELP, job_of
+from ppfleetx.commands.options import (
+    Command,
+    ConfigOptions,
+    OptionalConfigOptions,
+    option,
+    positional,
+    repeated,
+    switch,
+    whole_number,
+)
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.plan import AXES, PLAN_WORDS
+from ppfleetx.planner import card_names
+
+ANY_CARD = "A100-80GB"
+_RUN = "about the whole run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainingOptions, ConfigOptions):
+    """Pretrain or finetune the model of a YAML configuration."""
+
+    examples = """\
+examples:
+  ppfleetx train -c gpt/pretrain_gpt_345M_single_card -o Data.Train.dataset.input_dir=data/my_text_document
+  ppfleetx train -c FILE --nproc 8
+  ppfleetx train -c FILE --max-steps 2000
+  ppfleetx train -c FILE --nproc 8 --nnodes 2 --master 10.0.0.1:8765
+"""
+    check: bool = switch("validate the configuration, print plan, parameters and batch arithmetic, and exit")
+
+    @property
+    def is_launched(self) -> bool:
+        """``--check`` looks at the configuration in this process."""
+        return not self.check and super().is_launched
+
+    def run(self) -> None:
+        """Train, or with ``--check`` only look at the configuration."""
+        from ppfleetx.commands.finetune import up_to
+
+        overrides = [*self.override]
+        if self.max_steps is not None:
+            overrides += up_to(self.max_steps, self.config, overrides)
+        if self.check:
+            from ppfleetx.commands.check import check
+            from ppfleetx.commands.start_process import world_size
+
+            size = self.num_processes or world_size(os.environ)
+            check(self.config, overrides, world_size=size if size > 1 else None)
+            return
+        from ppfleetx.commands.start_process import start_process
+
+        cfg, ctx = start_process(self.config, overrides, reads=("Train", "Eval"))
+        from ppfleetx.commands.training import train
+
+        train(cfg, ctx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finetune(TrainingOptions, OptionalConfigOptions):
+    """Train a new run from the weights of another: step 0, a fresh optimizer, the data from their beginning.
+
+    Network and data are those of the checkpoint. Without -c FILE a run takes 3 passes over the data, 8
+    sequences per data-parallel rank and step, and a learning rate of 5e-5, or of 5e-4 for adapters
+    (-o Model.lora.rank=8); -o changes all of it.
+    """
+
+    examples = """\
+examples:
+  ppfleetx finetune --from gpt2 --output chatty -o Data.Train.dataset.name=ChatDataset \\
+      -o Data.Train.dataset.input_dir=. -o Data.Train.dataset.split=alpaca_data -o Model.lora.rank=8
+  ppfleetx finetune --from output --output finetuned -o Data.Train.dataset.input_dir=data/more_text_document
+  ppfleetx finetune --from gpt2 -c gpt/finetune_gpt_345M_single_card_sft
+"""
+    checkpoint: str = option(MODEL_HELP, "--from", default=MISSING, metavar="CHECKPOINT")
+    output: str | None = option(
+        "directory of the new run (default: Engine.save_load.output_dir)",
+        key="Engine.save_load.output_dir",
+        metavar="DIR",
+    )
+
+    def run(self) -> None:
+        """Train."""
+        from ppfleetx.commands.finetune import finetuning_defaults, up_to
+        from ppfleetx.commands.start_process import start_process
+
+        given = [*self.override, *self.settings()]
+        with job_of(
+            self.checkpoint, self.config, given, key="Engine.save_load.init_from", option="--from"
+        ) as job:
+            overrides = job.overrides
+            if self.max_steps is not None:
+                overrides += up_to(self.max_steps, job.config, overrides)
+            if self.config is None:
+                overrides += finetuning_defaults(job.config, overrides)
+            cfg, ctx = start_process(job.config, overrides, reads=("Train", "Eval"))
+            from ppfleetx.commands.training import train
+
+            train(cfg, ctx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(ConfigOptions):
+    """Look at a configuration without running it: the plan, parameters, batch arithmetic, token ids.
+
+    Needs no Paddle. Exit code 2 when a run with it would be refused, with the reason.
+    """
+
+    examples = """\
+example:
+  ppfleetx check -c FILE -o Distributed.mp_degree=2
+"""
+
+    def run(self) -> None:
+        """Print the report."""
+        from ppfleetx.commands.check import check
+
+        check(self.config, self.override)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(ConfigOptions):
+    """Predict memory and step time of a configuration under one plan, or rank all plans of some cards."""
+
+    devices: int | None = option(
+        "number of cards, such as 16 (--card says which); without --plan, rank all plans of them",
+        type=whole_number,
+    )
+    card: str | None = option(
+        lambda: f"{', '.join(card_names())}, or a YAML file (default: Global.card, else {ANY_CARD})",
+        metavar="NAME",
+    )
+    per_node: int = option("cards per node (default: 8)", default=8, type=whole_number)
+    network_gbps: float | None = option(
+        "total network of a node in Gbit/s (default: the card's)", metavar="X"
+    )
+    rank_order: str | None = option(
+        f"how ranks are numbered, nearest neighbours last (default: {','.join(AXES)}, as this engine "
+        "does; another program's for its published runs)",
+        metavar="pp,dp,...",
+    )
+    batch: int | None = option("sequences per step (default: the YAML's)", type=whole_number)
+    goal: Literal["time", "memory"] = option("what the best plan minimises (default: time)", default="time")
+    plan: str | None = option(f"one plan instead of all: {', '.join(PLAN_WORDS)}", metavar="dp=4,mp=8,...")
+    explain: str | None = option(
+        "explain PLAN, that of --plan, or the best one in full", nargs="?", const="", metavar="PLAN"
+    )
+    json: bool = switch("print one JSON object instead of text")
+    write: str | None = option(
+        "write the configuration under the plan, or the best one, to FILE", metavar="FILE"
+    )
+    report: str | None = option(
+        "write pictures and an HTML page of the plan, or the best one, to DIR", metavar="DIR"
+    )
+    calibrate: tuple[str, ...] = repeated(
+        "fit the card to the step times of your run; may be given several times", metavar="RUN_DIR"
+    )
+    write_card: str | None = option("write the calibrated card to FILE, for --card", metavar="FILE")
+    tokens: float | None = option("tokens of the run (default: by Engine.max_steps)", group=_RUN, metavar="T")
+    price: float | None = option(
+        "price of a card-hour: print what the run and a token cost", group=_RUN, metavar="P"
+    )
+    mtbf: float | None = option(
+        "hours between failures of one node: print the best checkpoint interval", group=_RUN, metavar="HOURS"
+    )
+    save_seconds: float | None = option(
+        "seconds that the job waits for one checkpoint", group=_RUN, metavar="S"
+    )
+    restart_seconds: float = option(
+        "seconds from a failure to the next step (default: 300)", default=300.0, group=_RUN, metavar="S"
+    )
+    scale: str | None = option(
+        "predict the plan with more replicas on these numbers of cards", group=_RUN, metavar="N,N,..."
+    )
+    ramp: str | None = option(
+        "a batch that grows, as Megatron-LM's --rampup-batch-size", group=_RUN, metavar="START,STEP,SAMPLES"
+    )
+
+    def run(self) -> None:
+        """Print the prediction."""
+        from ppfleetx.commands.plan import report_of
+
+        print(report_of(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translate(Command):
+    """Print a configuration or a command line of another toolkit as a configuration of this one.
+
+    Each key of the result says in a comment which file, line and key of the other toolkit it came from. The
+    toolkit is recognised by its keys or options. docs/dialects/ has a page for each.
+    """
+
+    examples = """\
+examples:
+  ppfleetx translate projects/mindformers/configs/gpt2/run_gpt2.yaml
+  ppfleetx translate run_gpt2.yaml --to ours.yaml
+  ppfleetx translate --to ours.yaml -- run_mindformer.py --config run_gpt2.yaml --epochs 1
+"""
+    words: tuple[str, ...] = positional(
+        "FILE | -- ARGUMENTS",
+        "a configuration, further arguments of its program after --; or a whole command line after --",
+        default=(),
+    )
+    dialect: str | None = option("the toolkit, if it is not recognised", metavar="NAME")
+    to: str | None = option("write there instead of to standard output", metavar="OUT.yaml")
+
+    def run(self) -> None:
+        """Print the translation, or write it."""
+        from ppfleetx.commands.translate import translate
+
+        translate(self.words, self.dialect, self.to)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervise(Command):
+    """Run a training command and start it again, a bounded number of times, when it fails.
+
+        ppfleetx supervise --max-restarts 3 -- ppfleetx train -c FILE --nproc 4
+        python tools/supervise.py -- python -m paddle.distributed.launch --nproc_per_node 4 \\
+            tools/train.py -c FILE
+
+    Each start has `-o Engine.save_load.resume=auto` added, unless the command says so itself, and so
+    continues from the newest complete checkpoint, when nothing of the start before runs any more. A mistake
+    of the user (exit code 2) and Ctrl-C (130) are not tried again; SIGTERM and Ctrl-C are passed on and end
+    the supervisor too. Nothing the command started is left running.
+    """
+
+    max_restarts: int = option("how often to restart at most (default: 3)", default=3)
+    backoff: float = option(
+        "seconds to wait before the first restart, doubled each time (default: 5)", default=5.0
+    )
+    grace: float = option(
+        "seconds that a stopped command has to save, before SIGKILL (default: 60)", default=60.0
+    )
+    command: tuple[str, ...] = positional(
+        None, "the command to run, after --", default=(), nargs=argparse.REMAINDER
+    )
+
+    def run(self) -> int:
+        """The exit code of the command's last start."""
+        from ppfleetx.resilience.supervisor import supervise, with_resume
+
+        command = self.command[1:] if self.command[:1] == ("--",) else self.command
+        if not command:
+            raise ConfigError("give the command to run after --")
+        if shutil.which(command[0]) is None:
+            raise ConfigError("there is no such program", key="COMMAND", value=command[0])
+        for name in ("max_restarts", "backoff", "grace"):
+            if not getattr(self, name) >= 0:
+                key = f"--{name.replace('_', '-')}"
+                raise ConfigError("must be at least 0", key=key, value=getattr(self, name))
+        return supervise(
+            with_resume(command), max_restarts=self.max_restarts, backoff=self.backoff, grace=self.grace
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangReport(Command):
+    """Say why a job hung, from the reports that its ranks left in OUTPUT_DIR/hang.
+
+    The first line is the sentence that the job ended with: which rank is missing where. A line for each rank
+    follows. Reports of an evaluation or a generation in the same directory are read too; the newest count.
+    The files rank_*.txt beside the reports have each rank's last collectives and the stacks of its threads.
+    """
+
+    examples = """\
+examples:
+  ppfleetx hang-report output
+  ppfleetx hang-report output/hang --json
+"""
+    directory: Path = positional("DIR", "a run's output directory, or its hang/", default=MISSING)
+    json: bool = switch("print one JSON object")
+
+    def run(self) -> None:
+        """Read the reports, join them, and print what they say."""
+        from ppfleetx.commands.hang_report import print_report
+
+        print_report(self.directory, as_json=self.json)

@@ -1,0 +1,140 @@
+"""Mixtures of experts in Megatron-LM's classic checkpoints.
+
+Each expert-parallel rank has a file of its own, in which its experts are numbered from 0; everything else is
+as on the first rank. Experts are stored as layers (``local_experts.N.linear_fc1.weight``), as Transformer
+Engine does it (``linear_fc1.weightN``), or, by older versions, all together (``weight1`` and ``weight2``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.lazy import LazyTensor, derive
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.dialects.given import Given
+from ppfleetx.dialects.megatron.expert_rules import experts
+from ppfleetx.dialects.translation import Translation
+
+_SECTION = "Model.moe."
+_READ = (
+    "num_experts", "num_layers", "n_shared_experts", "first_k_dense_replace", "norm_topk_prob", "seq_aux",
+    "routed_scaling_factor",
+)  # fmt: skip
+_REFUSED = ("moe_apply_probs_on_input", "moe_latent_size", "moe_tp_extend_ep")
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<layer>\d+)\.)?linear_(?P<linear>fc[12])\."
+    r"(?P<kind>weight|bias)(?P<grouped>\d*)"
+)
+_ALL_TOGETHER = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
+_OURS = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(.+)")
+
+
+def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | None:
+    """The section ``Model.moe`` for Megatron's options; None for a dense network.
+
+    Raises:
+        UserError: an option is not supported.
+    """
+    run = Translation("Megatron", place)
+    for name, value in arguments.items():
+        if name in _READ or name.startswith("moe_"):
+            run.given[name] = Given(name, value, place)
+    experts(run)
+    found: dict[str, Any] = {}
+    for key, native in run.native.items():
+        if key.startswith(_SECTION):
+            *sections, last = key.removeprefix(_SECTION).split(".")
+            inner = found
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[last] = native.value
+    if not found:
+        return None
+    refused = [name for name in _REFUSED if arguments.get(name)]
+    sliced, tensor = "expert_tensor_parallel_size", arguments.get("tensor_model_parallel_size") or 1
+    if (arguments.get(sliced) or tensor) != tensor:  # otherwise than attention
+        refused.append(sliced)
+    for name in refused:
+        raise CheckpointError(
+            f"{place}: Megatron's option {name} = {shown(arguments[name])} is not supported"
+        )
+    return found
+
+
+def apart(chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int) -> Iterator[tuple[str, LazyTensor]]:
+    """The parameters of a file with experts that are stored all together taken apart."""
+    for name, tensor in chunk.items():
+        match = _ALL_TOGETHER.fullmatch(name)
+        if match is None or model.moe is None:
+            yield name, tensor
+            continue
+        count, hidden = model.moe.num_experts // ep, model.hidden_size
+        size = int(np.prod(tensor.shape)) // (count * hidden)
+        if tensor.shape != ((hidden, count * size) if match[2] == "1" else (count * size, hidden)):
+            raise CheckpointError(
+                f"{name} has shape {list(tensor.shape)}, which does not fit {count} experts"
+            )
+        inner = (hidden, size) if match[2] == "1" else (size, hidden)
+        for number in range(count):
+            ours = f"{match[1]}local_experts.{number}.linear_fc{match[2]}.weight"
+            yield ours, derive([tensor], inner[::-1], _matrix_of(number, (count, *inner)), name)
+
+
+def _matrix_of(number: int, shape: tuple[int, ...]) -> Any:
+    return lambda array: array.reshape(shape)[number].T
+
+
+def expert_name(in_layer: str) -> str | None:
+    """Our name in a layer for a parameter of an expert, with the expert's number in the file before it."""
+    match = _EXPERT.fullmatch(in_layer)
+    if match is None or bool(match["layer"]) == bool(match["grouped"]):
+        return None
+    return f"mlp.experts.{match['layer'] or match['grouped']}.{match['linear']}.{match['kind']}"
+
+
+def of_rank(
+    tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
+) -> dict[str, LazyTensor]:
+    """What an expert-parallel rank adds: its experts, by their numbers in the layer, and the first rank
+    everything else, too."""
+    found = {}
+    for name, tensor in tensors.items():
+        match = _OURS.fullmatch(name)
+        if match is not None:
+            assert model.moe is not None
+            number = int(match[2]) + rank * (model.moe.num_experts // ep)
+            found[f"{match[1]}{number}.{match[3]}"] = tensor
+        elif rank == 0:
+            found[name] = tensor
+    return found
+
+
+def stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
+    """The parameters with those of experts put together: a tensor for all experts of a layer.
+
+    Raises:
+        CheckpointError: an expert is missing, or there is one too many.
+    """
+    found, layers = {}, dict[str, dict[int, LazyTensor]]()
+    for name, tensor in tensors.items():
+        match = _OURS.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+        else:
+            layers.setdefault(match[1] + match[3], {})[int(match[2])] = tensor
+    for name, of_experts in layers.items():
+        wanted = set(range(model.moe.num_experts if model.moe else 0))
+        if wrong := wanted ^ of_experts.keys():
+            what = "lacks" if wrong & wanted else "has, beyond those of the options,"
+            raise CheckpointError(f"{directory} {what} experts {sorted(wrong)} of {name}")
+        parts = [of_experts[number] for number in sorted(of_experts)]
+        if len({part.shape for part in parts}) > 1:
+            raise CheckpointError(f"{directory}: the experts of {name} differ in shape")
+        found[name] = derive(parts, (len(parts), *parts[0].shape), lambda *each: np.stack(each), name)
+    return found

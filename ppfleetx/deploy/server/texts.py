@@ -1,0 +1,63 @@
+"""Requests that generate nothing: embeddings, token ids and their texts."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field, model_validator
+
+from ppfleetx.deploy.server.answering import Answering
+from ppfleetx.deploy.server.chat import ChatPrompt
+from ppfleetx.deploy.server.completions import Prompt, prompts_of
+from ppfleetx.deploy.server.protocol import JsonResponse, NotSupported, Request
+from ppfleetx.deploy.server.work import Embedded
+
+
+class EmbeddingRequest(Request):
+    """Body of ``POST /v1/embeddings``."""
+
+    input: Annotated[list[Prompt], BeforeValidator(prompts_of)]
+    encoding_format: Literal["float", "base64"] = "float"
+    add_special_tokens: bool = True
+    dimensions: NotSupported = None
+    user: str | None = None
+
+
+class TokenizeRequest(Request, ChatPrompt):
+    """Body of ``POST /tokenize``, as in vLLM: a ``prompt``, or the ``messages`` of a chat."""
+
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise ValueError("prompt: give a prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Request):
+    """Body of ``POST /detokenize``."""
+
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+async def embeddings_response(
+    request: EmbeddingRequest, answering: Answering, model_name: str, num_tokens: int
+) -> JsonResponse:
+    """One vector for each input."""
+    vectors = {event.number: event.vector async for event in answering if isinstance(event, Embedded)}
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
+        for index, vector in sorted(vectors.items())
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return JsonResponse({"object": "list", "data": data, "model": model_name, "usage": usage})
+
+
+def _encoded(vector: np.ndarray, encoding: str) -> Any:
+    return base64.b64encode(vector.tobytes()).decode() if encoding == "base64" else vector.tolist()

@@ -1,0 +1,160 @@
+"""Tools: what a chat offers the model, and the calls in its answer.
+
+Two ways of calling are understood: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as in
+Hermes, Qwen and SmolLM, and, as in Llama, an answer that is nothing but such an object or a list of them. In
+both, ``parameters`` may stand for ``arguments``. A forced call is a list.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from ppfleetx.config.sections.generation import StructuredOutputs
+
+_OPEN = "<tool_call>"
+_CALL = re.compile(rf"{_OPEN}\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def tools_of(value: Any) -> list[dict[str, Any]]:
+    """Check the ``tools`` of a request. Raises ValueError."""
+    if not isinstance(value, list) or not all(_name_of(one) for one in value):
+        raise ValueError(
+            'must be a list of {"type": "function", "function": {"name": ..., "parameters": ...}}'
+        )
+    return value
+
+
+def choice_of(value: Any) -> str | dict[str, Any]:
+    """Check the ``tool_choice`` of a request. Raises ValueError."""
+    if value in ("none", "auto", "required") or _name_of(value):
+        return value
+    raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
+
+
+def _name_of(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def forced_form(
+    tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
+) -> StructuredOutputs | None:
+    """The form of an answer that must call tools; None: it need not.
+
+    Args:
+        several: whether it may be more than one call.
+
+    Raises:
+        ValueError: the chosen tool is not among ``tools``.
+    """
+    if choice in ("none", "auto"):
+        return None
+    allowed = [one for one in tools if choice == "required" or _name_of(one) == _name_of(choice)]
+    if not allowed:
+        raise ValueError("tool_choice: names no tool of tools")
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": one["function"]["name"]},
+                "arguments": one["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for one in allowed
+    ]
+    most = {} if several and choice == "required" else {"maxItems": 1}
+    return StructuredOutputs(json_schema={"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
+
+
+def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose ``tool_calls`` have their arguments as objects, which templates expect, not as JSON.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    if not isinstance(calls, list) or not all(_name_of(one) for one in calls):
+        raise ValueError('tool_calls must be a list of {"type": "function", "function": {"name": ..., ...}}')
+    read = []
+    for call in calls:
+        arguments = call["function"].get("arguments") or "{}"
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                raise ValueError(f"tool_calls: arguments are not JSON: {error}") from error
+        read.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": read}
+
+
+class AnswerText:
+    """The text of an answer that may call tools, as it grows.
+
+    Args:
+        names: the tools' names; an answer that calls anything else is plain text.
+        most: the most calls that are returned; None: all.
+    """
+
+    def __init__(self, names: Collection[str], most: int | None) -> None:
+        self._names, self._most = names, most
+        self._text, self._num_sent = "", 0
+
+    def feed(self, piece: str) -> str:
+        """Add a piece. Returns the text that is certainly not part of a call."""
+        self._text += piece
+        sure = self._text[self._num_sent : self._sure_length()]
+        self._num_sent += len(sure)
+        return sure
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """The rest of the text, and the calls."""
+        begin, calls = self._calls()
+        content = self._text[: begin if calls else None]
+        return content[self._num_sent :], calls
+
+    def _sure_length(self) -> int:
+        stripped = self._text.lstrip()
+        if not stripped or stripped[0] in "{[":
+            return 0
+        if _OPEN in self._text:
+            return self._text.index(_OPEN)
+        held = next((size for size in range(len(_OPEN) - 1, 0, -1) if self._text.endswith(_OPEN[:size])), 0)
+        return len(self._text) - held
+
+    def _calls(self) -> tuple[int, list[dict[str, Any]]]:
+        """Where the first call begins, and the calls in OpenAI's form."""
+        blocks = [found.group(1) for found in _CALL.finditer(self._text)]
+        begin = self._text.index(_OPEN) if blocks else 0
+        calls: list[dict[str, Any]] = []
+        for block in blocks or [self._text]:
+            try:
+                said = json.loads(block)
+            except ValueError:
+                return begin, []
+            for one in said if isinstance(said, list) else [said]:
+                if not isinstance(one, dict) or one.get("name") not in self._names:
+                    return begin, []
+                calls.append(_call(one["name"], one.get("arguments", one.get("parameters", {}))))
+        return begin, calls[: self._most]
+
+
+def _call(name: str, arguments: Any) -> dict[str, Any]:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": text},
+    }

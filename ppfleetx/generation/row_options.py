@@ -1,0 +1,234 @@
+"""The options by which a row's tokens are chosen, and the table of what each of them does to logits.
+
+A new option is a key of :class:`~ppfleetx.config.sections.generation.TokenOptions`, a field of
+:class:`RowOptions` and a row of :data:`PROCESSORS`: the command line, Python, the server and all plans then
+have it.
+
+Shape letters: b rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.lib.stride_tricks import sliding_window_view
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.generation import TokenOptions
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.generation.grammar import Grammar
+from ppfleetx.generation.gumbel_sampling import draw
+from ppfleetx.generation.processors import candidates, forbid, penalize_repetition
+from ppfleetx.generation.session import pad_left
+from ppfleetx.generation.text import NoTokenizer
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """The keys of ``TokenOptions`` that act on logits, with texts turned into token ids.
+
+    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` say which tokens are drawn from
+    (:func:`ppfleetx.generation.processors.candidates`); the others change the logits before.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
+    structured_outputs: Grammar | None = None
+
+    @classmethod
+    def of(
+        cls, options: TokenOptions, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
+    ) -> RowOptions:
+        """The options of a section or a request.
+
+        Args:
+            end_ids: tokens that end a row.
+
+        Raises:
+            ConfigError: an option does not fit the tokenizer, or its library is missing.
+        """
+        known = {field.name: getattr(options, field.name) for field in fields(cls)}
+        words = [one for word in options.bad_words for one in _sequences(word, tokenizer)]
+        for key, ids in (
+            ("bad_words", [one for word in words for one in word]),
+            ("suppress_tokens", options.suppress_tokens),
+            ("logit_bias", options.logit_bias),
+        ):
+            check_ids(key, ids, tokenizer)
+        form = options.structured_outputs
+        known |= {
+            "logit_bias": tuple(sorted(options.logit_bias.items())),
+            "bad_words": tuple(dict.fromkeys(words)),
+            "structured_outputs": None if form is None else Grammar.of(form, tokenizer, end_ids),
+        }
+        return cls(**known)
+
+    @property
+    def change_logits(self) -> bool:
+        """Whether any of :data:`PROCESSORS` has something to do."""
+        return any(getattr(self, name) != getattr(PLAIN, name) for name in PROCESSORS)
+
+
+PLAIN = RowOptions()
+"""Changes nothing and draws from all tokens."""
+
+
+def chosen(logits: paddle.Tensor, options: RowOptions, exponentials: np.ndarray | None) -> paddle.Tensor:
+    """One token per row of processed ``logits [b, V]``.
+
+    Args:
+        exponentials: ``[b, n]`` numbers of the rows' `RandomStream`; not needed at temperature 0.
+    """
+    if options.temperature == 0.0:
+        return logits.argmax(-1)
+    weights = candidates(
+        logits,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        typical_p=options.typical_p,
+    )
+    return draw(weights, paddle.to_tensor(exponentials))
+
+
+def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) -> None:
+    """Raise ConfigError unless all ``ids`` of the key are the tokenizer's."""
+    wrong = next((one for one in ids if one >= tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{tokenizer.place} has ids 0 to {tokenizer.vocab_size - 1}", key=f"Generation.{key}", value=wrong
+        )
+
+
+def ended_by(
+    options: TokenOptions, end_ids: tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
+) -> tuple[int, ...]:
+    """The tokens that end a row of a model whose own are ``end_ids``.
+
+    Raises:
+        ConfigError: one is not the tokenizer's.
+    """
+    check_ids("stop_token_ids", options.stop_token_ids, tokenizer)
+    own = () if options.ignore_eos else end_ids
+    return tuple(dict.fromkeys((*own, *options.stop_token_ids)))
+
+
+def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) -> list[tuple[int, ...]]:
+    """The token sequences of a bad word: inside a text, and after a space if that begins another token."""
+    if not isinstance(word, str):
+        return [word]
+    inside, after_space = (
+        tuple(tokenizer.encode_prompt(text, add_special_tokens=False, parse_special_tokens=False))
+        for text in (word.lstrip() or word, f" {word.lstrip()}")
+    )
+    return [one for one in (inside, after_space) if one and (one is inside or one[0] != inside[0])]
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """The tokens of a row, prompt included, and how many at the end are new."""
+
+    ids: Sequence[int] | np.ndarray
+    num_new: int
+
+    @property
+    def new(self) -> Sequence[int] | np.ndarray:
+        return self.ids[len(self.ids) - self.num_new :]
+
+
+def processed(logits: paddle.Tensor, options: RowOptions, rows: Sequence[RowTokens]) -> paddle.Tensor:
+    """``logits [b, V]`` after all :data:`PROCESSORS`; beam search passes log-probabilities."""
+    for name, processor in PROCESSORS.items():
+        value = getattr(options, name)
+        if value != getattr(PLAIN, name):
+            logits = processor(logits, value, rows)
+    return logits
+
+
+def _add_bias(logits: paddle.Tensor, bias: tuple[tuple[int, float], ...], _: Any) -> paddle.Tensor:
+    added = np.zeros(logits.shape[-1], np.float32)
+    for token, amount in bias:
+        added[token] = amount
+    return logits + paddle.to_tensor(added)
+
+
+def _penalize_repetition(logits: paddle.Tensor, factor: float, rows: Sequence[RowTokens]) -> paddle.Tensor:
+    history, _ = pad_left([row.ids for row in rows])
+    return penalize_repetition(logits, paddle.to_tensor(history), factor)
+
+
+def _penalize_presence(logits: paddle.Tensor, amount: float, rows: Sequence[RowTokens]) -> paddle.Tensor:
+    return logits - amount * paddle.to_tensor(np.minimum(_counts(rows, logits.shape[-1]), 1.0))
+
+
+def _penalize_frequency(logits: paddle.Tensor, amount: float, rows: Sequence[RowTokens]) -> paddle.Tensor:
+    return logits - amount * paddle.to_tensor(_counts(rows, logits.shape[-1]))
+
+
+def _counts(rows: Sequence[RowTokens], vocab_size: int) -> np.ndarray:
+    """``[b, V]`` float32: how often each token is among a row's new ones."""
+    counts = [np.bincount(np.asarray(row.new, np.int64), minlength=vocab_size) for row in rows]
+    return np.stack(counts).astype(np.float32)
+
+
+def _forbid_ngrams(logits: paddle.Tensor, size: int, rows: Sequence[RowTokens]) -> paddle.Tensor:
+    banned = np.zeros(logits.shape, bool)
+    for row, tokens in zip(banned, rows, strict=True):
+        ids = np.asarray(tokens.ids)
+        if len(ids) >= size:
+            ngrams = sliding_window_view(ids, size)
+            begun = (ngrams[:, :-1] == ids[len(ids) - size + 1 :]).all(axis=1)
+            row[ngrams[begun, -1]] = True
+    return _forbid_where(logits, banned)
+
+
+def _forbid_words(
+    logits: paddle.Tensor, words: tuple[tuple[int, ...], ...], rows: Sequence[RowTokens]
+) -> paddle.Tensor:
+    banned = np.zeros(logits.shape, bool)
+    for row, tokens in zip(banned, rows, strict=True):
+        for *begin, last in words:
+            if not begin or list(tokens.ids[-len(begin) :]) == begin:
+                row[last] = True
+    return _forbid_where(logits, banned)
+
+
+def _forbid_tokens(logits: paddle.Tensor, ids: tuple[int, ...], _: Any) -> paddle.Tensor:
+    return forbid(logits, paddle.to_tensor(ids))
+
+
+def _follow_grammar(logits: paddle.Tensor, grammar: Grammar, rows: Sequence[RowTokens]) -> paddle.Tensor:
+    allowed = np.stack([grammar.allowed(tuple(map(int, row.new))) for row in rows])
+    return _forbid_where(logits, ~allowed)
+
+
+def _forbid_where(logits: paddle.Tensor, banned: np.ndarray) -> paddle.Tensor:
+    return paddle.where(paddle.to_tensor(banned), paddle.full([], -np.inf, dtype=logits.dtype), logits)
+
+
+PROCESSORS: dict[str, Callable[[paddle.Tensor, Any, Sequence[RowTokens]], paddle.Tensor]] = {
+    "logit_bias": _add_bias,
+    "repetition_penalty": _penalize_repetition,
+    "presence_penalty": _penalize_presence,
+    "frequency_penalty": _penalize_frequency,
+    "no_repeat_ngram_size": _forbid_ngrams,
+    "bad_words": _forbid_words,
+    "suppress_tokens": _forbid_tokens,
+    "structured_outputs": _follow_grammar,
+}
+"""What each option of :class:`RowOptions` does to ``logits [b, V]``, in the order of transformers."""

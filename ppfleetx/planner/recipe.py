@@ -1,0 +1,240 @@
+"""A whole configuration from one number, the depth: the table of rules in docs/planner.md, as a program."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import yaml
+
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import read_config
+from ppfleetx.config.plan import ParallelPlan
+from ppfleetx.config.reading.parse import Sections
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.planner.cards import GIB, Card, load_card
+from ppfleetx.planner.job import job_of
+from ppfleetx.planner.long_run import run_length
+from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.plan_option import UnresolvedConfig, plan_text
+from ppfleetx.planner.prediction import Prediction
+from ppfleetx.planner.search import search
+
+_HEAD_SIZE = 64
+_WARMUP_STEPS = 2000
+
+
+@dataclass(frozen=True)
+class Dial:
+    """What a recipe is made from.
+
+    Attributes:
+        depth: number of layers.
+        cards: number of cards.
+        card: their kind: a name, or a YAML file.
+        tokens_per_param: training tokens for each parameter.
+        seq_len: tokens of a sequence.
+        vocab_size: tokens of the vocabulary.
+    """
+
+    depth: int
+    cards: int
+    card: str
+    tokens_per_param: float = 20.0
+    seq_len: int = 2048
+    vocab_size: int = 32768
+
+    @cached_property
+    def kind(self) -> Card:
+        """The card.
+
+        Raises:
+            ConfigError: there is no such card.
+        """
+        return load_card(self.card, key="--cards")
+
+    @property
+    def width(self) -> int:
+        """Hidden size, as in nanochat (Karpathy 2025)."""
+        return _HEAD_SIZE * self.depth
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Section ``Model``: blocks as in Qwen3."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.width,
+            "num_layers": self.depth,
+            "num_attention_heads": self.depth,
+            "max_position_embeddings": self.seq_len,
+            "position_embedding_type": "rope",
+            "normalization": "RMSNorm",
+            "hidden_act": "swiglu",
+            "qk_layernorm": True,
+            "add_bias_linear": False,
+            "tie_word_embeddings": False,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        }
+
+    @cached_property
+    def num_params(self) -> int:
+        """Parameters, tables included."""
+        return parameter_count(ModelConfig(**self.model))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of the run; 20 a parameter are "Chinchilla"'s (Hoffmann et al. 2022)."""
+        return self.tokens_per_param * self.num_params
+
+    @property
+    def compute(self) -> float:
+        """FLOPs of the run without those of the tables ("DeepSeek LLM", Bi et al. 2024, equation 2)."""
+        per_token = self.depth * self.width * (72 * self.width + 12 * self.seq_len)
+        return per_token * self.tokens
+
+    @property
+    def learning_rate(self) -> float:
+        """Highest learning rate, to three digits (equation 1 there)."""
+        return float(f"{0.3118 * self.compute**-0.1250:.3g}")
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step (equation 1 there), rounded to a multiple of ``cards`` by a power of two."""
+        power_of_two = self.cards & -self.cards
+        odd = self.cards // power_of_two
+        wanted = 0.2920 * self.compute**0.3271 / self.seq_len
+        return odd * max(power_of_two, 2 ** max(0, round(math.log2(wanted / odd))))
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return math.ceil(self.tokens / (self.batch * self.seq_len))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A configuration and what the planner predicts for it."""
+
+    dial: Dial
+    values: dict[str, Any]
+    prediction: Prediction
+
+    def summary(self, price: float | None = None) -> list[str]:
+        """Size, length, plan, and predicted time, memory and cost, as lines of text.
+
+        Args:
+            price: of a card-hour; None: cost is in card-hours only.
+        """
+        dial, found = self.dial, self.prediction
+        run = run_length(found, dial.steps * found.job.tokens)
+        cost = "" if price is None else f", which cost {run.cost(price)[0]:,.2f} at {price:g} each"
+        return [
+            f"{dial.num_params:,} parameters",
+            f"{dial.tokens:.4g} tokens, {dial.tokens_per_param:g} a parameter, in "
+            f"{counted(dial.steps, 'step', ',')} of {found.job.tokens:,}",
+            f"{dial.cards} x {dial.kind.name}: {plan_text(found.job)}",
+            f"{found.time.seconds:.3f} s a step, likely up to {found.likely_at_most:.3f} s; "
+            f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}",
+            f"{found.fullest / GIB:.1f} of {dial.kind.memory_gib:g} GiB on the fullest card",
+            f"{run.days * 24:,.2f} hours, {run.card_hours:,.2f} card-hours{cost}",
+        ]
+
+    def yaml(self, price: float | None = None) -> str:
+        """The configuration as a file."""
+        head = (
+            *self.summary(price),
+            "The rules and their sources: docs/planner.md, A configuration from one number.",
+        )
+        comments = "".join(f"# {line}\n" for line in head)
+        return comments + yaml.safe_dump(self.values, sort_keys=False, width=110)
+
+
+def recipe(dial: Dial, per_node: int = 8) -> Recipe:
+    """The configuration of a dial, under the best plan.
+
+    Raises:
+        ConfigError: no plan fits.
+    """
+    values = _values(dial)
+    written = UnresolvedConfig(*read_config(Sections(values, "the recipe")))
+    whole = job_of(written.under(ParallelPlan(), 1, dial.batch, None), dial.kind)
+    found = search(whole, Cluster(dial.kind, per_node), dial.cards)
+    best = next(filter(_suits_muon, found.best), None)
+    if best is None:
+        raise ConfigError(
+            f"a model of depth {dial.depth} fits under no plan: take more cards, or larger ones",
+            key="--cards",
+            value=f"{dial.cards}x{dial.card}",
+        )
+    job = best.job
+    cfg = written.under(job.plan, job.micro_batch, job.global_batch, job.recomputed[0])
+    return Recipe(dial, _under_plan(values, cfg), best)
+
+
+def _suits_muon(prediction: Prediction) -> bool:
+    """Whether matrices are whole where Muon updates them: they are not put together in host memory."""
+    plan = prediction.job.plan
+    return plan.mp == 1 or not plan.sharding_offload
+
+
+def _values(dial: Dial) -> dict[str, Any]:
+    """All that does not depend on the plan."""
+    rate, steps = dial.learning_rate, dial.steps
+    dataset = {"input_dir": "./data", "split": "98,2,0", "max_seq_len": dial.seq_len}
+    return {
+        "Global": {
+            "device": "cpu" if dial.kind.kernels == "cpu" else "auto",
+            "card": dial.card,
+            "seed": 1024,
+            "global_batch_size": dial.batch,
+        },
+        "Engine": {
+            "max_steps": steps,
+            "logging_freq": 10,
+            "eval_freq": max(1, steps // 20),
+            "eval_iters": 10,
+            "mix_precision": _precision(dial.kind),
+            "save_load": {"save_steps": max(1, steps // 10), "output_dir": f"./output/d{dial.depth}"},
+        },
+        "Model": dial.model,
+        "Data": {"Train": {"dataset": dataset}, "Eval": {"dataset": {**dataset}}},
+        "Optimizer": {
+            "name": "Muon",
+            "weight_decay": 0.1,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "muon": {"scale": "match_rms_adamw"},
+            "lr": {
+                "decay_style": "cosine",
+                "warmup_steps": min(_WARMUP_STEPS, steps // 20),
+                "max_lr": rate,
+                "min_lr": rate / 10,
+            },
+            "grad_clip": {"clip_norm": 1.0},
+        },
+    }
+
+
+def _precision(card: Card) -> dict[str, Any]:
+    if "bfloat16" in card.peak_tflops:
+        return {"enable": True, "dtype": "bfloat16", "level": "O2", "main_grad_fp32": True}
+    if "float16" in card.peak_tflops:
+        return {"enable": True, "dtype": "float16", "level": "O2"}
+    return {"enable": False}
+
+
+def _under_plan(values: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
+    """``values`` with the plan's keys, as ``cfg`` has them."""
+    keys = ("sequence_parallel", "virtual_pp_degree", "use_recompute", "recompute_granularity")
+    changed = {
+        "Global": {**values["Global"], "micro_batch_size": cfg.Global.micro_batch_size},
+        "Model": {**values["Model"], **cfg.Model.model_dump(include=set(keys), exclude_defaults=True)},
+        "Distributed": cfg.Distributed.model_dump(mode="json", exclude_defaults=True),
+    }
+    return {**values, **changed}

@@ -1,0 +1,194 @@
+"""Forms of answers, tools, embeddings, token ids and other origins, mostly through the ``openai`` client."""
+
+import importlib.util
+import json
+
+import numpy as np
+import openai
+import paddle
+import pytest
+
+from ppfleetx.config.sections.root import GenerationConfig
+from ppfleetx.deploy.server.tools import AnswerText
+from ppfleetx.generation.generator import Generator
+from tests.deploy.server.conftest import ORIGIN, Server
+
+CHAT = [{"role": "user", "content": "the cat"}]
+needs_llguidance = pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed"
+)
+
+
+def tool(name: str, **properties: object) -> dict:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("weather", town={"enum": ["Oslo", "Rome"]}), tool("light", on={"type": "boolean"})]
+
+
+def test_options_are_those_of_the_offline_generator(server: Server, offline: Generator) -> None:
+    options = {
+        "min_p": 0.02,
+        "typical_p": 0.9,
+        "no_repeat_ngram_size": 2,
+        "presence_penalty": 0.3,
+        "bad_words": ("the", (5, 6)),
+        "suppress_tokens": (7, 8),
+        "stop_token_ids": (40, 41, 42),
+        "ignore_eos": True,
+    }
+    section = GenerationConfig(max_dec_len=40, seed=3, logit_bias={100: 2.0}, **options)
+    [[expected]] = offline.generate(["the cat"], section)
+    answer = server.complete(max_tokens=40, seed=3, logit_bias={"100": 2.0}, **options).json()
+    assert answer["choices"][0]["text"] == expected.text
+    assert answer["choices"][0]["finish_reason"] == expected.finish_reason
+
+
+@needs_llguidance
+def test_forms_of_an_answer(client: openai.OpenAI) -> None:
+    body = {"model": "gpt", "messages": CHAT, "max_tokens": 400, "seed": 1}
+    schema = {"name": "town", "schema": TOOLS[0]["function"]["parameters"]}
+    form = {"type": "json_schema", "json_schema": schema}
+    text = client.chat.completions.create(**body, response_format=form).choices[0].message.content
+    assert json.loads(text)["town"] in ("Oslo", "Rome")
+    start = client.chat.completions.create(**body, response_format={"type": "json_object"})
+    assert start.choices[0].message.content.lstrip().startswith("{")
+    for form, texts in (({"choice": ["a", "b"]}, ("a", "b")), ({"regex": "[xy]"}, ("x", "y"))):
+        answer = client.completions.create(
+            model="gpt", prompt="x", max_tokens=9, extra_body={"structured_outputs": form}
+        )
+        assert answer.choices[0].text in texts
+
+
+@needs_llguidance
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"weather", "light"}),
+        ({"type": "function", "function": {"name": "light"}}, {"light"}),
+    ],
+)
+def test_a_forced_call(client: openai.OpenAI, choice: object, names: set[str]) -> None:
+    body = {
+        "model": "gpt",
+        "messages": CHAT,
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 600,
+        "seed": 5,
+    }
+    [whole] = client.chat.completions.create(**body).choices
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    [call] = whole.message.tool_calls
+    assert call.function.name in names
+    arguments = json.loads(call.function.arguments)
+    assert arguments.get("town") in ("Oslo", "Rome") or type(arguments["on"]) is bool
+    pieces = [chunk.choices[0] for chunk in client.chat.completions.create(**body, stream=True)]
+    assert pieces[-1].finish_reason == "tool_calls"
+    [streamed] = pieces[-1].delta.tool_calls
+    assert streamed.function.model_dump() == call.function.model_dump()
+
+
+def test_tools_reach_the_template(server: Server, offline: Generator) -> None:
+    def count(**more: object) -> int:
+        return server.http.post("/tokenize", json={"messages": CHAT, **more}).json()["count"]
+
+    assert count(tools=TOOLS) > count(tools=TOOLS[:1]) > count() == count(tools=TOOLS, tool_choice="none")
+    call = {"type": "function", "function": {"name": "light", "arguments": '{"on": true}'}}
+    past = [
+        *CHAT,
+        {"role": "assistant", "content": "", "tool_calls": [{**call, "id": "1"}]},
+        {"role": "tool", "content": "done", "tool_call_id": "1"},
+    ]
+    body = {"messages": past, "tools": TOOLS, "max_tokens": 8, "reasoning_effort": "low"}
+    assert server.http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+CALL = '{"name": "light", "arguments": {"on": true}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("On it. <tool_call>\n" + CALL + "\n</tool_call>", "On it. ", 1),
+        ("<tool_call>" + CALL + "</tool_call>\n<tool_call>" + CALL + "</tool_call>", "", 2),
+        (f"<tool_call>[{CALL}, {CALL}]", "", 2),
+        (CALL.replace("arguments", "parameters"), "", 1),
+        (f"[{CALL}]", "", 1),
+        ("a < b <tool", "a < b <tool", 0),
+        ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', 0),
+        ("<tool_call>{", "<tool_call>{", 0),
+        ('{"n": 1}', '{"n": 1}', 0),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_calls_in_a_text(text: str, content: str, calls: int, size: int) -> None:
+    answer = AnswerText(["light"], None)
+    sent = "".join(answer.feed(text[start : start + size]) for start in range(0, len(text), size))
+    rest, found = answer.finish()
+    assert sent + rest == content
+    assert [one["function"] for one in found] == [{"name": "light", "arguments": '{"on": true}'}] * calls
+
+
+def test_embeddings(client: openai.OpenAI, offline: Generator) -> None:
+    texts = ["the cat", "the other hat " * 60, "the cat"]
+    answer = client.embeddings.create(model="gpt", input=texts)
+    first, long, same = (np.array(one.embedding) for one in answer.data)
+    assert first.tolist() == same.tolist()
+    assert answer.usage.prompt_tokens == sum(len(offline.tokenizer.encode(one)) for one in texts)
+    plain = client.embeddings.create(model="gpt", input=texts[1], encoding_format="float").data[0]
+    np.testing.assert_allclose(plain.embedding, long, atol=1e-6)
+    model = offline.next_token_model.model
+    model.eval()
+    for text, found in ((texts[0], first), (texts[1], long)):
+        ids = offline.tokenizer.encode(text)
+        state = (paddle.to_tensor([ids]), paddle.arange(len(ids)).unsqueeze(0))
+        with paddle.no_grad():
+            for stage in model.stages[:-1]:
+                state = stage(state)
+        expected = state[0][-1, 0].numpy()
+        np.testing.assert_allclose(found, expected / np.linalg.norm(expected), atol=1e-5)
+
+
+def test_token_ids_and_their_text(server: Server, offline: Generator) -> None:
+    ids = offline.tokenizer.encode("the caté")
+    answer = server.http.post("/tokenize", json={"prompt": "the caté", "return_token_strs": True}).json()
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 8192)
+    assert len(answer["token_strs"]) == len(ids)
+    assert server.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "the caté"}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": [[300]]}, "input"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 5}, "dimensions"),
+        ("/v1/embeddings", {"input": "the " * 40_000}, "input"),
+        ("/tokenize", {}, "prompt"),
+        ("/detokenize", {"tokens": [300]}, "tokens"),
+        ("/v1/chat/completions", {"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"messages": CHAT, "stop_token_ids": [300]}, "stop_token_ids"),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, "tool_choice": tool("x")}, "tool_choice"),
+    ],
+)
+def test_a_wrong_request_names_its_parameter(server: Server, route: str, body: dict, param: str) -> None:
+    answer = server.http.post(route, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+def test_pages_of_an_allowed_origin_may_ask(strict_server: Server) -> None:
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    for origin, allowed in ((ORIGIN, ORIGIN), ("https://other.example", None)):
+        answer = strict_server.http.options("/v1/completions", headers={**ask, "Origin": origin})
+        assert answer.headers.get("access-control-allow-origin") == allowed
+    answer = strict_server.http.get("/v1/models", headers={"Origin": ORIGIN})
+    assert answer.headers["access-control-allow-origin"] == ORIGIN

@@ -1,0 +1,177 @@
+"""Keys of ``TokenOptions`` and scores in the whole of a generation."""
+
+import importlib.util
+import json
+import re
+
+import paddle
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.sections.generation import GenerationConfig
+from ppfleetx.deploy.export_dir import check_generation
+from ppfleetx.generation.generator import Generator
+from ppfleetx.generation.sampling import score_prompt
+
+PROMPTS = ["the cat", "hat the other", "an"]
+GREEDY = {"decode_strategy": "greedy_search", "max_dec_len": 24}
+SCHEMA = {
+    "type": "object",
+    "properties": {"sort": {"enum": ["cat", "hat"]}, "old": {"type": "boolean"}},
+    "required": ["sort", "old"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def generator(make_model, tokenizer) -> Generator:
+    staged, cfg = make_model(vocab_size=300, max_position_embeddings=256)
+    return Generator(staged, cfg, tokenizer)
+
+
+def ids_of(generator: Generator, **keys: object) -> list[tuple[int, ...]]:
+    return [one.ids for each in generator.generate(PROMPTS, GenerationConfig(**keys)) for one in each]
+
+
+def test_temperature_0_is_greedy_search(generator: Generator) -> None:
+    assert ids_of(generator, max_dec_len=24, temperature=0, top_p=0.5) == ids_of(generator, **GREEDY)
+
+
+def test_what_ends_a_continuation(generator: Generator, tokenizer) -> None:
+    free = ids_of(generator, **GREEDY, ignore_eos=True)
+    assert [len(ids) for ids in free] == [24] * 3
+    ended = ids_of(generator, **GREEDY, ignore_eos=True, stop_token_ids=(free[0][5],))
+    assert ended[0] == free[0][: free[0].index(free[0][5]) + 1]
+    assert ids_of(generator, **GREEDY, ignore_eos=True) == ids_of(generator, **GREEDY, eos_token_id=())
+
+
+def test_bad_words_do_not_occur(generator: Generator, tokenizer) -> None:
+    free = ids_of(generator, **GREEDY, ignore_eos=True)
+    word = tokenizer.decode(free[0][3:5])
+    pair = free[1][2:4]
+    options = {"bad_words": (word, pair), "suppress_tokens": (free[2][0],)}
+    found = ids_of(generator, **GREEDY, ignore_eos=True, **options)
+    inside = tuple(tokenizer.encode(word.lstrip()))
+    for ids in found:
+        assert free[2][0] not in ids
+        for banned in (pair, inside):
+            assert banned not in [ids[i : i + len(banned)] for i in range(len(ids))]
+
+
+def test_logprobs_are_the_models_own(generator: Generator, tokenizer) -> None:
+    """Whatever options choose the tokens."""
+    options = {"temperature": 0.7, "min_p": 0.02, "logit_bias": {32: 3.0}, "seed": 2, "max_dec_len": 12}
+    plain = generator.generate(PROMPTS, GenerationConfig(**options))
+    scored = generator.generate(PROMPTS, GenerationConfig(**options, logprobs=3))
+    generator.next_token_model.model.eval()
+    for prompt, [one], [same] in zip(PROMPTS, scored, plain, strict=True):
+        assert (one.ids, one.text) == (same.ids, same.text)
+        assert same.logprobs is None
+        ids = tokenizer.encode_prompt(prompt)
+        with paddle.no_grad():
+            expected = score_prompt(generator.next_token_model, [*ids, *one.ids], 3)[len(ids) :]
+        assert [score.token for score in one.logprobs] == list(one.ids)
+        for mine, theirs in zip(one.logprobs, expected, strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+            assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+
+
+def test_score_of_beam_search(generator: Generator) -> None:
+    """transformers' `sequences_scores`: the log-probability by the length to the power of the penalty."""
+    options = {"decode_strategy": "beam_search", "num_beams": 3, "num_return_sequences": 3, "max_dec_len": 6}
+    for each in generator.generate(PROMPTS, GenerationConfig(**options, length_penalty=1.0)):
+        assert [one.score for one in each] == sorted((one.score for one in each), reverse=True)
+        assert all(-50 < one.score < 0 for one in each)
+
+
+class TestStructuredOutputs:
+    pytestmark = pytest.mark.skipif(
+        importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed"
+    )
+
+    @pytest.mark.parametrize(
+        "strategy",
+        [
+            {"decode_strategy": "greedy_search"},
+            {"decode_strategy": "greedy_search", "prompt_lookup_num_tokens": 0},
+            {"temperature": 1.5, "seed": 3, "num_return_sequences": 2},
+            {"decode_strategy": "beam_search", "num_beams": 3, "num_return_sequences": 2},
+        ],
+        ids=["guessed", "greedy", "sampled", "beams"],
+    )
+    def test_every_strategy_keeps_to_a_schema(self, generator: Generator, strategy: dict) -> None:
+        cfg = GenerationConfig(max_dec_len=160, structured_outputs={"json_schema": SCHEMA}, **strategy)
+        for each in generator.generate(PROMPTS, cfg):
+            for one in each:
+                assert one.finish_reason == "stop"
+                found = json.loads(one.text)
+                assert (found["sort"] in ("cat", "hat"), type(found["old"])) == (True, bool)
+
+    @pytest.mark.parametrize(
+        ("form", "pattern"),
+        [
+            ({"regex": r"[a-f]{4}-\d\d"}, r"[a-f]{4}-\d\d"),
+            ({"choice": ("yes", "no, thanks")}, "yes|no, thanks"),
+            ({"grammar": 'start: "a" ("b" | "c")'}, "ab|ac"),
+            ({"grammar": 'root ::= "x" [0-9] "y"'}, r"x\dy"),
+        ],
+        ids=["regex", "choice", "lark", "gbnf"],
+    )
+    def test_forms(self, generator: Generator, form: dict, pattern: str) -> None:
+        cfg = GenerationConfig(max_dec_len=40, seed=1, structured_outputs=form)
+        for [one] in generator.generate(PROMPTS, cfg):
+            assert re.fullmatch(pattern, one.text), one.text
+            assert one.finish_reason == "stop"
+
+    @pytest.mark.parametrize(
+        ("keys", "rule"),
+        [
+            ({"structured_outputs": {"regex": "("}}, ""),
+            ({"structured_outputs": {"grammar": "start: nothing"}}, ""),
+            ({"structured_outputs": {"json_schema": {"type": "shape"}}}, ""),
+            ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "end token"),
+        ],
+    )
+    def test_a_wrong_form_is_refused(self, generator: Generator, keys: dict, rule: str) -> None:
+        with pytest.raises(ConfigError, match=rule) as error:
+            generator.generate(PROMPTS, GenerationConfig(**keys))
+        assert error.value.key.startswith("Generation.structured_outputs")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"suppress_tokens": (300,)},
+        {"bad_words": ((5, 300),)},
+        {"logit_bias": {300: 1.0}},
+        {"stop_token_ids": (300,)},
+        {"eos_token_id": 300},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_an_id_that_the_tokenizer_has_not(generator: Generator, keys: dict) -> None:
+    with pytest.raises(ConfigError) as error:
+        generator.generate(PROMPTS, GenerationConfig(**keys))
+    assert (error.value.key, error.value.value) == (f"Generation.{next(iter(keys))}", 300)
+
+
+def test_without_the_library(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"ppfleetx\[structured\]"):
+        generator.generate(PROMPTS, GenerationConfig(structured_outputs={"regex": "a"}))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"min_p": 0.1}, {"no_repeat_ngram_size": 2}, {"logprobs": 0}, {"bad_words": ("x",)}],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_an_exported_program_says_what_it_does_not_read(keys: dict) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_generation(GenerationConfig(**keys))
+    assert error.value.key == f"Generation.{next(iter(keys))}"
+
+
+def test_min_p_of_1_leaves_the_likeliest_token(generator: Generator) -> None:
+    greedy = {**GREEDY, "max_dec_len": 16}
+    assert ids_of(generator, max_dec_len=16, min_p=1, seed=3) == ids_of(generator, **greedy)

@@ -1,0 +1,178 @@
+"""Products in bfloat16 on a CPU: values, gradients, and where they are refused."""
+
+import numpy as np
+import paddle
+import pytest
+
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.engine import MixedPrecisionConfig
+from ppfleetx.distributed.device import computes_in
+from ppfleetx.nn.chunked_loss import PieceHead, PieceTarget
+from ppfleetx.nn.cpu_ops import bfloat16
+from ppfleetx.nn.linear import Linear
+from ppfleetx.nn.matmul import Matmul
+from ppfleetx.parallel import precision
+from ppfleetx.parallel.precision import Precision
+from ppfleetx.utils import devices
+
+NANO = "ppfleetx/configs/debug/gpt_nano.yaml"
+CFG = MixedPrecisionConfig(enable=True, dtype="bfloat16")
+needs_operators = pytest.mark.skipif(
+    not bfloat16.are_available(), reason="this CPU has no bfloat16 products, or they are not compiled"
+)
+
+
+def rounded(array):
+    return paddle.to_tensor(array).astype("bfloat16").astype("float32").numpy().astype(np.float64)
+
+
+def random(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+@needs_operators
+@pytest.mark.parametrize(
+    ("x", "y", "turns"),
+    [
+        ([33, 48], [48, 20], {}),
+        ([2, 5, 48], [48, 20], {}),
+        ([2, 5, 48], [20, 48], {"transpose_y": True}),
+        ([48, 33], [48, 20], {"transpose_x": True}),
+        ([2, 3, 7, 16], [2, 3, 9, 16], {"transpose_y": True}),
+        ([1, 1], [1, 1], {}),
+        ([0, 8], [8, 4], {}),
+    ],
+)
+def test_a_product(x, y, turns):
+    """Of rounded operands, summed in float32."""
+    x, y = random(*x), random(*y)
+    left, right = rounded(x), rounded(y)
+    left = left.swapaxes(-1, -2) if "transpose_x" in turns else left
+    right = right.swapaxes(-1, -2) if "transpose_y" in turns else right
+    for low in (False, True):
+        operands = [bfloat16.cast(tensor) if low else tensor for tensor in map(paddle.to_tensor, (x, y))]
+        result = bfloat16.matmul(*operands, **turns)
+        assert result.dtype == paddle.float32
+        np.testing.assert_allclose(result.numpy(), left @ right, rtol=1e-6, atol=2e-5)
+
+
+@needs_operators
+def test_casts():
+    x = np.concatenate([random(5, 100) * 1e3, [[np.inf, -np.inf, 0.0, 1.00390625] * 25]]).astype(np.float32)
+    low, sums = bfloat16.cast_and_sum(paddle.to_tensor(x))
+    for cast in (low, bfloat16.cast(paddle.to_tensor(x))):
+        np.testing.assert_array_equal(cast.astype("float32").numpy(), rounded(x))
+    np.testing.assert_allclose(sums.numpy()[2::4], x.sum(0)[2::4], rtol=1e-5, atol=1e-2)
+    assert np.isnan(bfloat16.cast(paddle.to_tensor([np.nan] * 33)).astype("float32").numpy()).all()
+
+
+@needs_operators
+@pytest.mark.parametrize("cast_to", [None, "bfloat16"])
+def test_gradients_of_a_linear(cast_to):
+    """Operands of all three products are rounded; gradients of weight and bias are float32."""
+    layer, matmul = Linear(16, 24, bias=True), Matmul(cast_to=cast_to)
+    layer.linear = matmul.linear
+    weight, bias, rows, upstream = random(16, 24), random(24), random(2, 3, 16), random(2, 3, 24)
+    layer.weight.set_value(weight)
+    layer.bias.set_value(bias)
+    x = paddle.to_tensor(rows, stop_gradient=False)
+    with bfloat16.products(), matmul.kept():
+        result = layer(x)
+        result.backward(paddle.to_tensor(upstream))
+    low_x, low_w, low_g = (rounded(array) for array in (rows, weight, upstream))
+    flat = low_x.reshape(-1, 16), low_g.reshape(-1, 24)
+    expected = [low_x @ low_w + bias, low_g @ low_w.T, flat[0].T @ flat[1], upstream.sum((0, 1))]
+    for found, value in zip([result, x.grad, layer.weight.grad, layer.bias.grad], expected, strict=True):
+        assert found.dtype == paddle.float32
+        np.testing.assert_allclose(found.numpy(), value, rtol=1e-5, atol=1e-5)
+    assert matmul.uses["casts"] == (cast_to is not None)
+
+
+@needs_operators
+def test_experts():
+    matmul, counts = Matmul(), [3, 0, 2]
+    weight = paddle.create_parameter([3, 8, 4], "float32")
+    weight.set_value(random(3, 8, 4))
+    x = paddle.to_tensor(random(5, 8), stop_gradient=False)
+    with bfloat16.products():
+        result = matmul.grouped(x, weight, None, counts)
+        result.sum().backward()
+    low_x, low_w = rounded(x.numpy()), rounded(weight.numpy())
+    expected = np.concatenate([low_x[:3] @ low_w[0], low_x[3:] @ low_w[2]])
+    np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-5)
+    sums = [low_x[:3].sum(0), np.zeros(8), low_x[3:].sum(0)]
+    np.testing.assert_allclose(weight.grad.numpy()[..., 0], sums, rtol=1e-5, atol=1e-5)
+
+
+class _Head(PieceHead):
+    def __init__(self, num_pieces, matmul):
+        super().__init__(num_pieces, matmul)
+        self.weight = self.create_parameter([12, 8])
+        self.weight.set_value(random(12, 8))
+
+    def matrix(self):
+        return self.weight, None, True
+
+
+@needs_operators
+@pytest.mark.parametrize("cast_to", [None, "bfloat16"])
+def test_a_head_in_pieces(cast_to):
+    """Loss and gradients are those of whole logits."""
+    matmul, found = Matmul(cast_to=cast_to), []
+    for pieces in (1, 3):
+        head, x = _Head(pieces, matmul), paddle.to_tensor(random(6, 2, 8), stop_gradient=False)
+        target = PieceTarget(
+            paddle.zeros([2, 6]), paddle.ones([2, 6]), lambda logits, *_: logits.square().sum()
+        )
+        with bfloat16.products(), matmul.kept():
+            loss = head.run_pieces(x, target)
+            loss.backward()
+        found.append([loss.numpy(), x.grad.numpy(), head.weight.grad.numpy()])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-2)
+
+
+@needs_operators
+def test_both_levels_keep_parameters_in_float32():
+    for level in ("O1", "O2"):
+        made = Precision(CFG.model_copy(update={"level": level}))
+        assert made.products_alone and not made.lowers_parameters and made.types == ("float32",)
+        with made.autocast():
+            assert bfloat16.are_entered()
+        assert not bfloat16.are_entered()
+    black = Precision(CFG.model_copy(update={"custom_black_list": ("matmul",)}))
+    with black.autocast():
+        assert not bfloat16.are_entered()
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "words"),
+    [
+        ("avx512f avx512_bf16", "bfloat16", None),
+        ("amx_bf16", "bfloat16", None),
+        ("avx512f", "bfloat16", "AVX512-BF16"),
+        ("avx512_bf16 avx512_fp16", "float16", "bfloat16, not float16"),
+        ("", "bfloat16", "AVX512-BF16"),
+    ],
+)
+def test_the_processor_decides(monkeypatch, flags, dtype, words):
+    monkeypatch.setattr(devices, "read_cpuinfo", lambda: f"flags : {flags}\n")
+    cfg = load_config(NANO, ["Engine.mix_precision.enable=True", f"Engine.mix_precision.dtype={dtype}"])
+    reasons = devices.not_supported_reasons(cfg, "cpu")
+    assert computes_in(dtype) == (words is None) == (reasons == [])
+    if words:
+        assert words in reasons[0] and "enable=auto" in reasons[0]
+        mixed = cfg.Engine.mix_precision
+        with pytest.raises(ConfigError, match=words):
+            Precision(mixed)
+        auto = Precision(mixed.model_copy(update={"enable": "auto"}))
+        assert auto.types == ("float32",) and not auto.products_alone
+
+
+def test_operators_that_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(precision.bfloat16, "are_available", lambda: False)
+    monkeypatch.setattr(devices, "read_cpuinfo", lambda: "flags : avx512_bf16\n")
+    with pytest.raises(ConfigError, match="operators are not compiled"):
+        Precision(CFG)
+    assert not Precision(CFG.model_copy(update={"enable": "auto"})).products_alone
