@@ -132,9 +132,7 @@ def test_fewer_bits(tmp_path, dtype, close):
         without_padding = found[key].read()[tuple(map(slice, one.shape))]
         assert np.abs(without_padding.astype(np.float32) - one.read()).max() < close, key
     ours = Tokenizer.load(tmp_path / "ours/tokenizer")
-    assert ours.encode("a text") == [
-        ord(character) - 33 if character != " " else 220 for character in "a text"
-    ]
+    assert ours.encode("a text") == list(b"a text")
     assert ours.chat_templates["default"].endswith("<|end|>")
     assert ours.eod_token == "<|end|>"
 
