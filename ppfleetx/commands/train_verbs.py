@@ -27,9 +27,8 @@ from ppfleetx.commands.options import (
 )
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, PLAN_WORDS
-from ppfleetx.planner import card_names
+from ppfleetx.planner import ANY_CARD, card_names
 
-ANY_CARD = "A100-80GB"
 _RUN = "about the whole run"
 
 
