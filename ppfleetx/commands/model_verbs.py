@@ -102,11 +102,7 @@ examples:
     prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
     output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
 
-    def run(self) -> None:
-        """Generate; results go to standard output."""
-        from ppfleetx.commands import generate
-
-        generate.run(self)
+    program = "generate:run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +123,7 @@ examples:
     system: str | None = option("the system message", metavar="TEXT")
     template: str | None = option("one of the model's chat templates, or a file", metavar="NAME")
 
-    def run(self) -> None:
-        """Talk until the input ends."""
-        from ppfleetx.commands import chat
-
-        chat.run(self)
+    program = "chat:run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +150,7 @@ examples:
         metavar="DIR",
     )
 
-    def run(self) -> None:
-        """Evaluate and print the result."""
-        from ppfleetx.commands import evaluate
-
-        evaluate.run(self)
+    program = "evaluate:run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +164,7 @@ class LmEval(ModelOptions):
     include_path: str | None = option("directory with further task definitions", metavar="DIR")
     output: str | None = option("also write the results as JSON", metavar="FILE")
 
-    def run(self) -> None:
-        """Run the harness and print its table."""
-        from ppfleetx.commands import lm_eval
-
-        lm_eval.run(self)
+    program = "lm_eval:run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +191,4 @@ examples:
         """Any number may serve an export."""
         return
 
-    def run(self) -> None:
-        """Answer the prompts."""
-        from ppfleetx.commands import infer
-
-        infer.run(self)
+    program = "infer:run"

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from ppfleetx.commands.train_verbs import Plan
 
 
+def run(options: Plan) -> None:
+    """Print the prediction."""
+    print(report_of(options))
+
+
 def report_of(options: Plan) -> str:
     """The text that the command prints.
 

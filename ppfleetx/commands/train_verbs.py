@@ -192,11 +192,7 @@ class Plan(ConfigOptions):
         "a batch that grows, as Megatron-LM's --rampup-batch-size", group=_RUN, metavar="START,STEP,SAMPLES"
     )
 
-    def run(self) -> None:
-        """Print the prediction."""
-        from ppfleetx.commands.plan import report_of
-
-        print(report_of(self))
+    program = "plan:run"
 
 
 @dataclass(frozen=True, kw_only=True)
