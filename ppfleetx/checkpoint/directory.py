@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ppfleetx.checkpoint.foreign import foreign_formats
+from ppfleetx.checkpoint.foreign_formats import foreign_formats
 from ppfleetx.checkpoint.manifest import (
     BEST_FILE,
     LATEST_FILE,

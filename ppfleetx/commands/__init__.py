@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppfleetx.checkpoint.foreign import read_also
+from ppfleetx.checkpoint.foreign_formats import read_also
 
 if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint

@@ -141,11 +141,7 @@ examples:
         metavar="PATTERN",
     )
 
-    def run(self) -> None:
-        """Quantise, and print the effect on each layer."""
-        from ppfleetx.commands.quantize import quantize
-
-        quantize(self)
+    program = "quantize:quantize"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +180,7 @@ examples:
         "for saliency: a corpus (prefix of .bin/.idx) or a .txt file", metavar="DATA"
     )
 
-    def run(self) -> None:
-        """Prune, and print the sizes before and after."""
-        from ppfleetx.commands.prune import prune
-
-        prune(self)
+    program = "prune:prune"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +209,4 @@ examples:
     )
     seed: int = option("seed of routers and noise (default: 0)", default=0)
 
-    def run(self) -> None:
-        """Write the mixture, and print the sizes before and after."""
-        from ppfleetx.commands.upcycle import upcycle
-
-        upcycle(self)
+    program = "upcycle:upcycle"

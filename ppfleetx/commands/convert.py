@@ -12,22 +12,25 @@ from ppfleetx.config.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(Command):
-    """Convert checkpoints: Hugging Face, FleetX and Megatron-LM in; ppfleetx and Hugging Face out.
+    """Convert checkpoints: Hugging Face, GGUF, FleetX, Megatron-LM in; ppfleetx, Hugging Face, GGUF out.
 
       --from hf        GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX, Mixtral, Qwen2-MoE, Qwen3-MoE,
                        GLM-4-MoE, DeepSeek-V2 and V3 of Hugging Face, Llamas of PaddleNLP and PaddleFormers
                        (safetensors, pytorch_model.bin or model_state.pdparams, sharded or not)
+      --from gguf      a file of llama.cpp: Llama and Mistral, Qwen2, Qwen3, GPT-2, GPT-NeoX, of any element
+                       type that the library gguf knows
       --from fleetx    model.pdparams, alone or in rank directories (tensor and pipeline parallel)
       --from megatron  classic mp_rank_XX[_YYY]/model_optim_rng.pt, weights only
       --from ppfleetx  anything Engine.save_load.ckpt_dir accepts
 
-    Tensors are converted one at a time. Pickled files are read without running anything in them.
+    With --to gguf, --output is a new file. Tensors are converted one at a time. Pickled files are read
+    without running anything in them.
     """
 
-    source: Literal["hf", "fleetx", "megatron", "ppfleetx"] = option(
+    source: Literal["hf", "gguf", "fleetx", "megatron", "ppfleetx"] = option(
         "format of --input", "--from", default=MISSING
     )
-    target: Literal["ppfleetx", "hf"] = option("format of --output", "--to", default=MISSING)
+    target: Literal["ppfleetx", "hf", "gguf"] = option("format of --output", "--to", default=MISSING)
     input: str = option(
         "what to convert; with --from hf also hf:ORG/NAME or hf:ORG/NAME@REVISION, a model of the "
         "Hugging Face hub",
@@ -48,8 +51,8 @@ class Convert(Command):
         metavar="Section.key=value",
     )
     plugin: tuple[str, ...] = plugin_option()
-    dtype: Literal["float32", "float16", "bfloat16"] | None = option(
-        "element type (default: as in the source)"
+    dtype: Literal["float32", "float16", "bfloat16", "q8_0", "q4_0", "q4_1"] | None = option(
+        "element type (default: as in the source); q8_0, q4_0 and q4_1 need --to gguf"
     )
     tokenizer: str | None = option(
         "tokenizer files to put with the weights (default: the source's)", metavar="DIR"
@@ -86,8 +89,10 @@ class Convert(Command):
             plan=None if plan is None else ParallelPlan(**plan),
             tokenizer=None if self.tokenizer is None else Path(self.tokenizer),
         )
-        if self.check_logits and "hf" not in (self.source, self.target):
-            raise ConfigError("--check-logits needs Hugging Face's format on one side")
+        if self.check_logits and ("hf" not in (self.source, self.target) or self.target == "gguf"):
+            raise ConfigError(
+                "--check-logits needs Hugging Face's format on one side, and does not check a GGUF result"
+            )
         if self.transformers is not None and not self.check_logits:
             raise ConfigError("--transformers belongs to --check-logits")
         written = convert(job)

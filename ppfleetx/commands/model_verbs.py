@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 MODEL_HELP = (
-    "a run's directory, one of its checkpoints, a directory of Hugging Face or FleetX, or hf:ORG/NAME, which "
-    "is downloaded from the Hugging Face hub"
+    "a run's directory, one of its checkpoints, a directory of Hugging Face or FleetX, a GGUF file, or "
+    "hf:ORG/NAME, which is downloaded from the Hugging Face hub"
 )
 
 
@@ -103,11 +103,7 @@ examples:
     prompt: tuple[str, ...] = positional("PROMPT", "texts to continue", default=(), key="Generation.prompt")
     output: str | None = option("also write prompts and results as jsonl", metavar="FILE")
 
-    def run(self) -> None:
-        """Generate; results go to standard output."""
-        from ppfleetx.commands import generate
-
-        generate.run(self)
+    program = "generate:run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +124,7 @@ examples:
     system: str | None = option("the system message", metavar="TEXT")
     template: str | None = option("one of the model's chat templates, or a file", metavar="NAME")
 
-    def run(self) -> None:
-        """Talk until the input ends."""
-        from ppfleetx.commands import chat
-
-        chat.run(self)
+    program = "chat:run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +151,7 @@ examples:
         metavar="DIR",
     )
 
-    def run(self) -> None:
-        """Evaluate and print the result."""
-        from ppfleetx.commands import evaluate
-
-        evaluate.run(self)
+    program = "evaluate:run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +165,7 @@ class LmEval(ModelOptions):
     include_path: str | None = option("directory with further task definitions", metavar="DIR")
     output: str | None = option("also write the results as JSON", metavar="FILE")
 
-    def run(self) -> None:
-        """Run the harness and print its table."""
-        from ppfleetx.commands import lm_eval
-
-        lm_eval.run(self)
+    program = "lm_eval:run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +192,4 @@ examples:
         """The number of processes, which is free: any number can serve an export."""
         return
 
-    def run(self) -> None:
-        """Answer the prompts."""
-        from ppfleetx.commands import infer
-
-        infer.run(self)
+    program = "infer:run"

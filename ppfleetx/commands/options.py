@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -24,10 +25,13 @@ class Command:
     Attributes:
         examples: commands that can be pasted; the end of ``--help``.
         intermixed: whether options may stand between positional arguments.
+        program: ``module:function`` of ``ppfleetx.commands`` that takes the options and does the work. It is
+            imported when it runs, so that ``--help`` needs neither Paddle nor NumPy.
     """
 
     examples: ClassVar[str] = ""
     intermixed: ClassVar[bool] = False
+    program: ClassVar[str]
 
     def run(self) -> int | None:
         """Run the verb and return its exit code; None stands for 0.
@@ -35,7 +39,8 @@ class Command:
         Raises:
             UserError: a mistake of the user.
         """
-        raise NotImplementedError
+        module, _, name = self.program.partition(":")
+        return getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)(self)
 
     def settings(self) -> list[Setting]:
         """The values that options set for keys of the configuration."""

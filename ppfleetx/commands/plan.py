@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ppfleetx.commands.train_verbs import ANY_CARD, Plan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan, violations
 from ppfleetx.config.sections.root import RunConfig
+from ppfleetx.planner import ANY_CARD
 from ppfleetx.planner.alternatives import why_not
 from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import Card, load_card
@@ -20,6 +21,14 @@ from ppfleetx.planner.plan_option import UnresolvedConfig, parse_plan, read_unre
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants, ranking
 from ppfleetx.planner.search import SearchResult, search
+
+if TYPE_CHECKING:
+    from ppfleetx.commands.train_verbs import Plan
+
+
+def run(options: Plan) -> None:
+    """Print the prediction."""
+    print(report_of(options))
 
 
 def report_of(options: Plan) -> str:

@@ -1,8 +1,8 @@
-"""Turn a model directory of any format into a configuration and a checkpoint for commands to use.
+"""Turn a model of any format into a configuration and a checkpoint for commands to use.
 
-Our own checkpoints hold their configuration (`checkpoint/documents.py`). A directory of Hugging Face is
-converted into a temporary one, and so is a model of its hub (`hf:NAME`) once it is downloaded. FleetX's is
-read as it is, with the network of the shipped configuration that has its sizes.
+Our own checkpoints hold their configuration (`checkpoint/documents.py`). A directory of Hugging Face or a
+GGUF file is converted into a temporary directory, and so is a model of the hub (`hf:NAME`) once it is
+downloaded. FleetX's is read as it is, with the network of the shipped configuration that has its sizes.
 
 All processes of a job on one machine share the temporary directory. The first process fills it, the others
 wait, and the last one to leave removes it. A file lock decides: it is held exclusively to fill or remove the
@@ -38,6 +38,7 @@ from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.conversion.convert import Conversion, convert
 from ppfleetx.conversion.detect import is_hugging_face
 from ppfleetx.conversion.fleetx import is_fleetx, read_fleetx
+from ppfleetx.conversion.gguf import is_gguf
 from ppfleetx.conversion.hub import hub_name, local_directory, may_be_of_hub
 from ppfleetx.utils.log import configure_logging, get_logger
 from ppfleetx.utils.plugins import import_named_plugins
@@ -55,7 +56,7 @@ def shared_directory(
     Processes without a launcher that use the same source count as one job.
 
     Args:
-        source: a directory. Once it has changed, it counts as another one.
+        source: a directory or a file. Once it has changed, it counts as another one.
         environ: the environment, which distinguishes the ranks of one job from those of another.
         fill: makes the directory, which does not exist yet; called by one process of each machine.
         stack: this process needs the directory until it ends.
@@ -123,7 +124,7 @@ def _key(source: Path, environ: Mapping[str, str]) -> str:
         job = [__file__]
     files = sorted(
         (file.name, status.st_size, status.st_mtime_ns)
-        for file in source.iterdir()
+        for file in (source.iterdir() if source.is_dir() else [source])
         if file.is_file() and (status := file.stat())
     )
     named = json.dumps([job, str(source.resolve()), files])
@@ -183,11 +184,11 @@ class ModelPlace:
 
 
 def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = True) -> ModelPlace:
-    """Find the model in ``place``: a run, a step directory, a directory of Hugging Face or FleetX, or
-    ``hf:NAME``.
+    """Find the model in ``place``: a run, a step directory, a directory of Hugging Face or FleetX, a GGUF
+    file, or ``hf:NAME``.
 
     Args:
-        place: the directory, or the name of a model on the Hugging Face hub, which is downloaded.
+        place: the path, or the name of a model on the Hugging Face hub, which is downloaded.
         stack: temporary files are removed when this ends.
         with_config: look for its configuration too; not needed where the user gives one.
 
@@ -203,7 +204,9 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
     refuse_absent(place)
     path = local_directory(place)
     if is_hugging_face(path):
-        return _converted(place, path, stack)
+        return _converted(place, path, "hf", stack)
+    if is_gguf(path):
+        return _converted(place, path, "gguf", stack)
     if is_of_hub:
         raise CheckpointError(f"{place} is not whole in {path}, and the hub cannot be asked for the rest")
     checkpoint = open_resolved(resolve_checkpoint(path, verify=False))
@@ -254,15 +257,16 @@ def _is_lasting(key: str) -> bool:
     return key not in OF_ONE_CALL
 
 
-def _converted(place: str | Path, path: Path, stack: ExitStack) -> ModelPlace:
+def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> ModelPlace:
     """Convert the model once on each machine, for all processes of the job."""
 
     def fill(target: Path) -> None:
+        whose = {"hf": "is Hugging Face's", "gguf": "is a GGUF file"}[source]
         _log().info(
-            f"{path} is Hugging Face's; it is converted into {target}, which is removed at the end "
+            f"{path} {whose}; it is converted into {target}, which is removed at the end "
             "(`ppfleetx convert` makes a copy that stays)"
         )
-        convert(Conversion("hf", "ppfleetx", path, target))
+        convert(Conversion(source, "ppfleetx", path, target))
 
     target = shared_directory(path, os.environ, fill, stack)
     step = resolve_checkpoint(target)

@@ -19,6 +19,7 @@ from ppfleetx.commands.options import (
     ConfigOptions,
     OptionalConfigOptions,
     option,
+    plugin_option,
     positional,
     repeated,
     switch,
@@ -26,9 +27,8 @@ from ppfleetx.commands.options import (
 )
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, PLAN_WORDS
-from ppfleetx.planner import card_names
+from ppfleetx.planner import ANY_CARD, card_names
 
-ANY_CARD = "A100-80GB"
 _RUN = "about the whole run"
 
 
@@ -192,11 +192,56 @@ class Plan(ConfigOptions):
         "a batch that grows, as Megatron-LM's --rampup-batch-size", group=_RUN, metavar="START,STEP,SAMPLES"
     )
 
-    def run(self) -> None:
-        """Print the prediction."""
-        from ppfleetx.commands.plan import report_of
+    program = "plan:run"
 
-        print(report_of(self))
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Command):
+    """Write a whole configuration from the depth of the model.
+
+    Shape, batch, learning rate and length follow from the depth, and the planner chooses the plan. The
+    predicted time, memory and cost are the first lines of the file. docs/planner.md has the rules.
+    """
+
+    examples = """\
+examples:
+  ppfleetx recipe --depth 12 --cards 8xA100-80GB --write d12.yaml
+  ppfleetx recipe --depth 4 --cards 2xCPU --tokens-per-param 5 --seq-len 256 --vocab-size 8192
+"""
+    depth: int = option("layers; the model is 64 times as wide", default=MISSING, type=whole_number)
+    cards: str = option(
+        f"how many cards of which kind, as for `ppfleetx plan --card` (default: 8x{ANY_CARD})",
+        default=f"8x{ANY_CARD}",
+        metavar="NxCARD",
+    )
+    per_node: int = option("cards per node (default: 8)", default=8, type=whole_number)
+    tokens_per_param: float = option(
+        "training tokens for each parameter (default: 20)", default=20.0, metavar="T"
+    )
+    seq_len: int = option("tokens of a sequence (default: 2048)", default=2048, type=whole_number)
+    vocab_size: int = option("tokens of the vocabulary (default: 32768)", default=32768, type=whole_number)
+    price: float | None = option("price of a card-hour, for the cost", metavar="P")
+    write: str | None = option("file to write; without it the configuration is printed", metavar="FILE")
+
+    def run(self) -> None:
+        """Print the configuration, or write it and print its prediction."""
+        from ppfleetx.planner.recipe import Dial, recipe
+        from ppfleetx.utils.files import atomic_write, refuse_as_new_file
+
+        _refuse_not_positive(self, "tokens_per_param", "price")
+        count, _, card = self.cards.partition("x")
+        if not (count.isascii() and count.isdigit() and len(count) < 7 and int(count) > 0 and card):
+            raise ConfigError("must be like 8xA100-80GB", key="--cards", value=self.cards)
+        if self.write is not None:
+            refuse_as_new_file(Path(self.write), "--write")
+        dial = Dial(self.depth, int(count), card, self.tokens_per_param, self.seq_len, self.vocab_size)
+        found = recipe(dial, self.per_node)
+        if self.write is None:
+            print(found.yaml(self.price), end="")
+            return
+        with atomic_write(self.write, "w") as file:
+            file.write(found.yaml(self.price))
+        print("\n".join([*found.summary(self.price), f"written: {self.write}"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,3 +338,38 @@ examples:
         from ppfleetx.commands.hang_report import print_report
 
         print_report(self.directory, as_json=self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Command):
+    """Describe a run on one page: curves, evaluations, samples, speed, memory, plan, data and cost.
+
+    Reads what the run's directory holds and writes report.md and report.html. Samples are those of `ppfleetx
+    generate RUN PROMPT --output RUN/samples.jsonl`. The run may still be training.
+    """
+
+    examples = """\
+examples:
+  ppfleetx report output
+  ppfleetx report output --output page --price 1.80
+"""
+    directory: Path = positional("RUN", "directory of a run", default=MISSING)
+    output: Path | None = option("where the page is written (default: RUN/report)", metavar="DIR")
+    price: float | None = option("price of a device-hour, for the cost", metavar="P")
+    plugin: tuple[str, ...] = plugin_option()
+
+    def run(self) -> None:
+        """Write the page."""
+        from ppfleetx.commands.report import read_run_files, write_report
+
+        _refuse_not_positive(self, "price")
+        run = read_run_files(self.directory)
+        for path in write_report(run, self.output or self.directory / "report", self.price):
+            print(f"report: {path}")
+
+
+def _refuse_not_positive(options: Command, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError("must be greater than 0", key=f"--{name.replace('_', '-')}", value=value)

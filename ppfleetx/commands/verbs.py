@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("doctor", "doctor:Doctor", "look at machine, network, data and devices before a job starts"),
         Verb("check", "train_verbs:Check", "look at a configuration: plan, parameters, batch arithmetic"),
         Verb("plan", "train_verbs:Plan", "predict memory and step time, or rank the plans of so many cards"),
-        Verb("recipe", "recipe:Recipe", "write a whole configuration from the depth of the model"),
+        Verb("recipe", "train_verbs:Recipe", "write a whole configuration from the depth of the model"),
         Verb(
             "translate",
             "train_verbs:Translate",
@@ -51,7 +51,7 @@ GROUPS: dict[str, tuple[Verb, ...]] = {
         Verb("index", "corpora:Index", "build the index maps of a configuration ahead of a run"),
         Verb("compare", "compare:Compare", "compare the losses of two runs"),
         Verb("plot", "compare:Plot", "draw the loss curves of a run"),
-        Verb("report", "report:Report", "describe a run on one page: curves, samples, speed, memory, cost"),
+        Verb("report", "train_verbs:Report", "describe a run on one page: curves, samples, speed, cost"),
     ),
     "use a model": (
         Verb("generate", "model_verbs:Generate", "continue prompts with a checkpoint"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +24,17 @@ from ppfleetx.config.sections.moe import MoEConfig
 from ppfleetx.config.sections.rope import RopeScalingConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.conversion.fleetx import read_fleetx
+from ppfleetx.conversion.gguf import QUANTIZED, SUFFIX, extract_tokenizer, read_gguf, write_gguf
 from ppfleetx.conversion.huggingface.directory import read_hf, write_hf
 from ppfleetx.conversion.huggingface.files import read_stored
 from ppfleetx.conversion.logits import Probe, difference, our_logits, own_transformers, transformers_logits
 from ppfleetx.conversion.megatron import read_megatron
 from ppfleetx.models.gpt.spec import parameter_specs
-from ppfleetx.utils.files import is_taken, refuse_unwritable
+from ppfleetx.utils.files import is_taken, refuse_as_new_file, refuse_unwritable
 from ppfleetx.utils.foreign_files import os_errors
 from ppfleetx.utils.log import get_logger
 
-SOURCES, TARGETS = ("hf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf")
+SOURCES, TARGETS = ("hf", "gguf", "fleetx", "megatron", "ppfleetx"), ("ppfleetx", "hf", "gguf")
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,10 @@ class Conversion:
 
     Attributes:
         source, target: formats, of SOURCES and TARGETS.
-        input, output: directories.
+        input, output: directories; files for the format `gguf`.
         model: the network; None: the source describes it.
-        dtype: `float32`, `float16`, `bfloat16`, or None to keep each tensor's own.
+        dtype: `float32`, `float16`, `bfloat16`, or None to keep each tensor's own; to `gguf` also one of
+            gguf.QUANTIZED.
         merge: ppfleetx to ppfleetx, into one rank directory, optimizer state included.
         plan: ppfleetx to ppfleetx, cut for this plan.
         tokenizer: directory of tokenizer files to take in place of the source's.
@@ -62,7 +65,7 @@ class Conversion:
 
 @os_errors(CheckpointError)
 def convert(job: Conversion) -> Path:
-    """Convert, and return the directory that was written: a step directory or a Hugging Face directory.
+    """Convert, and return what was written: a step directory, a Hugging Face directory or a GGUF file.
 
     Raises:
         CheckpointError: the source cannot be read, has a NaN or an infinity, or is no network that the
@@ -74,7 +77,14 @@ def convert(job: Conversion) -> Path:
         return reshard(job.input, job.output, job.plan)
     if job.merge:
         return merge(job.input, job.output)
-    weights = read_weights(job)
+    with tempfile.TemporaryDirectory() as scratch:
+        weights = read_weights(job)
+        if job.source == "gguf" and job.tokenizer is None:
+            weights = weights.with_tokenizer(extract_tokenizer(job.input, Path(scratch)))
+        return _write(job, weights)
+
+
+def _write(job: Conversion, weights: Weights) -> Path:
     model = model_of(weights, job.model)
     for note in weights.notes:
         get_logger().warning(f"{job.input}: {note}")
@@ -82,6 +92,20 @@ def convert(job: Conversion) -> Path:
         return write_ppfleetx(weights, fitted(weights, model), model, job.output)
     _refuse_finetuned(job, weights, model)
     tokenizer = None if weights.tokenizer_dir is None else load_tokenizer(weights.tokenizer_dir)
+    if job.target == "gguf":
+        if tokenizer is None:
+            raise CheckpointError(
+                f"a GGUF file needs a tokenizer, and {weights.place} has none; give --tokenizer DIR"
+            )
+        write_gguf(
+            fitted(weights, model),
+            model,
+            job.output,
+            tokenizer=tokenizer,
+            dtype=job.dtype if job.dtype in QUANTIZED else None,
+            source=weights.source,
+        )
+        return job.output
     write_hf(
         fitted(weights, model),
         model,
@@ -95,18 +119,21 @@ def convert(job: Conversion) -> Path:
 
 def read_weights(job: Conversion) -> Weights:
     """The weights of the source in the element type of the job, read one at a time."""
+    dtype = "float32" if job.dtype in QUANTIZED else job.dtype
     if job.source == "hf":
         weights = read_hf(job.input)
+    elif job.source == "gguf":
+        weights = read_gguf(job.input)
     elif job.source == "fleetx":
         weights = read_fleetx(job.input, job.model)
     elif job.source == "megatron":
         weights = read_megatron(job.input, job.model)
     else:
-        weights = read_ppfleetx(job.input, masters=job.dtype == "float32")
-    if job.dtype is not None:
+        weights = read_ppfleetx(job.input, masters=dtype == "float32")
+    if dtype is not None:
         specs = parameter_specs(model_of(weights, job.model))
         own_types = {name for name, spec in specs.items() if spec.dtype is not None}
-        weights = weights.cast(FLOAT_DTYPES[job.dtype], keep=own_types)
+        weights = weights.cast(FLOAT_DTYPES[dtype], keep=own_types)
     weights = weights.finite()
     return weights if job.tokenizer is None else weights.with_tokenizer(job.tokenizer)
 
@@ -179,8 +206,10 @@ def check_logits(
         CheckpointError: neither side of the conversion is Hugging Face's, or the logits differ by more
             than `logits.TOLERANCE` (relative to the largest one where that is above 1).
     """
-    if job.source != "hf" and job.target != "hf":
-        raise CheckpointError("--check-logits needs Hugging Face's format on one side")
+    if "hf" not in (job.source, job.target) or job.target == "gguf":
+        raise CheckpointError(
+            "--check-logits needs Hugging Face's format on one side, and does not check a GGUF result"
+        )
     converted = read_ppfleetx(written) if job.target == "ppfleetx" else read_weights(job)
     model = model_of(converted, job.model)
     probe = Probe.of(model, length, seed)
@@ -238,6 +267,15 @@ def _check(job: Conversion) -> None:
         raise CheckpointError("--output must be another directory than --input")
     if job.tokenizer is not None and not job.tokenizer.is_dir():
         raise ConfigError("there is no such directory", key="--tokenizer", value=str(job.tokenizer))
+    if job.dtype in QUANTIZED and job.target != "gguf":
+        raise ConfigError("these weights are written with --to gguf alone", key="--dtype", value=job.dtype)
+    if job.target == "gguf":
+        if job.output.suffix != SUFFIX:
+            raise ConfigError(
+                f"the file's name has to end in {SUFFIX}", key="--output", value=str(job.output)
+            )
+        refuse_as_new_file(job.output, "--output")
+        return
     if is_taken(job.output):
         raise CheckpointError(f"--output {job.output} is there already; name a new or empty directory")
     refuse_unwritable(job.output, "--output")

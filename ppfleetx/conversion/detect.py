@@ -17,6 +17,7 @@ from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.conversion.fleetx import MODEL_FILE as FLEETX_FILE
 from ppfleetx.conversion.fleetx import is_fleetx
+from ppfleetx.conversion.gguf import is_gguf
 from ppfleetx.conversion.huggingface.config_keys import model_keys, of_paddle
 from ppfleetx.conversion.huggingface.files import (
     CONFIG,
@@ -40,7 +41,6 @@ _ITERATION = re.compile(r"iter_\d+|release")
 
 
 _SUFFIXES = {
-    ".gguf": "a GGUF file, which is not read. Convert the Hugging Face model it was made of",
     ".pdparams": f"a file of Paddle's. What is read are FleetX's {FLEETX_FILE} (name its directory) and "
     f"{PADDLE_PICKLE} of PaddleNLP beside its {CONFIG} (ppfleetx convert --from hf)",
     **dict.fromkeys(
@@ -126,6 +126,8 @@ def _file(path: Path) -> str | None:
             f"{path} holds tensors alone, and nothing that says what network they are. With the model's "
             f"{CONFIG} beside it, its directory can be converted: ppfleetx convert --from hf"
         )
+    if is_gguf(path):
+        return _convert(path, "gguf", "a GGUF file")
     if path.suffix in _SUFFIXES:
         return f"{path} is {_SUFFIXES[path.suffix]}"
     if name in (LATEST_FILE, BEST_FILE):

@@ -129,8 +129,8 @@ class InferenceEngine(TextGenerator):
         """The row up to its end. The program continues every row until all have ended."""
         row = Row(limit)
         for token_id in ids:
-            told_to_stop = text.feed(token_id)
-            if not row.add(token_id, is_last=token_id in end_ids or told_to_stop):
+            is_stopped = text.feed(token_id)
+            if not row.add(token_id, is_last=token_id in end_ids or is_stopped):
                 return row
         raise AssertionError("the program gives every row a token until it has ended")
 

@@ -101,7 +101,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Generation:
-    """One continuation of a prompt. Values of equal ones may differ by rounding.
+    """One continuation of a prompt. Comparison ignores the scores, which rounding changes.
 
     Attributes:
         text: the new text, without the prompt, the end token and the stop string.

@@ -15,6 +15,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation.text import NoTokenizer, text_bytes
 
 _KEY = "Generation.structured_outputs"
+_MOST_MATCHERS = 256
 _WHITESPACE = r" |\n {0,20}"
 """Between the parts of JSON. A small model that may write any number of spaces writes nothing else."""
 
@@ -69,6 +70,8 @@ class Grammar:
         elif not matcher.is_stopped():
             matcher.consume_token(new[-1])
         self._matchers[new] = matcher
+        if len(self._matchers) > _MOST_MATCHERS:  # those of rows that have ended stay behind
+            self._matchers.pop(next(iter(self._matchers)))
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
 

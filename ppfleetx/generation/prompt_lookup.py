@@ -95,8 +95,8 @@ class _GuessedRow:
                 token = self._choose(logits[place, i : i + 1], rules)
             else:
                 token = int(likeliest[place, i])
-            told_to_stop = on_token is not None and on_token(self._number, token)
-            goes_on = self.result.add(token, is_last=token in rules.end_ids or told_to_stop)
+            is_stopped = on_token is not None and on_token(self._number, token)
+            goes_on = self.result.add(token, is_last=token in rules.end_ids or is_stopped)
             new.append(token)
             self._history.append(token)
             if not goes_on or new != self._guesses[: len(new)]:

@@ -121,8 +121,8 @@ def decode(
                 rows[row].scores.append(score)
         going_on = []
         for place, (row, token) in enumerate(zip(active.tolist(), tokens.tolist(), strict=True)):
-            told_to_stop = on_token is not None and on_token(row, token)
-            if rows[row].add(token, is_last=token in rules.end_ids or told_to_stop):
+            is_stopped = on_token is not None and on_token(row, token)
+            if rows[row].add(token, is_last=token in rules.end_ids or is_stopped):
                 going_on.append(place)
         if not going_on:
             return rows

@@ -1,5 +1,8 @@
 from importlib import resources
 
+ANY_CARD = "A100-80GB"
+"""The card of plans whose configuration names none."""
+
 
 def card_names() -> list[str]:
     """The names of the shipped cards."""

@@ -24,6 +24,7 @@ from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.plan_option import UnresolvedConfig, plan_text
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.search import search
+from ppfleetx.utils.devices import CPU
 
 _HEAD_SIZE = 64
 _WARMUP_STEPS = 2000
@@ -191,7 +192,7 @@ def _values(dial: Dial) -> dict[str, Any]:
     dataset = {"input_dir": "./data", "split": "98,2,0", "max_seq_len": dial.seq_len}
     return {
         "Global": {
-            "device": "cpu" if dial.kind.kernels == "cpu" else "auto",
+            "device": CPU if dial.kind.kernels == "cpu" else "auto",
             "card": dial.card,
             "seed": 1024,
             "global_batch_size": dial.batch,

@@ -113,7 +113,7 @@ CASES = {
         root / "x" / "mp_rank_00" / "model_optim_rng.pt"
     ): rf"{CONVERT} megatron .*/x --output",
     lambda root: touch(root / "weights.pt"): "is a file of PyTorch's",
-    lambda root: touch(root / "model.gguf"): "is a GGUF file",
+    lambda root: touch(root / "model.gguf"): rf"is a GGUF file\. {CONVERT} gguf",
     lambda root: touch(root / "lm.pdparams"): r"is a file of Paddle's.*model_state\.pdparams of PaddleNLP",
     lambda root: touch(root / "peft" / "adapter_config.json").parent: "holds adapters of PEFT",
     lambda root: (

@@ -44,7 +44,7 @@ def hf_config(
 def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
     """Whether a Hugging Face configuration and a ``Model`` section are the same function."""
     try:
-        return not _differences(config, model)
+        return not differences(config, model)
     except UserError:
         return False
 
@@ -57,12 +57,12 @@ def _made(model: ModelConfig) -> dict[str, Any]:
         for model_type, family in candidates(same).items():
             config = family.config(model_type, same, values)
             try:
-                differences = _differences(config, same)
+                found = differences(config, same)
             except UserError:
                 continue
-            if not differences:
+            if not found:
                 return config
-            reasons.append((len(differences), model_type, ", ".join(differences)))
+            reasons.append((len(found), model_type, ", ".join(found)))
     _, nearest, why = min(reasons)
     raise CheckpointError(
         f"this network cannot be written in Hugging Face's format; from {nearest}, the nearest, it differs "
@@ -78,8 +78,12 @@ def _with_experts_width(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"ffn_hidden_size": moe.expert_ffn_size or model.ffn_hidden_size})
 
 
-def _differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """The keys of ``Model`` in which a Hugging Face configuration is another network, with their values."""
+def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """The keys of ``Model`` in which a Hugging Face configuration is another network, with their values.
+
+    Raises:
+        UserError: the configuration is of no network of ours.
+    """
     other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
     theirs = network(other)
     found = [

@@ -158,7 +158,8 @@ class Tokenizer:
         self.prefix_ids, self.suffix_ids = made.before, made.after
         self.special_token_texts = made.named
         """Texts of the tokens that have a name in transformers, such as ``bos_token``."""
-        self._definition = made.definition
+        self.definition = made.definition
+        """What a ``tokenizer.json`` of it holds, the tokens of the files beside it included."""
         self._engine: Engine = build_engine(made.definition, place)
         added = made.definition.get("added_tokens") or []
         self._special = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
@@ -363,7 +364,7 @@ class Tokenizer:
 
     @cached_property
     def _bytes(self) -> dict[int, bytes]:
-        added = {entry["id"] for entry in self._definition.get("added_tokens") or []}
+        added = {entry["id"] for entry in self.definition.get("added_tokens") or []}
         table = {}
         for token, token_id in self._ids.items():
             value = None if token_id in added else token_to_bytes(token)

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
@@ -43,6 +44,7 @@ from ppfleetx.deploy.server.texts import (
     EmbeddingRequest,
     TokenizeRequest,
     embeddings_response,
+    vectors_of,
 )
 from ppfleetx.utils.log import get_logger
 
@@ -290,10 +292,14 @@ async def _chat(service: Service, request: Request, wanted: ChatRequest) -> Resp
 async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -> Response:
     _check_model(service, wanted.model)
     jobs = await asyncio.to_thread(service.prompts.of_embedding, wanted)
-    timeout = service.cfg.request_timeout
-    async with Answering(service.scheduler, jobs, request.receive, timeout, service.metrics) as answering:
-        num_tokens = sum(len(job.ids) for job in jobs)
-        return await embeddings_response(wanted, answering, service.cfg.model_name, num_tokens)
+    timeout, size = service.cfg.request_timeout, service.cfg.max_batch_size
+    vectors: list[np.ndarray] = []
+    for start in range(0, len(jobs), size):  # clients send more texts at once than the queue has places
+        part = jobs[start : start + size]
+        async with Answering(service.scheduler, part, request.receive, timeout, service.metrics) as answering:
+            vectors += await vectors_of(answering)
+    num_tokens = sum(len(job.ids) for job in jobs)
+    return embeddings_response(wanted, vectors, service.cfg.model_name, num_tokens)
 
 
 async def _tokenize(service: Service, wanted: TokenizeRequest) -> Response:

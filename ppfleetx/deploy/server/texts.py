@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -46,14 +47,19 @@ class DetokenizeRequest(Request):
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-async def embeddings_response(
-    request: EmbeddingRequest, answering: Answering, model_name: str, num_tokens: int
+async def vectors_of(answering: Answering) -> list[np.ndarray]:
+    """The vectors of some inputs, in their order."""
+    vectors = {event.number: event.vector async for event in answering if isinstance(event, Embedded)}
+    return [vectors[number] for number in sorted(vectors)]
+
+
+def embeddings_response(
+    request: EmbeddingRequest, vectors: Sequence[np.ndarray], model_name: str, num_tokens: int
 ) -> JsonResponse:
     """One vector for each input."""
-    vectors = {event.number: event.vector async for event in answering if isinstance(event, Embedded)}
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
-        for index, vector in sorted(vectors.items())
+        for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return JsonResponse({"object": "list", "data": data, "model": model_name, "usage": usage})

@@ -138,9 +138,10 @@ def test_calls_in_a_text(text: str, content: str, calls: int, size: int) -> None
 
 
 def test_embeddings(client: openai.OpenAI, offline: Generator) -> None:
-    texts = ["the cat", "the other hat " * 60, "the cat"]
+    texts = ["the cat", "the other hat " * 60, "the cat", *["x"] * 300]  # more than the queue has places
     answer = client.embeddings.create(model="gpt", input=texts)
-    first, long, same = (np.array(one.embedding) for one in answer.data)
+    assert [one.index for one in answer.data] == list(range(303))
+    first, long, same = (np.array(one.embedding) for one in answer.data[:3])
     assert first.tolist() == same.tolist()
     assert answer.usage.prompt_tokens == sum(len(offline.tokenizer.encode(one)) for one in texts)
     plain = client.embeddings.create(model="gpt", input=texts[1], encoding_format="float").data[0]

@@ -1,0 +1,591 @@
+"""GGUF, the file format of llama.cpp: a network, its weights and its tokenizer in one file.
+
+The metadata of a file become a Hugging Face ``config.json``, and its tensors get Hugging Face's names. From
+there on, the families of :mod:`ppfleetx.conversion.huggingface` say what they are here. The ``gguf`` library
+knows the bytes, the element types and the names of tensors.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.lazy import LazyTensor, cast, derive
+from ppfleetx.checkpoint.weights import Weights, network_of, shown_reading
+from ppfleetx.config.errors import CheckpointError, ConfigError, shown
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.rope import RopeScalingConfig
+from ppfleetx.config.validate import section_of
+from ppfleetx.conversion.gguf_tokenizer import tokenizer_metadata, tokenizer_texts
+from ppfleetx.conversion.huggingface.config_export import differences, hf_config
+from ppfleetx.conversion.huggingface.config_keys import model_keys
+from ppfleetx.conversion.huggingface.generation import generation_defaults
+from ppfleetx.conversion.huggingface.tensors import rules
+from ppfleetx.data.tokenizer.files import write_files
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.nn.rope_scaling import inverse_frequencies
+from ppfleetx.utils.foreign_files import opened
+from ppfleetx.utils.installed import NotInstalledError
+
+SUFFIX = ".gguf"
+QUANTIZED = ("q8_0", "q4_0", "q4_1")
+"""The quantised element types that are written; every type of the ``gguf`` library is read."""
+_MAGIC = b"GGUF"
+_BLOCK = 32  # numbers of a row that share a scale
+_ROPE_FACTORS = "rope_freqs.weight"
+_FLOATS = ("F32", "F16", "BF16")
+_SUFFIXES = (".weight", ".bias")
+
+Metadata = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp calls and describes one ``model_type`` of Hugging Face.
+
+    Attributes:
+        name: ``general.architecture``.
+        model_type: Hugging Face's.
+        keys: key of ``config.json`` -> key of the metadata, without the architecture before it.
+        fixed: keys of ``config.json`` that all such files have alike.
+        biases: key of ``config.json`` -> the tensor whose presence it says.
+        rotary_part: key of ``config.json`` for the rotated part of a head; None: whole heads are.
+    """
+
+    name: str
+    model_type: str
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    rotary_part: str | None = None
+
+
+_SIZES = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+}
+_LLAMA = {
+    **_SIZES,
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+_ARCHITECTURES = (
+    Architecture(
+        "llama",
+        "llama",
+        _LLAMA,
+        biases={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"},
+    ),
+    Architecture("qwen2", "qwen2", _LLAMA, {"use_sliding_window": False}),
+    Architecture("qwen3", "qwen3", _LLAMA, {"use_sliding_window": False, "attention_bias": False}),
+    Architecture(
+        "gpt2",
+        "gpt2",
+        {
+            "n_embd": "embedding_length",
+            "n_layer": "block_count",
+            "n_head": "attention.head_count",
+            "n_inner": "feed_forward_length",
+            "n_positions": "context_length",
+            "layer_norm_epsilon": "attention.layer_norm_epsilon",
+        },
+        {"activation_function": "gelu_new"},
+    ),
+    Architecture(
+        "gptneox",
+        "gpt_neox",
+        {
+            **_SIZES,
+            "layer_norm_eps": "attention.layer_norm_epsilon",
+            "use_parallel_residual": "use_parallel_residual",
+            "rotary_emb_base": "rope.freq_base",
+        },
+        {"hidden_act": "gelu_new"},
+        rotary_part="rotary_pct",
+    ),
+)
+_BY_NAME = {one.name: one for one in _ARCHITECTURES}
+_BY_TYPE = {one.model_type: one for one in _ARCHITECTURES} | {"mistral": _BY_NAME["llama"]}
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""``general.sampling.*`` -> key of ``generation_config.json``."""
+
+
+# ---- in
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether ``path`` is a file in this format, by its name or its first bytes."""
+    if not path.is_file():
+        return False
+    if path.suffix == SUFFIX:
+        return True
+    with opened(path) as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def read_gguf(path: str | Path) -> Weights:
+    """The weights of a GGUF file; quantised ones become float32 when they are read.
+
+    Raises:
+        CheckpointError: the file is damaged, one of several parts, or of a network that is not supported.
+        NotInstalledError: ``gguf`` is not installed.
+    """
+    path = Path(path)
+    metadata, tensors = _opened(path)
+    factors = tensors.pop(_ROPE_FACTORS, None)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    try:
+        config = _config(metadata, shapes, None if factors is None else factors.read())
+        keys = model_keys(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    network_of(keys, str(path))
+    names = _names(config)
+    ours = {}
+    for rule in rules(config):
+        parts = []
+        for theirs, shape in zip(rule.theirs, rule.shapes, strict=True):
+            name = names(theirs)
+            wanted = shape[::-1] if _is_transposed(theirs, config) else shape
+            if name not in tensors:
+                raise CheckpointError(f"{path} lacks the tensor {name}")
+            if shapes[name] != wanted:
+                raise CheckpointError(
+                    f"{path}: {name} has shape {list(shapes[name])}, its metadata ask for {list(wanted)}"
+                )
+            parts.append(_in_hf_layout(tensors.pop(name), theirs, shape, config))
+        ours[rule.ours] = derive(parts, rule.shape, rule.join, rule.ours)
+    if tensors:
+        raise CheckpointError(
+            f"{path} holds tensors that this network does not have: {', '.join(sorted(tensors)[:4])}"
+        )
+    own = _sampling(metadata, config)
+    generation, notes = generation_defaults(own, config)
+    source: dict[str, Any] = {"format": "hf", "config": config}
+    if own is not None:
+        source["generation_config"] = own
+    return Weights(
+        str(path),
+        ours,
+        model=keys,
+        vocab_size=keys["vocab_size"],
+        source=source,
+        generation=generation,
+        notes=tuple(notes),
+    )
+
+
+def extract_tokenizer(path: str | Path, directory: Path) -> Path:
+    """Write the tokenizer of a GGUF file to ``directory``, as transformers stores one.
+
+    Raises:
+        CheckpointError: the file is damaged, or its tokenizer is of a kind that is not supported.
+    """
+    metadata, _ = _opened(Path(path))
+    write_files(tokenizer_texts(metadata, str(path)), directory)
+    return directory
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ModuleNotFoundError:
+        raise NotInstalledError(
+            "gguf, which reads and writes GGUF files, is not installed in this Python: run "
+            "`pip install 'ppfleetx[gguf]'`"
+        ) from None
+    return gguf
+
+
+def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """Metadata and tensors of a file."""
+    with opened(path) as file:
+        begin = file.read(8)
+    if begin == b"version ":
+        raise CheckpointError(f"{path} is the pointer that Git LFS leaves for a file; fetch the file itself")
+    if begin[:4] != _MAGIC:
+        raise CheckpointError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
+    library = _library()
+    try:
+        reader = library.GGUFReader(path)
+        metadata = {key: one.contents() for key, one in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError) as error:  # what the library lets through
+        raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
+    count = metadata.get("split.count", 1)
+    if count > 1:
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a model; put them together with llama.cpp's "
+            "llama-gguf-split --merge"
+        )
+    is_small = any(one.tensor_type.name not in _FLOATS for one in reader.tensors)
+    return metadata, {one.name: _tensor(one, path, is_small) for one in reader.tensors}
+
+
+def _tensor(stored: Any, path: Path, is_small: bool) -> LazyTensor:
+    """A tensor of the file. If any of its tensors is quantised, all become float32."""
+    kind, shape = stored.tensor_type, tuple(int(size) for size in reversed(stored.shape))
+    quants = _library().quants
+    if kind.name not in _FLOATS:
+        _, size = _library().GGML_QUANT_SIZES[kind]
+        try:
+            quants.dequantize(np.zeros((1, size), np.uint8), kind)
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{path}: {stored.name} has the element type {kind.name}, which is not read"
+            ) from None
+    if is_small or kind.name == "F32":
+        return LazyTensor("F32", shape, lambda: quants.dequantize(stored.data, kind).reshape(shape))
+    bits = np.uint16 if kind.name == "BF16" else np.float16
+    return LazyTensor(kind.name, shape, lambda: stored.data.view(bits).reshape(shape))
+
+
+def _config(
+    metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
+) -> dict[str, Any]:
+    """The ``config.json`` of the network in a file.
+
+    Args:
+        metadata: of the file.
+        shapes: of its tensors, by name.
+        factors: what its rotary frequencies are divided by, if it says.
+
+    Raises:
+        CheckpointError: no such network is supported.
+    """
+    name = metadata.get("general.architecture")
+    row = _BY_NAME.get(name) if isinstance(name, str) else None
+    if row is None:
+        raise CheckpointError(
+            f"general.architecture {shown(name)} is not supported; those that are: {', '.join(_BY_NAME)}"
+        )
+    if metadata.get(f"{name}.expert_count"):
+        raise CheckpointError(
+            "a mixture of experts is not read from GGUF; convert its Hugging Face directory"
+        )
+    if "token_embd.weight" not in shapes:
+        raise CheckpointError("it lacks the tensor token_embd.weight")
+    config = {"model_type": row.model_type, "vocab_size": shapes["token_embd.weight"][0], **row.fixed}
+    for key, theirs in row.keys.items():
+        value = metadata.get(f"{name}.{theirs}")
+        if value is not None:
+            config[key] = _shortest(value)
+        elif theirs in _SIZES.values():
+            raise CheckpointError(f"its metadata lack {name}.{theirs}")
+    config |= {key: tensor in shapes for key, tensor in row.biases.items()}
+    config["tie_word_embeddings"] = "output.weight" not in shapes
+    if "head_dim" in row.keys and "num_attention_heads" in config:
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    _add_rope(config, metadata, row, factors)
+    return config | _token_ids(metadata)
+
+
+def _add_rope(
+    config: dict[str, Any], metadata: Metadata, row: Architecture, factors: np.ndarray | None
+) -> None:
+    """The rotary settings of a file."""
+    sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
+    if None in sizes:
+        return  # GPT-2, or what the family reports as missing
+    head_dim = config.get("head_dim") or sizes[0] // sizes[1]
+    turned = metadata.get(f"{row.name}.rope.dimension_count", head_dim)
+    if row.rotary_part is not None:
+        config[row.rotary_part] = turned / head_dim
+    elif turned != head_dim:
+        raise CheckpointError(
+            f"{row.name}.rope.dimension_count {turned}: only whole heads ({head_dim}) are turned"
+        )
+    said = f"{row.name}.rope.scaling."
+    kind = metadata.get(f"{said}type", "none")
+    if kind != "none":
+        if kind not in ("linear", "yarn") or metadata.get(f"{said}attn_factor", 1.0) != 1.0:
+            raise CheckpointError(f"{said}type {shown(kind)} is not supported")
+        names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
+        if kind == "yarn":
+            names |= {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+        given = {key: metadata.get(said + theirs) for key, theirs in names.items()}
+        config["rope_scaling"] = {
+            "rope_type": kind,
+            **{key: _shortest(value) for key, value in given.items() if value is not None},
+        }
+    if factors is not None and np.any(factors != 1):
+        config["rope_scaling"] = _llama3(factors, head_dim, config.get("rope_theta", 10000.0))
+
+
+def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
+    """The rotary scaling of Llama 3, of which a file holds the result: a factor for each frequency."""
+    scaling = {
+        "factor": _shortest(float(factors.max())),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    section = section_of(RopeScalingConfig, {"type": "llama3", **scaling})
+    if not np.allclose(_rope_factors(section, head_dim, base), factors, rtol=1e-4):
+        raise CheckpointError(
+            f"{_ROPE_FACTORS} is not the scaling of Llama 3.1 to 3.3, the only one that is read"
+        )
+    return {"rope_type": "llama3", **scaling}
+
+
+def _rope_factors(scaling: RopeScalingConfig, head_dim: int, base: float) -> np.ndarray:
+    plain, stretched = (inverse_frequencies(head_dim, base, one) for one in (None, scaling))
+    return (plain / stretched).astype(np.float32)
+
+
+def _token_ids(metadata: Metadata) -> dict[str, Any]:
+    given = {
+        kind: metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos", "eot", "padding")
+    }
+    ends = [one for one in dict.fromkeys((given["eos"], given["eot"])) if one is not None]
+    ids = {
+        "bos_token_id": given["bos"],
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "pad_token_id": given["padding"],
+    }
+    return {key: value for key, value in ids.items() if value is not None}
+
+
+def _sampling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The ``generation_config.json`` for the defaults in a file; None: it has none."""
+    given = {key: metadata.get(f"general.sampling.{theirs}") for theirs, key in _SAMPLING.items()}
+    said = {key: _shortest(value) for key, value in given.items() if value is not None}
+    if not said:
+        return None
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    return {"do_sample": said.get("temperature") != 0, **said, **ids}
+
+
+def _shortest(value: Any) -> Any:
+    """A float32 as the shortest decimal that stands for it; anything else as it is."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def _names(config: Mapping[str, Any]) -> Any:
+    """Hugging Face's name of a tensor -> llama.cpp's."""
+    library, row = _library(), _BY_TYPE[config["model_type"]]
+    kind = next(one for one, name in library.MODEL_ARCH_NAMES.items() if name == row.name)
+    table = library.get_tensor_name_map(kind, config.get("num_hidden_layers") or config["n_layer"])
+
+    def name(theirs: str) -> str:
+        found = table.get_name(theirs, try_suffixes=_SUFFIXES)
+        assert found is not None, theirs
+        return found
+
+    return name
+
+
+def _is_transposed(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor is [in, out] in transformers and [out, in] in llama.cpp: those of GPT-2's layers."""
+    return config["model_type"] == "gpt2" and ".h." in name
+
+
+def _in_hf_layout(
+    stored: LazyTensor, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
+) -> LazyTensor:
+    return LazyTensor(stored.dtype, shape, lambda: _reshaped(stored.read(), name, config, to_file=False))
+
+
+def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_file: bool) -> np.ndarray:
+    """A tensor in llama.cpp's layout from Hugging Face's (``to_file``), or the other way round.
+
+    Args:
+        array: the tensor.
+        name: Hugging Face's.
+        config: the ``config.json``.
+        to_file: the direction.
+    """
+    kind = config["model_type"]
+    rest = array.shape[1:]
+    if kind in ("llama", "mistral") and (found := re.search(r"self_attn\.([qk])_proj", name)):
+        # llama.cpp rotates neighbours in these networks, transformers the two halves of a head.
+        heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+        halves = (2, -1) if to_file else (-1, 2)
+        return array.reshape(heads, *halves, *rest).swapaxes(1, 2).reshape(array.shape)
+    if _is_transposed(name, config):
+        return array.T
+    if kind == "gpt_neox" and "query_key_value" in name:
+        # All queries, then all keys, then all values; transformers has those of each head together.
+        groups = (config["num_attention_heads"], 3) if to_file else (3, config["num_attention_heads"])
+        return array.reshape(*groups, -1, *rest).swapaxes(0, 1).reshape(array.shape)
+    return array
+
+
+# ---- out
+
+
+def write_gguf(
+    tensors: Mapping[str, LazyTensor],
+    model: ModelConfig,
+    path: str | Path,
+    *,
+    tokenizer: Tokenizer,
+    dtype: str | None = None,
+    source: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a file that llama.cpp runs.
+
+    Args:
+        tensors: all parameters of ``model`` by canonical name, vocabulary padding included.
+        model: the network.
+        path: the file.
+        tokenizer: goes into the file, with its chat template.
+        dtype: one of QUANTIZED; None: the element types of ``tensors``.
+        source: ``Weights.source``, if the weights came from Hugging Face or GGUF.
+
+    Raises:
+        CheckpointError: llama.cpp has no such network, or no such tokenizer.
+    """
+    library, path = _library(), Path(path)
+    kinds = library.GGMLQuantizationType
+    config = hf_config(model, "F32", original=(source or {}).get("config"))
+    row = _BY_TYPE.get(config["model_type"])
+    if row is None:
+        raise CheckpointError(
+            f"this network is a {config['model_type']}, which is not written as GGUF; those that are: "
+            f"{', '.join(_BY_TYPE)}"
+        )
+    names = _names(config)
+    theirs: dict[str, LazyTensor] = {}
+    for rule in rules(config):
+        for index, name in enumerate(rule.theirs):
+            theirs[names(name)] = _part(rule, tensors[rule.ours], index, name, config)
+    factors = _add_factors(model, theirs)
+    metadata = _metadata(config, row, model)
+    _check_same(model, metadata, theirs, factors)
+    types = {name: kinds[_stored_type(name, tensor, dtype)] for name, tensor in theirs.items()}
+    kind = dtype or next(iter(theirs.values())).dtype
+    metadata |= {
+        "general.type": "model",
+        "general.name": path.stem,
+        "general.file_type": int(library.LlamaFileType[_FILE_TYPES[kind]]),
+        "general.quantization_version": library.GGML_QUANT_VERSION,
+        **tokenizer_metadata(tokenizer, model.vocab_size),
+    }
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
+        writer = library.GGUFWriter(Path(scratch) / path.name, row.name)
+        for key, value in metadata.items():
+            _add(writer, key, value)
+        for name, tensor in theirs.items():
+            block, size = library.GGML_QUANT_SIZES[types[name]]
+            num_bytes = int(np.prod(tensor.shape)) // block * size
+            writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), num_bytes, types[name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        with shown_reading(theirs, "writing") as reading:
+            for name, tensor in reading.items():
+                values = np.ascontiguousarray(cast(tensor.read(), tensor.dtype, "F32"))
+                writer.write_tensor_data(library.quants.quantize(values, types[name]))
+        writer.close()
+        (Path(scratch) / path.name).replace(path)
+
+
+_FILE_TYPES = {
+    "F32": "ALL_F32",
+    "F16": "MOSTLY_F16",
+    "BF16": "MOSTLY_BF16",
+    "q8_0": "MOSTLY_Q8_0",
+    "q4_0": "MOSTLY_Q4_0",
+    "q4_1": "MOSTLY_Q4_1",
+}
+
+
+def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[str, Any]) -> LazyTensor:
+    """One tensor of the file, from a parameter of ours."""
+    shape = rule.shapes[index]
+    return LazyTensor(
+        tensor.dtype,
+        shape[::-1] if _is_transposed(name, config) else shape,
+        lambda: _reshaped(rule.split(tensor.read(), index), name, config, to_file=True),
+    )
+
+
+def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
+    """The element type of a tensor in the file: vectors and positions stay float32, as in llama.cpp; 4 bits
+    are too few for the embedding and the head."""
+    if len(tensor.shape) == 1 or name.startswith("position_embd"):
+        return "F32"
+    if dtype is None:
+        return tensor.dtype
+    if tensor.shape[-1] % _BLOCK:
+        return "F16"
+    return "Q8_0" if name in ("token_embd.weight", "output.weight") else dtype.upper()
+
+
+def _metadata(config: Mapping[str, Any], row: Architecture, model: ModelConfig) -> dict[str, Any]:
+    """The metadata of a network."""
+    found = {f"{row.name}.{theirs}": config.get(key) for key, theirs in row.keys.items()}
+    made = {key: value for key, value in found.items() if value is not None}
+    made |= {"general.architecture": row.name, f"{row.name}.vocab_size": model.vocab_size}
+    if model.position_embedding_type == "rope":
+        turned = round(model.head_size * model.rotary_percent)
+        made |= {f"{row.name}.rope.dimension_count": turned, f"{row.name}.rope.freq_base": model.rotary_base}
+    if "head_dim" in row.keys:
+        made[f"{row.name}.attention.value_length"] = made[f"{row.name}.attention.key_length"] = (
+            model.head_size
+        )
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.type in ("linear", "yarn"):
+        said = {
+            "type": scaling.type,
+            "factor": scaling.factor,
+            "original_context_length": scaling.original_max_position_embeddings,
+            "yarn_beta_fast": scaling.beta_fast if scaling.type == "yarn" else None,
+            "yarn_beta_slow": scaling.beta_slow if scaling.type == "yarn" else None,
+        }
+        made |= {f"{row.name}.rope.scaling.{key}": one for key, one in said.items() if one is not None}
+    return made
+
+
+def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> np.ndarray | None:
+    """Add what Llama 3 divides its rotary frequencies by, and return it."""
+    if model.rope_scaling is None or model.rope_scaling.type != "llama3":
+        return None
+    factors = _rope_factors(model.rope_scaling, model.head_size, model.rotary_base)
+    tensors[_ROPE_FACTORS] = LazyTensor("F32", factors.shape, lambda: factors)
+    return factors
+
+
+def _check_same(
+    model: ModelConfig, metadata: Metadata, tensors: Mapping[str, LazyTensor], factors: np.ndarray | None
+) -> None:
+    """Raise CheckpointError if the file would describe another network."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    try:
+        found: Iterable[str] = differences(_config(metadata, shapes, factors), model)
+    except (CheckpointError, ConfigError) as error:
+        found = [str(error)]
+    if reasons := ", ".join(found):
+        raise CheckpointError(f"this network cannot be written as GGUF: {reasons}")
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    if key == "general.architecture":
+        return  # the writer adds it
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)

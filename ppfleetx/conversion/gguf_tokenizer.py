@@ -1,0 +1,294 @@
+"""The tokenizer in the metadata of a GGUF file, and the files that transformers keeps one in.
+
+llama.cpp has two kinds of BPE: ``gpt2`` merges bytes within the pieces that a regular expression cuts, which
+is known by its name alone; ``llama`` merges characters, as SentencePiece does, and has scores in place of
+merges.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ppfleetx.config.errors import CheckpointError, shown
+from ppfleetx.data.tokenizer.files import CONFIG, TOKENIZER_FILE, make_definition, merge_pairs
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.utils.log import get_logger
+
+_KEY = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_SPACE = "\u2581"
+_BYTE_TOKENS = {f"<0x{byte:02X}>" for byte in range(256)}
+_NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+_GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _GPT2]}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [cut, _GPT2 | {"use_regex": False}]}
+
+
+def _words(digits: str) -> str:
+    """The pattern of GPT-4 and its relatives; ``digits`` is how many of them stay together."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_CUTS = {
+    "gpt-2": _GPT2,
+    "smollm": _DIGITS,
+    "llama-bpe": _split(_words("{1,3}")),
+    "qwen2": _split(_words("")),
+}
+"""``tokenizer.ggml.pre`` -> the ``pre_tokenizer`` of a ``tokenizer.json``."""
+_OTHER_NAMES = {
+    **dict.fromkeys(("phi-2", "olmo", "mpt", "jais"), "gpt-2"),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm"),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), "qwen2"),
+}
+_WITH_BOS = ("llama-bpe", "llama")
+"""Those that put BOS before a text where the file does not say."""
+_WHOLE_WORDS_FIRST = ("llama-bpe",)
+"""A piece that is a token as a whole is not merged from its parts."""
+
+
+# ---- in
+
+
+def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
+    """``tokenizer.json`` and ``tokenizer_config.json``, by file name.
+
+    Args:
+        metadata: of the GGUF file.
+        place: its path, for messages.
+
+    Raises:
+        CheckpointError: the tokenizer is of a kind that is not supported, or its parts are missing.
+    """
+    kind, tokens = metadata.get(f"{_KEY}model"), metadata.get(f"{_KEY}tokens")
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(
+            f"{place}: its tokenizer, {_KEY}model {shown(kind)}, is not supported; those that are: gpt2, "
+            "llama. Give the model's own with --tokenizer DIR"
+        )
+    if not isinstance(tokens, list) or not tokens:
+        raise CheckpointError(f"{place} holds no tokens ({_KEY}tokens)")
+    types = metadata.get(f"{_KEY}token_type") or [_NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise CheckpointError(f"{place}: {len(tokens)} tokens have {len(types)} types")
+    vocab = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}
+    if kind == "gpt2":
+        definition, cut = _of_bytes(metadata, vocab, place)
+    else:
+        definition, cut = _of_characters(metadata, vocab, types, place), kind
+    definition["added_tokens"] = [
+        _added(number, token, is_special=types[number] != _USER_DEFINED)
+        for token, number in vocab.items()
+        if types[number] in (_CONTROL, _USER_DEFINED, _UNKNOWN)
+    ]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for name, theirs in _NAMED.items():
+        number = metadata.get(f"{_KEY}{name}_token_id")
+        if isinstance(number, int) and number < len(tokens):
+            config[theirs] = tokens[number]
+    around = {
+        "bos_token": metadata.get(f"{_KEY}add_bos_token", cut in _WITH_BOS),
+        "eos_token": metadata.get(f"{_KEY}add_eos_token", False),
+    }
+    wanted = [name for name, is_added in around.items() if is_added and name in config]
+    definition["post_processor"] = _around({name: config[name] for name in wanted}, vocab)
+    if isinstance(template := metadata.get(_TEMPLATE), str):
+        config["chat_template"] = template
+    return {
+        TOKENIZER_FILE: json.dumps(definition, ensure_ascii=False),
+        CONFIG: json.dumps(config, ensure_ascii=False, indent=2),
+    }
+
+
+def _of_bytes(metadata: Mapping[str, Any], vocab: dict[str, int], place: str) -> tuple[dict[str, Any], str]:
+    """The definition of a byte-level BPE, and the name of its pre-tokenizer."""
+    said = metadata.get(f"{_KEY}pre", "default")
+    cut = _OTHER_NAMES.get(said, said)
+    if said == "default":
+        cut = "gpt-2"
+        get_logger().warning(f"{place} does not say how its tokenizer cuts up text; it is read as GPT-2's")
+    if cut not in _CUTS:
+        raise CheckpointError(
+            f"{place}: its tokenizer cuts up text as {shown(said)} ({_KEY}pre), which is not supported; "
+            f"those that are: {', '.join(_CUTS)}. Give the model's own tokenizer with --tokenizer DIR"
+        )
+    merges = [merge.split(" ") for merge in metadata.get(f"{_KEY}merges") or []]
+    definition = make_definition(vocab, merges, [])
+    definition["pre_tokenizer"] = _CUTS[cut]
+    definition["model"]["ignore_merges"] = cut in _WHOLE_WORDS_FIRST
+    if cut == "qwen2":
+        definition["normalizer"] = {"type": "NFC"}
+    return definition, cut
+
+
+def _of_characters(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], place: str
+) -> dict[str, Any]:
+    """The definition of a SentencePiece BPE."""
+    scores = metadata.get(f"{_KEY}scores") or []
+    if len(scores) != len(types):
+        raise CheckpointError(f"{place}: {len(types)} tokens have {len(scores)} scores")
+    has_prefix = metadata.get(f"{_KEY}add_space_prefix", True)
+    spaces: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    decoders = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if has_prefix:
+        spaces.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    definition = make_definition(vocab, _merges(vocab, types, scores), [])
+    unknown = next((token for token, number in vocab.items() if types[number] == _UNKNOWN), None)
+    definition["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": unknown}
+    return definition | {
+        "normalizer": {"type": "Sequence", "normalizers": spaces},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
+
+
+def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
+    """Every way to put a token together from two others, the tokens with the highest score first."""
+    found = []
+    for token, number in vocab.items():
+        if types[number] != _NORMAL:
+            continue
+        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        known = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
+        found += [(-scores[number], vocab[left], vocab[right], left, right) for left, right in known]
+    return [[left, right] for *_, left, right in sorted(found)]
+
+
+def _added(number: int, token: str, *, is_special: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": token, **flags, "special": is_special}
+
+
+def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
+    """The post-processor that puts BOS before a text, EOS behind it, or both."""
+    if not wanted:
+        return None
+    pieces = {name: {"SpecialToken": {"id": token, "type_id": 0}} for name, token in wanted.items()}
+
+    def template(sequence: str) -> list[dict[str, Any]]:
+        text = {"Sequence": {"id": sequence, "type_id": 0}}
+        return [piece for piece in (pieces.get("bos_token"), text, pieces.get("eos_token")) if piece]
+
+    tokens = {one: {"id": one, "ids": [vocab[one]], "tokens": [one]} for one in wanted.values()}
+    pair = [*template("A"), *template("B")]
+    return {"type": "TemplateProcessing", "single": template("A"), "pair": pair, "special_tokens": tokens}
+
+
+# ---- out
+
+
+def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
+    """The metadata of a tokenizer.
+
+    Args:
+        tokenizer: the tokenizer.
+        vocab_size: rows of the model's embedding, which a GGUF file has a token for each of.
+
+    Raises:
+        CheckpointError: llama.cpp has no such tokenizer.
+    """
+    definition = tokenizer.definition
+    model = definition["model"]
+    if model["type"] != "BPE":
+        raise CheckpointError(f"a tokenizer of the kind {shown(model['type'])} cannot be written as GGUF")
+    added = {one["id"]: one for one in definition.get("added_tokens") or []}
+    ids = {**model["vocab"], **{one["content"]: number for number, one in added.items()}}
+    if max(ids.values()) >= vocab_size:
+        raise CheckpointError(
+            f"{tokenizer.place} has {max(ids.values()) + 1} tokens, and the model's vocabulary {vocab_size}"
+        )
+    by_id = {number: token for token, number in ids.items()}
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)]
+    is_of_characters = bool(model.get("byte_fallback"))
+    types = [
+        _type_of(by_id.get(number), added.get(number), model if is_of_characters else {})
+        for number in range(vocab_size)
+    ]
+    made: dict[str, Any] = {f"{_KEY}tokens": tokens, f"{_KEY}token_type": types}
+    if is_of_characters:
+        made |= {
+            f"{_KEY}model": "llama",
+            f"{_KEY}scores": _scores(model, tokens),
+            f"{_KEY}add_space_prefix": _has_space_prefix(definition),
+        }
+    else:
+        merges = [" ".join(pair) for pair in merge_pairs(model)]
+        made |= {f"{_KEY}model": "gpt2", f"{_KEY}pre": _cut_of(tokenizer), f"{_KEY}merges": merges}
+    named = {
+        name: ids[token]
+        for name, key in _NAMED.items()
+        if (token := tokenizer.special_token_texts.get(key)) in ids
+    }
+    ends = dict(zip(("eos", "eot"), tokenizer.end_ids, strict=False))
+    made |= {f"{_KEY}{name}_token_id": number for name, number in {**named, **ends}.items()}
+    made |= {
+        f"{_KEY}add_bos_token": bool(tokenizer.prefix_ids),
+        f"{_KEY}add_eos_token": bool(tokenizer.suffix_ids),
+    }
+    template = tokenizer.chat_templates.get("default")
+    return made if template is None else made | {_TEMPLATE: template}
+
+
+def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Mapping[str, Any]) -> int:
+    """The type of a token. ``characters`` is the model of a SentencePiece BPE, empty for a BPE of bytes."""
+    if token is None:
+        return _UNUSED
+    if characters and token == characters.get("unk_token"):
+        return _UNKNOWN
+    if characters and token in _BYTE_TOKENS:
+        return _BYTE
+    if added is None:
+        return _NORMAL
+    return _CONTROL if added.get("special") else _USER_DEFINED
+
+
+def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
+    """The earlier a token is merged, the higher its score."""
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merge_pairs(dict(model))):
+        ranks.setdefault(left + right, rank)
+    return [-float(ranks.get(token, len(ranks))) for token in tokens]
+
+
+def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
+    text = json.dumps([definition.get("normalizer"), definition.get("pre_tokenizer")])
+    return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
+
+
+def _cut_of(tokenizer: Tokenizer) -> str:
+    """llama.cpp's name for how a tokenizer cuts up text."""
+    found = _essence(tokenizer.definition.get("pre_tokenizer"))
+    for name, cut in _CUTS.items():
+        if _essence(cut) == found:
+            return name
+    raise CheckpointError(
+        f"{tokenizer.place} cuts up text in a way that is not written as GGUF; those that are: those of "
+        f"{', '.join(_CUTS)}"
+    )
+
+
+def _essence(cut: Any) -> Any:
+    """A pre-tokenizer without what changes no token."""
+    if isinstance(cut, Mapping):
+        return {key: _essence(value) for key, value in cut.items() if key != "trim_offsets"}
+    return [_essence(one) for one in cut] if isinstance(cut, list) else cut

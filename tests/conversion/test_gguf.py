@@ -1,0 +1,310 @@
+"""GGUF in and out."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from ppfleetx.checkpoint.lazy import LazyTensor
+from ppfleetx.checkpoint.weights import fitted
+from ppfleetx.checkpoint.weights_only import read_ppfleetx
+from ppfleetx.commands.main import call
+from ppfleetx.commands.resolve_model import resolve_model
+from ppfleetx.config.errors import CheckpointError, UserError
+from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.conversion.convert import Conversion, convert
+from ppfleetx.conversion.detect import described
+from ppfleetx.conversion.gguf import read_gguf, write_gguf
+from ppfleetx.conversion.gguf_tokenizer import tokenizer_metadata, tokenizer_texts
+from ppfleetx.conversion.huggingface.directory import write_hf
+from ppfleetx.conversion.safetensors_file import read_safetensors
+from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition, write_files
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.models.gpt.spec import parameter_shapes
+from ppfleetx.nn.rope_scaling import inverse_frequencies
+from tests.conversion import hf_dirs
+from tests.models.gpt_builders import LLAMA_STYLE, tiny_config
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+VOCABULARY = 260
+SIZES = {"vocab_size": VOCABULARY, "vocab_size_divisible_unit": 1, "max_position_embeddings": 64}
+LLAMA3 = {
+    "type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+NEOX = {"position_embedding_type": "rope", "normalization": "LayerNorm", "tie_word_embeddings": False}
+NETWORKS = {
+    "llama": LLAMA_STYLE,
+    "llama_with_biases": LLAMA_STYLE | {"add_qkv_bias": True, "add_out_proj_bias": True},
+    "llama_tied_3.1": LLAMA_STYLE | {"tie_word_embeddings": True, "rotary_base": 5e5, "rope_scaling": LLAMA3},
+    "llama_yarn": LLAMA_STYLE | {"rope_scaling": YARN},
+    "llama_linear": LLAMA_STYLE | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "qwen2": LLAMA_STYLE | {"add_qkv_bias": True, "add_out_proj_bias": False},
+    "qwen3": LLAMA_STYLE | {"qk_layernorm": True, "head_dim": 12},
+    "gpt2": {},
+    "gpt_neox": NEOX | {"rotary_percent": 0.5, "parallel_residual": True},
+}
+
+
+def tokenizer_files() -> dict[str, str]:
+    """A tokenizer of single bytes with a chat template."""
+    vocab = {token: number for number, token in enumerate([*BYTE_CHARACTERS, "<|user|>", "<|end|>"])}
+    definition = make_definition(vocab, [], ["<|user|>", "<|end|>"])
+    files = {"tokenizer.json": json.dumps(definition)}
+    config = {"eos_token": "<|end|>", "chat_template": "{{ messages[0]['content'] }}<|end|>"}
+    return files | {"tokenizer_config.json": json.dumps(config)}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    write_files(tokenizer_files(), tmp_path / "tokenizer")
+    return Tokenizer.load(tmp_path / "tokenizer")
+
+
+def network(name: str, **changes: object) -> tuple[ModelConfig, dict[str, LazyTensor]]:
+    model = tiny_config(**NETWORKS[name] | SIZES | changes)
+    rng = np.random.default_rng(0)
+    arrays = {key: rng.standard_normal(shape, np.float32) for key, shape in parameter_shapes(model).items()}
+    return model, {key: LazyTensor("F32", one.shape, lambda one=one: one) for key, one in arrays.items()}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_there_and_back(tmp_path, tokenizer, name):
+    model, tensors = network(name)
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    weights = read_gguf(tmp_path / "a.gguf")
+    again = ModelConfig(**weights.model, vocab_size_divisible_unit=1)
+    found = fitted(weights, again)
+    assert found.keys() == tensors.keys()
+    for key, one in found.items():
+        np.testing.assert_array_equal(one.read(), tensors[key].read(), err_msg=key)
+    assert [path.name for path in tmp_path.iterdir() if "gguf" in path.name] == ["a.gguf"]
+
+
+def test_queries_and_keys_are_in_the_order_of_llama_cpp(tmp_path, tokenizer):
+    """It rotates the features 2i and 2i + 1 of a head; transformers i and i + half a head."""
+    model, tensors = network("llama")
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    write_hf(tensors, model, tmp_path / "hf")
+    stored = {one.name: one.data for one in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    theirs = {
+        name: tensor.read() for name, tensor in read_safetensors(tmp_path / "hf/model.safetensors").items()
+    }
+    half = model.head_size // 2
+    order = [part * half + pair for pair in range(half) for part in (0, 1)]
+    for gguf_name, name in (("attn_q", "q_proj"), ("attn_k", "k_proj")):
+        wanted = theirs[f"model.layers.0.self_attn.{name}.weight"].reshape(-1, 2 * half, model.hidden_size)
+        np.testing.assert_array_equal(
+            stored[f"blk.0.{gguf_name}.weight"], wanted[:, order].reshape(-1, model.hidden_size)
+        )
+    np.testing.assert_array_equal(
+        stored["blk.0.attn_v.weight"], theirs["model.layers.0.self_attn.v_proj.weight"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "close"), [("q8_0", 0.02), ("q4_0", 0.4), ("q4_1", 0.3), ("float16", 2e-3)]
+)
+def test_fewer_bits(tmp_path, dtype, close):
+    """Through the command; matrices whose rows are no multiple of 32 are float16, vectors float32."""
+    model, tensors = network("llama", hidden_size=64, ffn_hidden_size=80)
+    write_hf(tensors, model, tmp_path / "hf")
+    write_files(tokenizer_files(), tmp_path / "hf")
+    output = tmp_path / "a.gguf"
+    command = ["--from", "hf", "--to", "gguf", "--input", str(tmp_path / "hf"), "--dtype", dtype]
+    call("convert", [*command, "--output", str(output)])
+    types = {one.name: one.tensor_type.name for one in gguf.GGUFReader(output).tensors}
+    small = {"float16": "F16"}.get(dtype, dtype.upper())
+    assert types["blk.0.attn_q.weight"] == small
+    assert types["blk.0.ffn_down.weight"] == "F16"
+    assert types["token_embd.weight"] == ("F16" if dtype == "float16" else "Q8_0")
+    assert types["blk.0.attn_norm.weight"] == "F32"
+    convert(Conversion("gguf", "ppfleetx", output, tmp_path / "ours"))
+    found = read_ppfleetx(tmp_path / "ours").tensors
+    for key, one in tensors.items():
+        without_padding = found[key].read()[tuple(map(slice, one.shape))]
+        assert np.abs(without_padding.astype(np.float32) - one.read()).max() < close, key
+    ours = Tokenizer.load(tmp_path / "ours/tokenizer")
+    assert ours.encode("a text") == list(b"a text")
+    assert ours.chat_templates["default"].endswith("<|end|>")
+    assert ours.eod_token == "<|end|>"
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q5_0"])
+def test_types_that_are_only_read(tmp_path, tokenizer, kind):
+    """As the library dequantises them."""
+    model, tensors = network("llama", hidden_size=256, num_attention_heads=4)
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    kind = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    name, rng = "blk.1.attn_output.weight", np.random.default_rng(0)
+    blocks = rng.integers(0, 60, (model.hidden_size, model.hidden_size // block * size), np.uint8)
+    rewrite(tmp_path / "a.gguf", tmp_path / "b.gguf", data={name: (blocks, kind)})
+    found = read_gguf(tmp_path / "b.gguf").tensors["decoder.layers.1.attention.out_proj.weight"].read()
+    np.testing.assert_array_equal(found, gguf.quants.dequantize(blocks, kind).T)
+
+
+def rewrite(source, target, *, metadata=None, data=None, without=()):
+    """A copy of a file with other metadata (None leaves a key out) and tensors."""
+    reader, metadata, data = gguf.GGUFReader(source), metadata or {}, data or {}
+    own = {key: one for key, one in reader.fields.items() if not key.startswith("GGUF.")}
+    architecture = metadata.get("general.architecture", own["general.architecture"].contents())
+    writer = gguf.GGUFWriter(target, architecture)
+    for key, one in own.items():
+        value = metadata.get(key, one.contents())
+        if key != "general.architecture" and value is not None:
+            kind, *inner = one.types
+            writer.add_key_value(key, value, kind, inner[0] if inner else None)
+    for key in metadata.keys() - own.keys():
+        add = writer.add_float32 if isinstance(metadata[key], float) else writer.add_uint32
+        add(key, metadata[key])
+    for one in reader.tensors:
+        if one.name not in without:
+            array, kind = data.get(one.name, (one.data, one.tensor_type))
+            writer.add_tensor(one.name, array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# ---- what is refused
+
+
+def cut(bytes_kept):
+    def damage(path):
+        content = path.read_bytes()
+        path.write_bytes(content[: int(len(content) * bytes_kept)])
+
+    return damage
+
+
+def changed(**kwargs):
+    def damage(path):
+        rewrite(path, path.with_suffix(".new"), **kwargs)
+        path.with_suffix(".new").rename(path)
+
+    return damage
+
+
+def said(key, value):
+    return changed(metadata={key: value})
+
+
+DAMAGES = {
+    "is damaged or cut off": cut(0.7),
+    "is damaged or cut off:": cut(0.1),
+    "is not a GGUF file": lambda path: path.write_text("<html>not found</html>"),
+    "is not a GGUF file: it": lambda path: path.write_bytes(b""),
+    "Git LFS": lambda path: path.write_text("version https://git-lfs.github.com/spec/v1"),
+    "general.architecture 'mamba' is not supported": said("general.architecture", "mamba"),
+    "is one of 3 parts": said("split.count", 3),
+    "mixture of experts": said("llama.expert_count", 8),
+    "lacks the tensor blk.1.ffn_up.weight": changed(without=["blk.1.ffn_up.weight"]),
+    "tensors that this network does not have: blk.1": said("llama.block_count", 1),
+    "has shape": said("llama.embedding_length", 64),
+    "lack llama.embedding_length": said("llama.embedding_length", None),
+    "whole heads": said("llama.rope.dimension_count", 4),
+    "tokenizer.ggml.model 't5', is not supported": said("tokenizer.ggml.model", "t5"),
+    "cuts up text as 'tekken'": said("tokenizer.ggml.pre", "tekken"),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_what_is_refused(tmp_path, tokenizer, message):
+    model, tensors = network("llama")
+    path = tmp_path / "a.gguf"
+    write_gguf(tensors, model, path, tokenizer=tokenizer)
+    DAMAGES[message](path)
+    command = ["--from", "gguf", "--to", "ppfleetx", "--input", str(path), "--output", str(tmp_path / "ours")]
+    with pytest.raises(UserError) as raised:  # exit code 2
+        call("convert", command)
+    assert message in str(raised.value)
+    assert str(path) in str(raised.value)
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"attention_window": 4}, "attention_window = 4"),
+        ("gpt_neox", {"hidden_act": "gelu_exact"}, "hidden_act = 'gelu_exact'"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "is not the scaling of Llama 3.1"),
+        ("llama", {"moe": {"num_experts": 4}}, "is a mixtral, which is not written as GGUF"),
+    ],
+)
+def test_networks_that_are_not_written(tmp_path, tokenizer, name, changes, message):
+    model, tensors = network(name, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    assert not (tmp_path / "a.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "output", "dtype", "has_tokenizer"),
+    [
+        ("--dtype", "ppfleetx", "new", "q8_0", True),
+        ("--output", "gguf", "new", None, True),
+        ("--output", "gguf", "no/such/a.gguf", None, True),
+        ("--tokenizer", "gguf", "a.gguf", None, False),
+    ],
+)
+def test_options_that_contradict(tmp_path, key, target, output, dtype, has_tokenizer):
+    source = hf_dirs.write(tmp_path / "hf", "hf_llama")
+    if has_tokenizer:
+        hf_dirs.write_tokenizer(source)
+    with pytest.raises(UserError, match=key):
+        convert(Conversion("hf", target, source, tmp_path / output, dtype=dtype))
+
+
+# ---- tokenizers
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2_pair", "llama2_plain", "llama3", "chat"])
+def test_tokenizers_there_and_back(tmp_path, name):
+    told = json.loads((GOLDENS / "hf_tokenizers.json").read_text())[name]
+    first = Tokenizer.load(GOLDENS / "tokenizers" / name)
+    metadata = tokenizer_metadata(first, first.vocab_size + 3)
+    assert len(metadata["tokenizer.ggml.tokens"]) == first.vocab_size + 3
+    write_files(tokenizer_texts(metadata, "a.gguf"), tmp_path)
+    again = Tokenizer.load(tmp_path)
+    for text in (one["text"] for one in told["texts"]):
+        if "<wide>" in text:  # swallows the spaces around it, which a GGUF file cannot say
+            continue
+        assert again.encode_prompt(text) == first.encode_prompt(text), text
+    assert again.end_ids[0] == first.end_ids[0]
+
+
+# ---- where a model is an argument
+
+
+def test_a_file_is_a_model(tmp_path, tokenizer):
+    model, tensors = network("llama")
+    path = tmp_path / "a.gguf"
+    write_gguf(tensors, model, path, tokenizer=tokenizer)
+    rewrite(path, tmp_path / "b.gguf", metadata={"general.sampling.temp": 0.6, "general.sampling.top_k": 7})
+    with ExitStack() as stack:
+        place = resolve_model(tmp_path / "b.gguf", stack)
+        weights = read_ppfleetx(place.checkpoint)
+        assert weights.generation["temperature"] == 0.6
+        assert weights.generation["top_k"] == 7
+        assert weights.generation["decode_strategy"] == "sampling"
+        assert (place.tokenizer / "tokenizer.json").is_file()
+    assert not place.checkpoint.exists()
+    assert "--from gguf" in described(path)
+
+
+def test_the_factors_of_llama_3_are_those_that_llama_cpp_multiplies_by(tmp_path, tokenizer):
+    model, tensors = network("llama_tied_3.1")
+    write_gguf(tensors, model, tmp_path / "a.gguf", tokenizer=tokenizer)
+    stored = {one.name: one.data for one in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    plain = inverse_frequencies(model.head_size, model.rotary_base, None)
+    wanted = inverse_frequencies(model.head_size, model.rotary_base, model.rope_scaling)
+    np.testing.assert_allclose(plain / stored["rope_freqs.weight"], wanted, rtol=1e-6)
