@@ -12,7 +12,7 @@ from ppfleetx.api.configuration import Configuration, Overrides, settings_of
 from ppfleetx.api.gpt2 import GPT2LMHeadModel, GPT2Tokenizer
 from ppfleetx.api.model import GPT
 from ppfleetx.api.trainer import Trainer as NativeTrainer
-from ppfleetx.commands.finetune import finetuning_defaults
+from ppfleetx.commands.finetune_defaults import finetuning_defaults
 from ppfleetx.commands.resolve_model import ModelPlace, resolve_model
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys

@@ -52,7 +52,7 @@ examples:
 
     def run(self) -> None:
         """Train, or with ``--check`` only look at the configuration."""
-        from ppfleetx.commands.finetune import up_to
+        from ppfleetx.commands.finetune_defaults import up_to
 
         overrides = [*self.override]
         if self.max_steps is not None:
@@ -97,7 +97,7 @@ examples:
 
     def run(self) -> None:
         """Train."""
-        from ppfleetx.commands.finetune import finetuning_defaults, up_to
+        from ppfleetx.commands.finetune_defaults import finetuning_defaults, up_to
         from ppfleetx.commands.start_process import start_process
 
         given = [*self.override, *self.settings()]

@@ -44,8 +44,8 @@ from ppfleetx.nn.norm import RMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
-from ppfleetx.nn.scores import parallel_token_scores, token_scores
 from ppfleetx.nn.stage import declare
+from ppfleetx.nn.token_scores import parallel_token_scores, token_scores
 from ppfleetx.nn.transforms import adapter, quantizer, quantizer_numbers
 
 # Paddle would draw random values that build_stage replaces; zeros cost less.

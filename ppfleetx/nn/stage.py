@@ -179,7 +179,7 @@ class LayerFactory(Protocol):
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """:func:`ppfleetx.nn.scores.token_scores` of logits as the head leaves them, likewise."""
+        """:func:`ppfleetx.nn.token_scores.token_scores` of logits as the head leaves them, likewise."""
 
 
 def build_stage(

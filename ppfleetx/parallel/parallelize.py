@@ -26,8 +26,8 @@ from ppfleetx.nn.stage import LayerFactory, Stage
 from ppfleetx.optims.build import build_optimizer
 from ppfleetx.optims.groups import group_rows
 from ppfleetx.optims.optimizer import Optimizer, UpdatePlace
-from ppfleetx.parallel.first_values import give_values
 from ppfleetx.parallel.grad_sync import GradientSync, whole_model
+from ppfleetx.parallel.initial_values import give_values
 from ppfleetx.parallel.local import LocalRunner
 from ppfleetx.parallel.precision import Precision
 from ppfleetx.parallel.runner import Runner

@@ -135,7 +135,7 @@ def _states_of_generators(plan: ParallelPlan) -> float:
 def _start(job: Job, held: Held, kept: float) -> float:
     """The peak while the model is built: the largest of a stage of layers as Paddle creates it, in
     float32; all that is kept; and what is kept so far plus the float32 values of a 16-bit parameter whose
-    master is kept elsewhere (``parallel/first_values.py``)."""
+    master is kept elsewhere (``parallel/initial_values.py``)."""
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
     return max(4.0 * held.largest_layer, kept, *drawn)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from ppfleetx.checkpoint.ownership import RunRecord, write_run
-from ppfleetx.commands.finetune import finetuning_defaults, up_to
+from ppfleetx.commands.finetune_defaults import finetuning_defaults, up_to
 from ppfleetx.commands.main import call
 from ppfleetx.config.loader import load_config
 from tests.checkpoint.checkpoints import OWN, save

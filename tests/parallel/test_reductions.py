@@ -122,7 +122,7 @@ def of_a_run(plan: dict[str, Any], world_size: int, extra: dict[str, Any]) -> tu
 
 def of_scores() -> tuple[list[str], list[str]]:
     """Those of a text that is scored by ranks with other columns of the logits."""
-    from ppfleetx.nn.scores import parallel_token_scores
+    from ppfleetx.nn.token_scores import parallel_token_scores
     from tests.distributed.job_cases import context
 
     group, found, refused = context(mp=2).group_of("mp"), set(), set()
