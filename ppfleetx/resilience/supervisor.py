@@ -7,7 +7,6 @@ a launcher that is killed, but the supervisor finds them because they are its de
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -42,9 +41,7 @@ def with_resume(command: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: it sets the key to something else; each restart would then be a new run.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-o", "--override", action="append", default=[])
-    overrides = [text.partition("=") for text in parser.parse_known_args(command)[0].override]
+    overrides = [text.partition("=") for text in _overrides(command)]
     given = [value.strip() for key, _, value in overrides if key.strip() == RESUME]
     for value in given:
         if value.strip("'\"").lower() not in ("auto", "true", "yes", "on"):
@@ -56,6 +53,19 @@ def with_resume(command: Sequence[str]) -> list[str]:
                 place="the supervised command",
             )
     return list(command) if given else [*command, "-o", f"{RESUME}=auto"]
+
+
+def _overrides(command: Sequence[str]) -> Iterator[str]:
+    """The values of ``-o`` and ``--override`` in the forms that argparse accepts, also after a ``--``."""
+    takes_next = False
+    for argument in command:
+        if takes_next:
+            yield argument
+        takes_next = not takes_next and argument in ("-o", "--override")
+        if argument.startswith("--override="):
+            yield argument.removeprefix("--override=")
+        elif argument.startswith("-o") and argument != "-o":
+            yield argument.removeprefix("-o")
 
 
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:

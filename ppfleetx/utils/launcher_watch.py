@@ -1,9 +1,8 @@
-"""Time limits, exit codes and the last lines of the log for Paddle's launcher, from threads in its process.
+"""Time limits and exit codes for Paddle's launcher, by a thread and an exit handler in its process.
 
 The launcher of Paddle 3.3.1 lets its nodes meet at ``--master`` and waits there for ever: for a node that
 does not come, at an address where nothing answers, and at a port that another program holds. It exits with
-the bare number of a signal: 2 after Ctrl-C, which is also ppfleetx's code for a user's mistake. And it closes
-the first rank's log when a signal comes, so that nobody sees the rank save.
+the bare number of a signal: 2 after Ctrl-C, which is also ppfleetx's code for a user's mistake.
 
 Nothing in Paddle is replaced. ``cpu_launcher.py`` starts this.
 """
@@ -31,7 +30,6 @@ from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-_LOG_SECONDS = 0.3
 _SAY_AFTER_SECONDS = 10.0  # after this the wait is reported
 _FOREIGN_SECONDS = 60.0  # after this another program that answers is not expected to leave
 _CAUSES = (
@@ -52,9 +50,7 @@ def watch_launcher(argv: Sequence[str]) -> None:
         limit = start_timeout()
     except ConfigError as error:
         _end(EXIT_USER_ERROR, str(error))
-    log = _FirstLog()
-    atexit.register(_end_with_conventional_code, log)
-    threading.Thread(target=log.follow, name="log-after-signal", daemon=True).start()
+    atexit.register(_end_with_conventional_code)
     threading.Thread(target=_watch_meeting, args=(limit,), name="meeting-of-nodes", daemon=True).start()
 
 
@@ -75,45 +71,10 @@ def _controller() -> Any:
     return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
 
 
-# -- the first rank's log ---------------------------------------------------------------------
-
-
-class _FirstLog:
-    """Shows what the first rank writes after a signal, when the launcher has closed its log."""
-
-    def __init__(self) -> None:
-        self._shown_by_launcher: Any = None
-        self._copy: int | None = None  # a file descriptor: it shares the launcher's position in the file
-        self._lock = threading.Lock()
-
-    def follow(self) -> None:
-        """Keep a copy of the launcher's file descriptor; show what comes from the signal on."""
-        while True:
-            controller = _controller()
-            if hasattr(controller, "sigint"):
-                self.show()
-            elif controller is not None and controller.pod.containers:
-                self._keep(controller.pod.containers[0]._log_handler)
-            time.sleep(_LOG_SECONDS)
-
-    def _keep(self, file: Any) -> None:
-        if file is None or file is self._shown_by_launcher:
-            return
-        with contextlib.suppress(OSError, ValueError):  # it is being closed
-            self._copy, self._shown_by_launcher = os.dup(file.fileno()), file
-
-    def show(self) -> None:
-        """Show new lines of the log that the launcher has not shown."""
-        with self._lock:
-            while self._copy is not None and (content := os.read(self._copy, 1 << 16)):
-                sys.stdout.write(content.decode("utf-8", "replace"))
-            sys.stdout.flush()
-
-
 # -- exit code --------------------------------------------------------------------------------
 
 
-def _end_with_conventional_code(log: _FirstLog) -> None:
+def _end_with_conventional_code() -> None:
     """Set the launcher's exit code. After a signal: 0 if its ranks ended well, else 128 + signal. After a
     failure: the code that explains it (a hang, no memory, a broken card), whichever rank has it."""
     controller = _controller()
@@ -122,8 +83,6 @@ def _end_with_conventional_code(log: _FirstLog) -> None:
     codes = [container.exit_code for container in controller.pod.containers]
     number = getattr(controller, "sigint", None)
     if number is not None:
-        with contextlib.suppress(OSError, ValueError):
-            log.show()
         code = 0 if codes and not any(codes) and None not in codes else _SIGNALLED + number
     else:
         failed = next((code for code in codes if code), 0)
@@ -221,7 +180,7 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """Describe what the launcher waits for, with advice, and whether another program answers instead."""
+        """What the launcher waits for, with advice, and whether another program answers instead."""
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
@@ -245,7 +204,7 @@ class _Meeting:
         return "Is the first node's launcher started, is the address right, does a firewall block it?"
 
     def _entries(self) -> list[dict[str, Any]]:
-        """The entries of the nodes that have arrived.
+        """The entries of the nodes that have come.
 
         Raises:
             OSError: nothing answers.

@@ -31,7 +31,7 @@ _PORT = 8000  # of `Serve.port`
 TINY = [
     *("Global.device=cpu", "Global.seed=1", "Global.local_batch_size=4", "Global.micro_batch_size=2"),
     *("Engine.max_steps=4", "Engine.eval_freq=2", "Engine.eval_iters=1", "Engine.logging_freq=1"),
-    *("Engine.save_load.save_steps=2"),
+    "Engine.save_load.save_steps=2",
     *(
         "Model.hidden_size=32",
         "Model.num_layers=2",

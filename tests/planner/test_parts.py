@@ -298,7 +298,6 @@ def test_plans_are_ranked(capsys):
         (("--plan", "dp=0"), "at least 1"),
         (("--plan", "recompute=some"), "recompute is one of"),
         (("--plan", "dp=8", "--devices", "4"), "of 8 cards, not of 4"),
-        (("--devices", "-1"), "greater than 0"),
         (("--card", "A1000"), "no such card"),
     ],
 )

@@ -25,7 +25,7 @@ def trained() -> Tokenizer:
 
 @pytest.fixture
 def definition(trained) -> dict:
-    return copy.deepcopy(trained._definition)
+    return copy.deepcopy(trained.definition)
 
 
 def library_of(definition: dict) -> tokenizers.Tokenizer:
