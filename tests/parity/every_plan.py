@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ppfleetx.config.plan import ParallelPlan, Workload, enumerate_plans
 from tests.helpers.ranks import Pools, RanksFailedError
 from tests.parity import experts, pruned, qat
-from tests.parity.comparison import BFLOAT16_TOLERANCE, IN_BFLOAT16, TOLERANCE, Comparison
+from tests.parity.comparison import BFLOAT16_TOLERANCE, IN_BFLOAT16, TOLERANCE, Comparison, Difference
 from tests.parity.training import MODELS, SEQ_LEN, SIZES
 
 _MOST_OF = {"mixed": 4, "latent": 4}
@@ -128,11 +128,20 @@ def report(
     except (RanksFailedError, AssertionError) as error:
         print(f"FAILED  {model:5} {what}\n{error}", flush=True)
         return False
-    passed = max(adamw.first, sgd.first) == 0 and max(adamw.worst, sgd.worst) <= tolerance
-    worst = f"adamw: {adamw}; sgd: {sgd}" if not passed else f"{max(adamw.worst, sgd.worst):.1e}"
+    worst = max(_worst(found, model, tolerance) for found in (adamw, sgd))
+    passed = max(adamw.first, sgd.first) == 0 and worst <= tolerance
+    said = f"{worst:.1e}" if passed else f"adamw: {adamw}; sgd: {sgd}"
     took = time.monotonic() - started
-    print(f"{'passed' if passed else 'FAILED':7} {model:5} {what}: {worst} ({took:.1f} s)", flush=True)
+    print(f"{'passed' if passed else 'FAILED':7} {model:5} {what}: {said} ({took:.1f} s)", flush=True)
     return passed
+
+
+def _worst(found: Difference, model: str, tolerance: float) -> float:
+    """With experts in bfloat16, that of loss and gradient norm: a rounded score may choose another expert,
+    and loads, biases and experts' weights then differ by whole tokens."""
+    if tolerance > TOLERANCE and "moe" in MODELS[model]:
+        return max(found.loss, found.grad_norm)
+    return found.worst
 
 
 def report_qat(comparison: Comparison, plan: ParallelPlan, form: str, model: str) -> bool:
