@@ -40,7 +40,8 @@ class Command:
             UserError: a mistake of the user.
         """
         module, _, name = self.program.partition(":")
-        return getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)(self)
+        getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)(self)
+        return None
 
     def settings(self) -> list[Setting]:
         """The values that options set for keys of the configuration."""

@@ -5,7 +5,6 @@ import pytest
 
 from ppfleetx.checkpoint.weights_only import read_ppfleetx
 from ppfleetx.commands.checkpoint_verbs import Upcycle
-from ppfleetx.commands.upcycle import upcycle
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.logits import our_logits
@@ -16,7 +15,7 @@ TOKENS = np.arange(24).reshape(2, 12)
 
 def made(place, output, **keys):
     """The mixture that the verb writes: its network and its weights."""
-    upcycle(Upcycle(checkpoint=str(place), output=str(output), experts=3, **keys))
+    assert Upcycle(checkpoint=str(place), output=str(output), experts=3, **keys).run() is None  # exit code 0
     weights = read_ppfleetx(output)
     return ModelConfig(**weights.model), weights
 
