@@ -26,6 +26,7 @@ SETTINGS = {
     "Global.local_batch_size": "null",
     "Global.global_batch_size": 16,
     "Global.micro_batch_size": 8,
+    "Engine.mix_precision.enable": False,  # on every device; the shipped file says auto
     "Model.vocab_size": 400,
     "Model.hidden_size": 64,
     "Model.num_layers": 2,
