@@ -104,13 +104,18 @@ def report(
 
 
 class Worker:
-    """A process that has one mode's model and generates when it is asked to."""
+    """A process that has one mode's model and works when it is asked to; other benchmarks use it, too."""
 
     def __init__(
-        self, mode: str, threads: int, program: str = __file__, python: str = sys.executable
+        self,
+        mode: str,
+        threads: int,
+        program: str = __file__,
+        python: str = sys.executable,
+        options: Sequence[str] = (),
     ) -> None:
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        command = [python, program, "--worker", mode]
+        command = [python, program, "--worker", mode, *options]
         if program == __file__:
             command += ["--threads", str(threads)]
         self._process = subprocess.Popen(
@@ -118,8 +123,15 @@ class Worker:
         )
 
     def run(self, batch: int) -> dict[str, float]:
-        self._process.stdin.write(f"{batch}\n")
+        self.start(batch)
+        return self.result()
+
+    def start(self, request: object) -> None:
+        """Send one line, which the worker answers with one of JSON."""
+        self._process.stdin.write(f"{request}\n")
         self._process.stdin.flush()
+
+    def result(self) -> dict[str, float]:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)

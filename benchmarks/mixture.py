@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from benchmarks import decode
 
 BATCH, SEQ, VOCAB, WIDTH, TOP_K = 8, 256, 16384, 1536, 2
 CONFIG = {
@@ -73,12 +74,13 @@ def main() -> None:
 
 def compare(peer: str, weights: Path, args: argparse.Namespace) -> None:
     """Print CPU seconds of both, and how many times ours the peer's are, pair by pair."""
-    workers = [Worker("ours", sys.executable, weights)]
-    workers.append(Worker(peer, args.hf_python if peer.startswith("hf") else sys.executable, weights))
+    pythons = {"ours": sys.executable, peer: args.hf_python if peer.startswith("hf") else sys.executable}
+    options = ("--weights", str(weights))
+    workers = [decode.Worker(mode, 1, __file__, python, options) for mode, python in pythons.items()]
     rounds = []
     for number in range(args.pairs + 2):
         for worker in workers:
-            worker.start()
+            worker.start("step")
         rounds.append([worker.result() for worker in workers])
         if number == 0:
             losses = [round(one["loss"], 5) for one in rounds[0]]
@@ -94,31 +96,6 @@ def compare(peer: str, weights: Path, args: argparse.Namespace) -> None:
             f"median {statistics.median(ratios):.2f}",
             flush=True,
         )
-
-
-class Worker:
-    """A process of one mode, which trains a step when it is asked to."""
-
-    def __init__(self, mode: str, python: str, weights: Path) -> None:
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        command = [python, __file__, "--worker", mode, "--weights", str(weights)]
-        self._process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def start(self) -> None:
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-
-    def result(self) -> dict[str, float]:
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise SystemExit(f"a worker ended with code {self._process.wait()}")
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def serve(step: Step) -> None:

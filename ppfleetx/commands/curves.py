@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError, DataError, UserError
+from ppfleetx.core.engine.run_directory import METRICS_FILE
 
 Record = dict[str, Any]
 Series = dict[str, tuple[list[int], list[float]]]
@@ -25,7 +26,7 @@ def read_records(path: Path) -> list[Record]:
     Raises:
         DataError: there is no such file, it is not a metrics file, or it holds no training step.
     """
-    path = path / "metrics.jsonl" if path.is_dir() else path
+    path = path / METRICS_FILE if path.is_dir() else path
     if not path.is_file():
         raise DataError(f"{path}: no such metrics file; a run writes it to its output_dir")
     *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")

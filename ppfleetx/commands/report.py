@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 
 from ppfleetx.checkpoint.directory import complete_checkpoints
@@ -57,6 +58,19 @@ class RunFiles:
     directory: Path
     cfg: RunConfig
     records: list[Record]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer: that of its directory, else that of the configuration.
+
+        Raises:
+            UserError: there is none, or its files are damaged.
+        """
+        own = self.directory / "tokenizer"
+        found = Tokenizer.load(own) if own.is_dir() else load_tokenizer(self.cfg)
+        if found is None:
+            raise DataError("the run has no tokenizer (Data.tokenizer)")
+        return found
 
     def of_kind(self, kind: str) -> list[Record]:
         """The records of one kind, oldest first."""
@@ -186,7 +200,7 @@ def _evaluations(run: RunFiles) -> list[Section]:
         factor, note = 0.0, ""
         if "ppl" in records[0]:
             try:
-                factor = tokens_per_byte(cfg, _tokenizer(run)) / math.log(2)
+                factor = tokens_per_byte(cfg, run.tokenizer) / math.log(2)
             except UserError as error:
                 note = f"No bits per byte: {error}."
         columns = {"loss": lambda one: f"{number(one, 'loss'):.4f}"}
@@ -200,19 +214,6 @@ def _evaluations(run: RunFiles) -> list[Section]:
         title = "Evaluation" if name is None else f"Evaluation of {name}"
         sections.append(Section(title, table=[["step", *columns], *rows], note=note))
     return sections
-
-
-def _tokenizer(run: RunFiles) -> Tokenizer:
-    """The run's tokenizer: that of its directory, else that of the configuration.
-
-    Raises:
-        UserError: there is none, or its files are damaged.
-    """
-    own = run.directory / "tokenizer"
-    found = Tokenizer.load(own) if own.is_dir() else load_tokenizer(run.cfg)
-    if found is None:
-        raise DataError("the run has no tokenizer (Data.tokenizer)")
-    return found
 
 
 def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:

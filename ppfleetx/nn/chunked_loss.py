@@ -20,7 +20,6 @@ import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
 
-from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.matmul import Matmul
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
@@ -141,8 +140,7 @@ class _HeadMatrix:
     def values(self) -> list[paddle.Tensor]:
         """Detached copies of weight and bias, so that no hook on the parameters runs before the backward
         pass."""
-        value = paddle.Tensor.detach if bfloat16.are_entered() else self.matmul.value
-        return [_leaf(value(one), one.stop_gradient) for one in self.parameters]
+        return [_leaf(self.matmul.leaf_value(one), one.stop_gradient) for one in self.parameters]
 
     def logits(
         self, hidden: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None

@@ -108,6 +108,11 @@ class Matmul:
         gradient."""
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
+    def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
+        """What the leaf of :meth:`apart` holds, detached: :meth:`value`, but on a CPU in bfloat16 the
+        parameter, because the gradient is float32 there."""
+        return parameter.detach() if bfloat16.are_entered() else self.value(parameter)
+
     def apart(
         self,
         x: paddle.Tensor,
