@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError, DataError, UserError
-from ppfleetx.core.engine.run_directory import METRICS_FILE
 
 Record = dict[str, Any]
 Series = dict[str, tuple[list[int], list[float]]]
@@ -26,6 +25,8 @@ def read_records(path: Path) -> list[Record]:
     Raises:
         DataError: there is no such file, it is not a metrics file, or it holds no training step.
     """
+    from ppfleetx.core.engine.run_directory import METRICS_FILE  # imports NumPy; --help reads this module
+
     path = path / METRICS_FILE if path.is_dir() else path
     if not path.is_file():
         raise DataError(f"{path}: no such metrics file; a run writes it to its output_dir")
