@@ -16,6 +16,7 @@ from ppfleetx.checkpoint.housekeeping import (
     delete_checkpoint,
     describe_os_error,
     is_damaged,
+    keep_newest,
     output_lock,
     repair_latest,
 )
@@ -124,6 +125,8 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
         _write_configuration(output_dir, cfg)
         if start.found_by == RESUME and options.resume == "auto":
             repair_latest(start.checkpoint)
+        if goes_on:
+            keep_newest(output_dir, ownership)  # a kill may have come between a save and this
     except OSError as error:
         raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
     get_logger().info(f"run {record.run} {'continues' if goes_on else 'begins'} in {output_dir}")

@@ -287,6 +287,12 @@ def test_unfinished_files_of_killed_runs_go(used):
     assert [path.exists() for path in (*left, *mine)] == [False] * 4 + [True] * 3
 
 
+def test_a_kill_between_a_save_and_its_deletions_leaves_none_too_many(used):
+    stranger = checkpoint(used, 5, OTHER)
+    begin(config(used, "resume=auto", "keep_max=2"))
+    assert steps(used) == [5, 20, 30] and stranger.is_dir()
+
+
 def test_the_newest_is_named_again(used):
     (used / "latest").unlink()
     begin(config(used, "resume=auto"))
