@@ -328,10 +328,13 @@ class GPT:
     @property
     def generator(self) -> Any:
         """The generator behind :meth:`generate`. It uses the weights as they are at its first use."""
+        from ppfleetx.commands.generate import assistants_for
         from ppfleetx.generation.generator import Generator
 
         if self._generator is None:
-            self._generator = Generator(self.network, self.cfg.Model, self.tokenizer)
+            self._generator = Generator(
+                self.network, self.cfg.Model, self.tokenizer, load_assistant=assistants_for(self.cfg)
+            )
         return self._generator
 
     # ---- where it is kept

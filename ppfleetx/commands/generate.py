@@ -9,7 +9,8 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from ppfleetx.checkpoint.directory import named_checkpoint, resolve_checkpoint
 from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.commands.start_process import start_with, world_size
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.errors import ConfigError, naming
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.reading.overrides import Setting
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.device_errors import OF_GENERATION, explained_device_errors
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ppfleetx.checkpoint.reader import Checkpoint
     from ppfleetx.commands.model_verbs import Generate
     from ppfleetx.distributed.context import ParallelContext
+    from ppfleetx.generation.assistant import Assistant
     from ppfleetx.generation.generator import Generation, Generator, TextGenerator
 
 _LONGEST_PROMPT = 1 << 24  # bytes of a file that may be earlier results
@@ -246,10 +249,28 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | 
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
     runner = build_runner(cfg, ctx, train=False)
     start.restore_weights(runner, cfg.Model)
-    generator = Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"))
+    generator = Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"), assistants_for(cfg))
     gc.collect()
     gc.freeze()  # objects that live as long as the process need not be searched for garbage at every step
     return generator
+
+
+def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
+    """Return the function that loads an assistant for a model: whole in each process, on its device."""
+
+    def load(place: str) -> Assistant:
+        from ppfleetx.commands.resolve_model import resolve_model
+        from ppfleetx.distributed.context import ParallelContext
+        from ppfleetx.generation.assistant import Assistant
+
+        with ExitStack() as stack, naming("Generation.assistant_model", place):
+            found = resolve_model(place, stack)
+            device = Setting("Global.device", cfg.Global.device, "Generation.assistant_model")
+            its = load_config(found.config, found.overrides([device]))
+            loaded = load_generator(its, ParallelContext.single(its.Global.device))
+            return Assistant(loaded.next_token_model, loaded.max_positions, loaded.tokenizer)
+
+    return load
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:

@@ -137,8 +137,17 @@ SWITCHED_OFF = (
     ),
     SwitchedOff(
         ("Generation.prompt_lookup_num_tokens",),
-        lambda cfg: cfg.Generation.decode_strategy != "greedy_search" or not cfg.Generation.use_cache,
-        "tokens are guessed in greedy search with a cache only",
+        lambda cfg: (
+            cfg.Generation.decode_strategy != "greedy_search"
+            or not cfg.Generation.use_cache
+            or cfg.Generation.assistant_model is not None
+        ),
+        "tokens are guessed in greedy search with a cache and without an assistant only",
+    ),
+    SwitchedOff(
+        ("Generation.num_assistant_tokens",),
+        lambda cfg: cfg.Generation.assistant_model is None,
+        "Generation.assistant_model is null",
     ),
     SwitchedOff(
         ("Generation.diversity_rate",),

@@ -90,6 +90,12 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
     return paddle.concat([zeros, tensor[:, :, :length]], axis=2)
 
 
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two rows have in common at their beginning."""
+    most = min(len(one), len(other))
+    return next((i for i in range(most) if one[i] != other[i]), most)
+
+
 class ContinuousBatch:
     """A :class:`~ppfleetx.generation.session.DecodingSession` that rows may join at any step.
 
@@ -141,15 +147,34 @@ class ContinuousBatch:
         assert not self._newcomers, "newcomers have nothing to guess after"
         return self._step(guesses).reshape([-1, self.num_rows, self._model.vocab_size])
 
+    def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
+        """Logits ``[b, V]`` float32 for the next tokens of ``rows``, which replace those of the batch: row
+        by row the same text with another end. Only tokens that are not in the cache are run."""
+        if not self.history:
+            self.join(rows, [1] * len(rows))
+            return self.next_logits()
+        new: list[list[int]] = []
+        for i, (row, held) in enumerate(zip(rows, self.history, strict=True)):
+            columns = np.flatnonzero(self._visible[i])
+            same = _shared(held[: len(columns)], row[:-1])
+            self._visible[i, columns[same:]] = False
+            self.history[i] = list(row[: same + 1])
+            new.append(list(row[same + 1 :]))
+        self._free_end()
+        logits = self.logits_with_guesses(new)
+        for i, own in enumerate(new):
+            self._visible[i, self._before + 1 + len(own) :] = False
+            self.history[i] += own
+        self._before = self._cache.length - 1
+        return paddle.stack([logits[len(own), i] for i, own in enumerate(new)])
+
     def append(self, tokens: Sequence[Sequence[int]]) -> None:
         """Append each row's new tokens: the correct guesses, and one more."""
         for row, new in enumerate(tokens):
             # The cache now has the last token and the guesses; only correct guesses are kept.
             self._visible[row, self._before + len(new) :] = False
             self.history[row] += new
-        used = 1 + int(np.flatnonzero(self._visible.any(axis=0))[-1])
-        self._cache.shorten(used)
-        self._visible = self._visible[:, :used]
+        self._free_end()
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and free columns that no row needs any more.
@@ -195,6 +220,12 @@ class ContinuousBatch:
         return self._model.with_cache(
             paddle.to_tensor(tokens), paddle.to_tensor(positions), self._visible, self._cache, width
         )
+
+    def _free_end(self) -> None:
+        """Free the columns behind the last one that a row uses."""
+        used = 1 + int(np.flatnonzero(self._visible.any(axis=0))[-1])
+        self._cache.shorten(used)
+        self._visible = self._visible[:, :used]
 
     def _take_out_unused(self) -> None:
         longest = int(self._visible.sum(axis=1).max())

@@ -15,6 +15,7 @@ from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
+from ppfleetx.generation.assistant import Assistant
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, decode_with_lookup
@@ -68,6 +69,8 @@ class Batch:
     def uses_lookup(self) -> bool:
         """Whether to guess tokens: worth it for few rows and greedy search, which repeats itself."""
         cfg = self.cfg
+        if cfg.assistant_model is not None:
+            return True
         is_plain = self.is_greedy and cfg.num_return_sequences == 1 and cfg.logprobs is None
         is_small = len(self.max_new_tokens) <= MOST_ROWS
         return is_plain and is_small and cfg.use_cache and cfg.prompt_lookup_num_tokens > 0
@@ -126,6 +129,9 @@ class TextGenerator(ABC):
         max_positions: limit of tokens in a prompt and its continuation together.
     """
 
+    takes_assistant = False
+    """Whether `Generation.assistant_model` can be used."""
+
     def __init__(self, tokenizer: Tokenizer | NoTokenizer, max_positions: int) -> None:
         self._tokenizer, self._max_positions = tokenizer, max_positions
 
@@ -169,6 +175,10 @@ class TextGenerator(ABC):
                 "without a tokenizer there is no text to look for it in",
                 key="Generation.stop",
                 value=cfg.stop,
+            )
+        if cfg.assistant_model is not None and not self.takes_assistant:
+            raise ConfigError(
+                "this program takes no assistant", key="Generation.assistant_model", value=cfg.assistant_model
             )
         end_ids = self.end_ids(cfg)
         options = RowOptions.of(cfg, self._tokenizer, end_ids)
@@ -240,6 +250,7 @@ class Generator(TextGenerator):
         tokenizer: the tokenizer it was trained with; None: prompts and results are token ids.
         vocab_group: see :class:`~ppfleetx.generation.session.NextTokenModel`. All ranks of this group must
             generate from the same prompts at the same time, and get the same results.
+        load_assistant: loads the model that ``Generation.assistant_model`` names.
 
     Raises:
         DataError: the tokenizer has ids outside the model's vocabulary.
@@ -251,12 +262,15 @@ class Generator(TextGenerator):
         model_cfg: ModelConfig,
         tokenizer: Tokenizer | None,
         vocab_group: Any = None,
+        load_assistant: Callable[[str], Assistant] | None = None,
     ) -> None:
         if tokenizer is not None:
             check_tokenizer(tokenizer, model_cfg.vocab_size)
         known = NoTokenizer(model_cfg.vocab_size) if tokenizer is None else tokenizer
         super().__init__(known, model_cfg.max_position_embeddings)
-        self._model = model
+        self._model, self._load_assistant = model, load_assistant
+        self.takes_assistant = load_assistant is not None
+        self._assistants: dict[str, Assistant] = {}
         # A model may have more ids than its tokenizer; ids without a text are not generated.
         self._next_token = NextTokenModel(model, known.vocab_size, vocab_group)
 
@@ -290,13 +304,25 @@ class Generator(TextGenerator):
             session, choose, rules, limits, copies=copies, on_token=on_token, num_top=batch.cfg.logprobs
         )
 
+    def _assistant(self, place: str) -> Assistant:
+        """The assistant in ``place``, loaded at its first use."""
+        if place not in self._assistants:
+            assert self._load_assistant is not None
+            assistant = self._load_assistant(place)
+            assistant.check(self._tokenizer, place)
+            self._assistants[place] = assistant
+        return self._assistants[place]
+
     def _decode_with_lookup(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
+        cfg = batch.cfg
+        assistant = None if cfg.assistant_model is None else self._assistant(cfg.assistant_model)
         return decode_with_lookup(
             self._next_token,
             prompts,
             self._rules(batch),
             batch.max_new_tokens,
-            batch.cfg.prompt_lookup_num_tokens,
+            cfg.prompt_lookup_num_tokens if assistant is None else cfg.num_assistant_tokens,
+            assistant=None if assistant is None else assistant.rows(),
             on_token=lambda row, token_id: texts[row].feed(token_id),
         )
 

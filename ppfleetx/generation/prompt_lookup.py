@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 from numpy.lib.stride_tricks import sliding_window_view
 
+from ppfleetx.generation.assistant import ProposedRows
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.search import OnToken, Row, Rules, process
 from ppfleetx.generation.session import NextTokenModel
@@ -37,6 +38,7 @@ def decode_with_lookup(
     max_new_tokens: Sequence[int],
     most_guesses: int,
     *,
+    assistant: ProposedRows | None = None,
     on_token: OnToken | None = None,
 ) -> list[Row]:
     """Extend each prompt by greedy search, like :func:`~ppfleetx.generation.search.decode`.
@@ -46,6 +48,7 @@ def decode_with_lookup(
         prompts: token ids, none of them empty.
         rules, max_new_tokens, on_token: as in ``decode``.
         most_guesses: how many tokens may be guessed for a row in one pass.
+        assistant: guesses the tokens; None: the row's own text does.
     """
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
@@ -66,15 +69,26 @@ def decode_with_lookup(
         if len(going_on) < len(rows):
             batch.select(going_on)
             rows = [rows[i] for i in going_on]
-        count = worthwhile([row.guess() for row in rows])
+            if assistant is not None:
+                assistant.select(going_on)
+        if assistant is None:
+            count = worthwhile([row.guess() for row in rows])
+        else:
+            guesses = assistant.propose([row.history for row in rows], [row.width for row in rows])
+            count = max(row.hold(own) for row, own in zip(rows, guesses, strict=True))
         logits = batch.logits_with_guesses([row.first_guesses(count) for row in rows])
 
 
 class _GuessedRow:
-    """A row and the guesses for its next tokens; the better the guesses, the more there are."""
+    """A row and the guesses for its next tokens; the better the guesses, the more there are.
+
+    Attributes:
+        history: its tokens, the prompt's included.
+        result: the new ones.
+    """
 
     def __init__(self, number: int, prompt: Sequence[int], result: Row, most_guesses: int) -> None:
-        self.result, self._number, self._history = result, number, list(prompt)
+        self.result, self._number, self.history = result, number, list(prompt)
         self._most, self._width, self._guesses = most_guesses, 1, []
 
     def take(
@@ -98,17 +112,25 @@ class _GuessedRow:
             is_stopped = on_token is not None and on_token(self._number, token)
             goes_on = self.result.add(token, is_last=token in rules.end_ids or is_stopped)
             new.append(token)
-            self._history.append(token)
+            self.history.append(token)
             if not goes_on or new != self._guesses[: len(new)]:
                 break
         self._learn(len(new) - 1)
         return new
 
+    @property
+    def width(self) -> int:
+        """How many tokens to guess next."""
+        return min(self._width, self.result.max_new_tokens - len(self.result.ids) - 1)
+
     def guess(self) -> int:
-        """Guess the next tokens. Returns their number."""
-        left = self.result.max_new_tokens - len(self.result.ids) - 1
-        self._guesses = guess(np.array(self._history), min(self._width, left)).tolist()
-        return len(self._guesses)
+        """Guess the next tokens from the row's own text. Returns their number."""
+        return self.hold(guess(np.array(self.history), self.width).tolist())
+
+    def hold(self, guesses: list[int]) -> int:
+        """Keep guesses until the next pass has checked them. Returns their number."""
+        self._guesses = guesses
+        return len(guesses)
 
     def first_guesses(self, count: int) -> list[int]:
         """Keep only the first ``count`` guesses, and return them."""
@@ -118,7 +140,7 @@ class _GuessedRow:
     def _choose(self, logits: paddle.Tensor, rules: Rules) -> int:
         """The likeliest token of ``logits [1, V]`` after applying the rules."""
         limits = np.array([self.result.max_new_tokens])
-        return int(process(logits, lambda: [self._history], len(self.result.ids), limits, rules).argmax())
+        return int(process(logits, lambda: [self.history], len(self.result.ids), limits, rules).argmax())
 
     def _learn(self, right: int) -> None:
         if self._guesses:

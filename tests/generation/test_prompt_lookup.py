@@ -1,22 +1,31 @@
 """Guessed tokens change how often the model is run, and not what it gives."""
 
 import itertools
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import paddle
 import pytest
 
+from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import GenerationConfig
+from ppfleetx.data.tokenizer.files import BYTE_CHARACTERS, make_definition
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.generation import continuous
+from ppfleetx.generation.assistant import Assistant
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.generator import Generator
 from ppfleetx.generation.prompt_lookup import decode_with_lookup, guess
 from ppfleetx.generation.row_options import RowOptions
 from ppfleetx.generation.search import Rules, decode, greedy
 from ppfleetx.generation.session import DecodingSession, NextTokenModel
+from ppfleetx.generation.text import NoTokenizer
 
 CYCLE = [4, 8, 15, 16, 23, 4, 8, 15, 16, 23, 4, 8]
 NEW = 40
+NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"
 
 
 class Counting(NextTokenModel):
@@ -70,6 +79,53 @@ def test_tokens_are_those_without_guesses(model, prompts, most):
             session = DecodingSession(next_token, prompts, use_cache=True)
             expected = decode(session, greedy, rules, limits)
             assert decode_with_lookup(next_token, prompts, rules, limits, most) == expected
+
+
+@pytest.mark.parametrize("which", ["itself", "noisy", "another", "itself, shorter"])
+@pytest.mark.parametrize("prompts", [[CYCLE], [[3, 1], CYCLE, [5], CYCLE[:7], [9, 9, 9, 9]]])
+def test_tokens_are_those_without_an_assistant(make_model, prompts, which):
+    """Of assistants that are always right, sometimes, hardly ever, or until the row is too long for them."""
+    (model, _), (helper, _) = make_model(), make_model()
+    noise = {"noisy": 0.02, "another": 1.0}.get(which, 0.0)
+    for own, parameter in zip(model.parameters(), helper.parameters(), strict=True):
+        parameter.set_value(own + noise * paddle.randn(own.shape))
+    for each in (model, helper):
+        each.eval()
+    counting, limits = Counting(model), [NEW - 7 * row for row in range(len(prompts))]
+    longest = 30 if which == "itself, shorter" else 1000
+    assistant = Assistant(NextTokenModel(helper, 61), longest, NoTokenizer(61))
+    with paddle.no_grad():
+        for rules in (Rules(), Rules((7, 3, 20), 5, RowOptions(repetition_penalty=1.2))):
+            session = DecodingSession(NextTokenModel(model, 61), prompts, use_cache=True)
+            expected = decode(session, greedy, rules, limits)
+            counting.passes.clear()
+            rows = assistant.rows()
+            assert decode_with_lookup(counting, prompts, rules, limits, 8, assistant=rows) == expected
+    if which == "itself" and len(prompts) == 1:
+        [plain] = expected
+        assert len(counting.passes) < len(plain.ids)
+
+
+def test_an_assistant_has_the_same_tokens(make_model, tokenizer, tmp_path):
+    model, cfg = make_model(vocab_size=300)
+    other = make_definition({character: i for i, character in enumerate(BYTE_CHARACTERS)}, [], ["<end>"])
+    options = GenerationConfig(decode_strategy="greedy_search", max_dec_len=NEW, assistant_model="small")
+
+    def load(place: str, its: Tokenizer | NoTokenizer) -> Assistant:
+        assert place == "small"
+        return Assistant(NextTokenModel(model, 300), 64, its)
+
+    for its in (Tokenizer(other, eod_token="<end>"), NoTokenizer(300)):
+        generator = Generator(model, cfg, tokenizer, load_assistant=partial(load, its=its))
+        with pytest.raises(ConfigError, match=r"Generation\.assistant_model.*token"):
+            generator.generate(["the cat"], options)
+    with pytest.raises(ConfigError, match="takes no assistant"):
+        Generator(model, cfg, tokenizer).generate(["the cat"], options)
+    with pytest.raises(ConfigError, match="decode_strategy"):
+        load_config(NANO, ["Generation.assistant_model=small", "Generation.decode_strategy=sampling"])
+    generator = Generator(model, cfg, tokenizer, load_assistant=partial(load, its=tokenizer))
+    plain = GenerationConfig(decode_strategy="greedy_search", max_dec_len=NEW, prompt_lookup_num_tokens=0)
+    assert generator.generate(["the cat", "a"], options) == generator.generate(["the cat", "a"], plain)
 
 
 def test_columns_of_wrong_guesses_are_taken_out(model, monkeypatch):

@@ -152,6 +152,11 @@ class GenerationConfig(TokenOptions):
     and check them in one pass. It changes the speed, not the text; 0: no guesses. An exported program guesses
     for a prompt that is alone in its batch, after `min_dec_len` and without a `repetition_penalty`; the
     server follows `Serve.prompt_lookup_num_tokens`."""
+    assistant_model: PathText | None = None
+    """Greedy search: a smaller model with the same tokenizer, which proposes tokens that this model checks in
+    one pass; null: none. It changes the speed, not the text. A directory, a GGUF file or `hf:ORG/NAME`."""
+    num_assistant_tokens: PositiveInt = 20
+    """The most tokens that the assistant proposes for one pass. Fewer while its proposals are wrong."""
     use_cache: Bool = True
     """Keep keys and values of past tokens; false recomputes them, for comparison."""
     seed: Seed | None = None
@@ -202,6 +207,8 @@ class GenerationConfig(TokenOptions):
 
     def _check_strategy(self) -> None:
         results, strategy = self.num_return_sequences, self.decode_strategy
+        if self.assistant_model is not None:
+            self._check_assistant()
         if strategy == "greedy_search" and results > 1:
             raise RuleError(
                 ("num_return_sequences", "decode_strategy"),
@@ -227,6 +234,19 @@ class GenerationConfig(TokenOptions):
             )
         if strategy == "beam_search" and self.logprobs is not None:
             raise RuleError(("logprobs", "decode_strategy"), "beam search gives one score for a continuation")
+
+    def _check_assistant(self) -> None:
+        keys = {
+            "decode_strategy": self.decode_strategy != "greedy_search",
+            "use_cache": not self.use_cache,
+            "logprobs": self.logprobs is not None,
+        }
+        for key, conflicts in keys.items():
+            if conflicts:
+                raise RuleError(
+                    ("assistant_model", key),
+                    "an assistant proposes tokens for greedy search with a cache and without logprobs",
+                )
 
 
 class TensorRTConfig(Section):

@@ -117,6 +117,12 @@ def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> 
     Raises:
         ConfigError: ``Serve.chat_template`` cannot be used.
     """
+    if cfg.Generation.assistant_model is not None:
+        raise ConfigError(
+            "the server guesses from earlier text alone (Serve.prompt_lookup_num_tokens)",
+            key="Generation.assistant_model",
+            value=cfg.Generation.assistant_model,
+        )
     from ppfleetx.deploy.server.answering import TokenTexts
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.metrics import Metrics
