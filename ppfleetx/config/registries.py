@@ -92,10 +92,15 @@ class ArchitectureTraits:
 
 @dataclass(frozen=True)
 class NormTraits:
-    """Facts about a norm. ``parameters``: which of ``weight`` and ``bias`` it has, each of the normalised
-    width."""
+    """Facts about a norm.
+
+    Attributes:
+        parameters: which of ``weight`` and ``bias`` it has, each of the normalised width.
+        zero_centered: whether the gain is ``1 + weight``.
+    """
 
     parameters: tuple[str, ...] = ("weight",)
+    zero_centered: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,10 +118,12 @@ class PositionTraits:
     Attributes:
         has_table: a learned table of ``Model.max_position_embeddings`` rows is added to the embeddings.
         rotates: queries and keys are turned in attention, which needs an even head width.
+        biases: scores get linear biases.
     """
 
     has_table: bool = False
     rotates: bool = False
+    biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,6 +269,13 @@ ARCHITECTURES.register("GPT", f"{_GPT}.stages:gpt_stages")
 
 NORMS.register("LayerNorm", "ppfleetx.nn.norm:LayerNorm", traits=NormTraits(parameters=("weight", "bias")))
 NORMS.register("RMSNorm", "ppfleetx.nn.norm:RMSNorm")
+NORMS.register("LayerNormNoBias", "ppfleetx.nn.norm:LayerNormNoBias")
+NORMS.register(
+    "LayerNorm1P",
+    "ppfleetx.nn.norm:LayerNorm1P",
+    traits=NormTraits(parameters=("weight", "bias"), zero_centered=True),
+)
+NORMS.register("RMSNorm1P", "ppfleetx.nn.norm:RMSNorm1P", traits=NormTraits(zero_centered=True))
 
 ACTIVATIONS.register("gelu", "ppfleetx.nn.mlp:gelu_tanh")
 ACTIVATIONS.register("gelu_exact", "paddle.nn.functional:gelu")
@@ -269,11 +283,13 @@ ACTIVATIONS.register("quick_gelu", "ppfleetx.nn.mlp:quick_gelu")
 ACTIVATIONS.register("relu", "ppfleetx.nn.mlp:relu")
 ACTIVATIONS.register("relu2", "ppfleetx.nn.mlp:relu_squared")
 ACTIVATIONS.register("swiglu", "ppfleetx.nn.mlp:swiglu", traits=ActivationTraits(gated=True))
+ACTIVATIONS.register("geglu", "ppfleetx.nn.mlp:geglu", traits=ActivationTraits(gated=True))
 
 POSITIONS.register(
     "learned_absolute", f"{_GPT}.positions:learned_absolute", traits=PositionTraits(has_table=True)
 )
 POSITIONS.register("rope", f"{_GPT}.positions:rope", traits=PositionTraits(rotates=True))
+POSITIONS.register("alibi", f"{_GPT}.positions:alibi", traits=PositionTraits(biases=True))
 POSITIONS.register("none", f"{_GPT}.positions:none")
 
 OPTIMIZERS.register("AdamW", "ppfleetx.optims.adamw:AdamW", traits=OptimizerTraits(states=2))

@@ -54,6 +54,7 @@ _EFFECTS: dict[str, Effect] = {
         "Model",
         "module vocab_size hidden_size num_layers ffn_hidden_size max_position_embeddings "
         "add_bias_linear add_qkv_bias add_out_proj_bias add_mlp_bias add_head_bias num_classes lora.rank "
+        "position_offset embedding_norm shared_input_norm "
         "lora.targets moe.num_experts moe.expert_ffn_size moe.first_dense_layers moe.layer_freq moe.layers "
         "moe.router.bias moe.shared_experts",
     ),
@@ -61,7 +62,9 @@ _EFFECTS: dict[str, Effect] = {
         Effect.FUNCTION,
         "Model",
         "name num_attention_heads num_query_groups head_dim hidden_act position_embedding_type rotary_base "
-        "rotary_percent rotary_interleaved rope_scaling latent_attention attention_window normalization "
+        "rotary_percent rotary_interleaved rope_scaling local_rotary_base rotary_layers latent_attention "
+        "attention_window attention_window_layers attention_multiplier attn_logit_softcapping "
+        "final_logit_softcapping embedding_multiplier residual_multiplier logits_multiplier normalization "
         "norm_epsilon qk_layernorm parallel_residual sandwich_norm tie_word_embeddings lora.alpha lora.base "
         "moe",
     ),

@@ -125,7 +125,9 @@ def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
 def can_fuse(layers: Sequence[nn.Layer]) -> bool:
     """Whether the operator supports these layers, regardless of how their matrices are stored."""
     *blocks, final_norm = layers
-    if not blocks or type(final_norm) is not FinalNorm or not all(map(_is_plain_block, blocks)):
+    if not blocks or type(final_norm) is not FinalNorm or final_norm.multiplier != 1.0:
+        return False
+    if not all(map(_is_plain_block, blocks)):
         return False
     if any(_has_hooks(sublayer) for layer in layers for sublayer in layer.sublayers(include_self=True)):
         return False
@@ -143,6 +145,11 @@ def _is_plain_block(layer: nn.Layer) -> bool:
         and type(layer.mlp) is MLP
         and layer.mlp.activation.function in fused_blocks.ACTIVATIONS
         and _is_known_rotary(layer.attention.rotary)
+        and layer.mlp_norm is not None
+        and layer.multiplier == 1.0
+        and layer.attention.slopes is None
+        and layer.attention.query_factor == 1.0
+        and layer.attention.options.softcap is None
         # Ranks that share a layer or a sequence must communicate within it.
         and layer.attention.factory.group is None
         and layer.attention.strategy.group is None

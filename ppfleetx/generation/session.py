@@ -83,7 +83,7 @@ class NextTokenModel:
         hidden = self.hidden_states(tokens, position_ids, visible, cache)
         last = hidden[-num_last:].flatten(0, 1) if len(hidden) > num_last else hidden.flatten(0, 1)
         if self.head_matrix is not None:
-            return self._all_columns(self._head.linear(last))
+            return self._all_columns(head.capped(self._head.linear(last)))
         return self._all_columns(head((last.unsqueeze(0),)).squeeze(0))
 
     def hidden_states(

@@ -6,9 +6,12 @@ head, d head size. MHA is r = 1, MQA is one key/value head in all.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import paddle
 from paddle import nn
 
@@ -123,6 +126,12 @@ class Attention(HeadAttention):
         super().__init__(factory, spec, **options)
         self.head_dim, self.queries_per_group = spec.head_dim, spec.queries_per_group
         self.num_groups = factory.local_count(spec.num_kv_heads, "key/value heads")
+        self.slopes = alibi_slopes(spec.num_heads) if spec.has_biases else None
+        width = spec.head_dim + (2 if spec.has_biases else 0)
+        scale = spec.head_dim**-0.5 if spec.score_scale is None else spec.score_scale
+        # Kernels divide scores by the root of the queries' width.
+        self.query_factor = scale * width**0.5 if spec.has_biases or spec.score_scale is not None else 1.0
+        self.options = replace(self.options, softcap=spec.softcap)
         self.qkv = factory.linear(spec.qkv)
         self.q_norm, self.k_norm = (
             factory.norm(spec.head_norm) if spec.head_norm is not None else None for _ in range(2)
@@ -167,13 +176,47 @@ class Attention(HeadAttention):
         """Whether the packed fused operator can run: no layer changes queries or keys on their own."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and self.q_norm is None
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
+        is_plain = is_plain and self.slopes is None and self.query_factor == 1.0
         return is_plain and packed_attention_serves(qkv, self.dropout, self.options)
 
     def divide(
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
         """Split ``qkv [s, b, g, r + 2, d]`` into query ``[b, g, r, s, d]`` and key and value ``[b, g, s,
-        d]``, with rotary positions applied."""
+        d]``, with positions applied. Linear biases make queries and keys two features wider than values."""
+        query, key, value = self._parts(qkv, position_ids)
+        if self.query_factor != 1.0:
+            query = query * self.query_factor
+        if self.slopes is not None:
+            query, key = self._with_biases(query, key, position_ids)
+        return query, key, value
+
+    def _with_biases(
+        self, query: paddle.Tensor, key: paddle.Tensor, position_ids: paddle.Tensor
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        """Add the features whose product is slope times the key's position. It is all that a softmax sees of
+        the distance. The position is in two parts, each of which 16 bits hold exactly."""
+        groups, per_group, length, size = query.shape[1:]
+        slopes = self.slopes[self._first_head(groups * per_group) :][: groups * per_group]
+        root = (size + 2) ** 0.5
+        both = np.stack([slopes * 256 * root, slopes * root], axis=-1).astype(np.float32)
+        of_heads = paddle.to_tensor(both).reshape([1, groups, per_group, 1, 2]).astype(query.dtype)
+        query = paddle.concat([query, of_heads.expand([query.shape[0], -1, -1, length, -1])], axis=-1)
+        parts = paddle.stack([position_ids // 256, position_ids % 256], axis=-1)  # [b, s, 2]
+        parts = parts.astype(key.dtype).unsqueeze(1).expand([-1, groups, -1, -1])
+        return query, paddle.concat([key, parts], axis=-1)
+
+    def _first_head(self, num_heads: int) -> int:
+        """The number, in the whole model, of the first of the ``num_heads`` heads that attention has here."""
+        rank = 0
+        for group in (self.factory.group, self.strategy.group):
+            rank = rank if group is None else rank * group.nranks + group.rank
+        return rank * num_heads
+
+    def _parts(
+        self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
+    ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
+        """:meth:`divide` with rotary positions alone."""
         per_group = self.queries_per_group
         # One transpose for all three, so that no part has to be copied again.
         if per_group == 1 and self.rotary is None and self.q_norm is None:
@@ -190,6 +233,15 @@ class Attention(HeadAttention):
             turning, value = qkv.split([per_group + 1, 1], axis=2)
             query, key = self.rotary.rotate(turning, position_ids).split([per_group, 1], axis=2)
         return query, key.squeeze(2), value.squeeze(2)
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """The slopes ``[num_heads]`` of linear biases (Press et al., 2022, and their program for other counts):
+    powers of ``2 ** (-8 / n)`` for n, the power of two below, then every second of those for 2 n."""
+    below = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
+    slopes += [2 ** (-8 * (2 * i + 1) / (2 * below)) for i in range(num_heads - below)]
+    return np.array(slopes)
 
 
 def joined(context: paddle.Tensor) -> paddle.Tensor:

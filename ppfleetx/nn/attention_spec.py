@@ -48,6 +48,9 @@ class AttentionSpec:
         window: how many positions before its own a token sees; None: all of them.
         head_norm: norm of each head's query and key (Henry et al., 2020).
         rotary_size: features of each head that positions turn; None: they turn none.
+        has_biases: whether scores get linear biases by distance (Press et al., 2022).
+        score_scale: what scores are multiplied by; None: ``1 / sqrt(head_dim)``.
+        softcap: soft limit of the scores; None: none.
         softmax_in_fp32: whether the softmax is in float32 under mixed precision.
     """
 
@@ -65,6 +68,9 @@ class AttentionSpec:
     window: int | None = None
     head_norm: NormSpec | None = None
     rotary_size: int | None = None
+    has_biases: bool = False
+    score_scale: float | None = None
+    softcap: float | None = None
     softmax_in_fp32: bool = True
 
     @property
@@ -130,7 +136,8 @@ class AttentionSpec:
         q = work.bytes_of(self.q_width / work.mp)
         steps = [*self.qkv.tape(work, "qkv", reads), *self._heads(work, keeps_queries=recompute_core)]
         kv = work.bytes_of(self.kv_width / work.mp)
-        sizes = CoreSizes(self.num_heads, q, kv, kv, q, self.dropout, self.softmax_in_fp32)
+        is_capped = self.softcap is not None
+        sizes = CoreSizes(self.num_heads, q, kv, kv, q, self.dropout, self.softmax_in_fp32, is_capped)
         steps += sizes.tape(work, steps[-1].size, recompute=recompute_core)
         return [*steps, *self.out_proj.tape(work, writes, steps[-1].writes)]
 
@@ -202,6 +209,7 @@ class CoreSizes:
         query, key, value, context: bytes of each, of all heads here.
         dropout: share of attention weights dropped.
         softmax_in_fp32: whether the softmax is in float32 under mixed precision.
+        capped: whether scores have a soft limit.
     """
 
     num_heads: int
@@ -211,6 +219,7 @@ class CoreSizes:
     context: float
     dropout: float
     softmax_in_fp32: bool
+    capped: bool = False
 
     def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
         """Steps from ``heads`` (bytes kept of queries, keys and values) to the context at this rank's own
@@ -241,9 +250,11 @@ class CoreSizes:
             Step("scores", n * e, ("scaled", "heads"), keeps, scratch=self.key, back=self.key),
         ]
         softmax_bytes = 4 if self.softmax_in_fp32 and not work.fused else e
+        if self.capped:
+            steps.append(Step("capped", n * e, ("scores",), keeps=("capped",)))
         if not work.fused:
             if softmax_bytes != e:
-                steps.append(Step("wide scores", n * softmax_bytes, ("scores",)))
+                steps.append(Step("wide scores", n * softmax_bytes, (steps[-1].writes,)))
                 steps.append(Step("unguarded", n * softmax_bytes, ("wide scores",), back=0.0))
             steps.append(Step("masked", n * softmax_bytes, (steps[-1].writes,), reuses=True))
         steps.append(Step("softmax", n * softmax_bytes, (steps[-1].writes,), keeps=("softmax",)))

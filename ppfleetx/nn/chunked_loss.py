@@ -20,6 +20,7 @@ import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
 
+from ppfleetx.nn.kernels import softcapped
 from ppfleetx.nn.matmul import Matmul
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
@@ -74,10 +75,14 @@ class PieceHead(nn.Layer):
         num_pieces: into how many parts the positions are cut; 1: logits are always whole.
         matmul: says in which type the weight is multiplied, and where its gradient goes. It cannot defer
             anything: the gradient is complete before the backward pass begins.
+        softcap: soft limit of the logits; None: none.
     """
 
-    def __init__(self, num_pieces: int = 1, matmul: Matmul | None = None) -> None:
+    def __init__(
+        self, num_pieces: int = 1, matmul: Matmul | None = None, *, softcap: float | None = None
+    ) -> None:
         super().__init__()
+        self.softcap = softcap
         self.num_pieces, self._loss_follows = num_pieces, False
         self._matmul = matmul or Matmul()
 
@@ -97,6 +102,10 @@ class PieceHead(nn.Layer):
         _, cache, target = (*inputs, None, None)[:3]
         return self._loss_follows and cache is None and target is None
 
+    def capped(self, logits: paddle.Tensor) -> paddle.Tensor:
+        """The logits under the soft limit."""
+        return logits if self.softcap is None else softcapped(logits, self.softcap)
+
     def matrix(self) -> tuple[paddle.Tensor, paddle.Tensor | None, bool]:
         """Return the weight, the bias, and whether the weight is transposed (``[V, h]``)."""
         raise NotImplementedError
@@ -113,6 +122,7 @@ class PieceHead(nn.Layer):
         for begin, end in _edges(whole.shape[0], self.num_pieces):
             with paddle.no_grad():
                 piece = self._matmul.apart(whole[begin:end], weight, bias, is_transposed, weight)
+                piece = self.capped(piece)
             yield piece
 
     def run_pieces(self, whole: paddle.Tensor, target: PieceTarget) -> Any:
@@ -120,10 +130,12 @@ class PieceHead(nn.Layer):
         piece."""
         weight, bias, is_transposed = self.matrix()
         if paddle.is_grad_enabled():
-            head = _HeadMatrix(weight, bias, is_transposed, self._matmul)
+            head = _HeadMatrix(weight, bias, is_transposed, self._matmul, self.capped)
             return _LossInPieces.apply(whole, weight, bias, head, target, self.num_pieces)
         return [
-            target.function(self._matmul.apart(piece, weight, bias, is_transposed, weight), labels, mask)
+            target.function(
+                self.capped(self._matmul.apart(piece, weight, bias, is_transposed, weight)), labels, mask
+            )
             for piece, labels, mask in _pieces(whole, target, self.num_pieces)
         ]
 
@@ -132,10 +144,15 @@ class _HeadMatrix:
     """The head's weight and bias in the type they are multiplied in. Not a tensor, so Paddle ignores it."""
 
     def __init__(
-        self, weight: paddle.Tensor, bias: paddle.Tensor | None, is_transposed: bool, matmul: Matmul
+        self,
+        weight: paddle.Tensor,
+        bias: paddle.Tensor | None,
+        is_transposed: bool,
+        matmul: Matmul,
+        cap: Callable[[paddle.Tensor], paddle.Tensor],
     ) -> None:
         self.parameters = [weight] if bias is None else [weight, bias]
-        self.is_transposed, self.matmul = is_transposed, matmul
+        self.is_transposed, self.matmul, self._cap = is_transposed, matmul, cap
 
     def values(self) -> list[paddle.Tensor]:
         """Detached copies of weight and bias, so that no hook on the parameters runs before the backward
@@ -145,8 +162,8 @@ class _HeadMatrix:
     def logits(
         self, hidden: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """The product of ``hidden`` and such leaves."""
-        return self.matmul.apart(hidden, weight, bias, self.is_transposed, self.parameters[0])
+        """The logits that ``hidden`` and such leaves give."""
+        return self._cap(self.matmul.apart(hidden, weight, bias, self.is_transposed, self.parameters[0]))
 
 
 class _LossInPieces(PyLayer):

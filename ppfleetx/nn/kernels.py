@@ -37,12 +37,14 @@ class KernelOptions:
         qk_scale_guard: in 16 bits, scores are divided by this before and multiplied after the conversion
             to float32, so that they cannot overflow float16; equal in exact arithmetic.
         fused: fused operators to take.
+        softcap: soft limit c of the scores, ``c * tanh(score / c)``; None: none.
     """
 
     kernel: str = "auto"
     softmax_in_fp32: bool = True
     qk_scale_guard: float = 1.0
     fused: FusedOps = NO_FUSED_OPS
+    softcap: float | None = None
 
 
 def attend(
@@ -67,7 +69,10 @@ def attend(
     """
     if options.kernel == "reference":
         return reference_attention(query, key, value, document_start, dropout, options, penalty)
-    obstacle = flash_obstacle(query, dropout, packed=document_start is not None, fused=options.fused)
+    if options.softcap is None:
+        obstacle = flash_obstacle(query, dropout, packed=document_start is not None, fused=options.fused)
+    else:
+        obstacle = "it has no soft limit of scores (Model.attn_logit_softcapping)"
     if options.kernel == "flash" and obstacle:
         raise ConfigError(
             f"flash attention cannot run here: {obstacle}; use auto or reference",
@@ -84,7 +89,7 @@ def attend(
 
 def packed_attention_serves(qkv: paddle.Tensor, dropout: nn.Layer, options: KernelOptions) -> bool:
     """Whether ``qkv [s, b, n, 3, d]`` goes to :func:`~ppfleetx.nn.flash.packed_flash_attention`."""
-    if options.kernel == "reference" or not options.fused.takes("packed_attention", qkv):
+    if options.kernel == "reference" or options.softcap or not options.fused.takes("packed_attention", qkv):
         return False
     return flash_version(qkv.shape[-1], packed=False) == 2 and not flash_obstacle(qkv, dropout, packed=False)
 
@@ -115,6 +120,8 @@ def reference_attention(
         scores = scores.astype("float32")
     if guard != 1.0:
         scores = scores * guard
+    if options.softcap is not None:
+        scores = softcapped(scores, options.softcap)
     if penalty is not None:
         weights = F.softmax(_add_penalty(scores, penalty, per_group))
     elif num_queries == 1 and document_start is None:  # it sees all keys
@@ -127,6 +134,11 @@ def reference_attention(
         weights = weights.astype(value.dtype)
     context = paddle.matmul(dropout(weights), value)
     return context.reshape([0, groups, per_group, -1, value.shape[-1]])
+
+
+def softcapped(x: paddle.Tensor, limit: float) -> paddle.Tensor:
+    """``limit * tanh(x / limit)``, elementwise (Bello et al., 2016; Gemma 2)."""
+    return paddle.tanh(x / limit) * limit
 
 
 def _masked_softmax(

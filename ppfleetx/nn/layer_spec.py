@@ -134,10 +134,11 @@ class NormSpec:
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         """Those of ``weight`` and ``bias`` that the norm was registered with; ranks see other positions, or
         other heads."""
-        values = {"weight": (Constant(self.gain), "norm"), "bias": (Constant(0.0), "bias")}
+        traits = NORMS.traits(self.kind)
+        weight = self.gain - 1.0 if traits.zero_centered else self.gain
+        values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}
         partial = sequence_parallel or self.inside_heads
-        names = NORMS.traits(self.kind).parameters
-        return {name: dense((self.size,), *values[name], partial=partial) for name in names}
+        return {name: dense((self.size,), *values[name], partial=partial) for name in traits.parameters}
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
         """The cost of normalising the hidden states."""
@@ -147,7 +148,7 @@ class NormSpec:
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
         """The steps of normalising the hidden states, or a tensor of ``size`` bytes."""
         u = work.part_of(self.size) if size is None else size
-        is_rms, e = self.kind == "RMSNorm", work.activation_bytes
+        is_rms, e = self.kind.startswith("RMSNorm"), work.activation_bytes
         if not is_rms or work.on_cpu or work.fused:
             scratch, back = u if is_rms else 0.0, 2 * u if work.on_cpu else 0.0
             return [Step(writes, u, (reads,), keeps=(reads,), scratch=scratch, back=back)]

@@ -23,11 +23,31 @@ class LayerNorm(nn.Layer):
         self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
         self.bias = self.create_parameter([size], is_bias=True)
 
+    def gain(self) -> paddle.Tensor:
+        """What the normalised input is multiplied by."""
+        return self.weight
+
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """Normalise the last dimension, of ``size`` elements."""
-        if trains_on_cpu(x) and x.dtype == paddle.float32:
-            return _CpuNorm.apply(x, self.weight, self.bias, self.epsilon)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+        gain = self.gain()
+        if trains_on_cpu(x) and x.dtype == paddle.float32 and self.bias is not None:
+            return _CpuNorm.apply(x, gain, self.bias, self.epsilon)
+        return F.layer_norm(x, gain.shape, gain, self.bias, self.epsilon)
+
+
+class LayerNormNoBias(LayerNorm):
+    """:class:`LayerNorm` without a bias."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__(size, epsilon)
+        self.bias = None
+
+
+class LayerNorm1P(LayerNorm):
+    """:class:`LayerNorm` with the gain ``1 + weight``."""
+
+    def gain(self) -> paddle.Tensor:
+        return 1.0 + self.weight
 
 
 class RMSNorm(nn.Layer):
@@ -46,13 +66,25 @@ class RMSNorm(nn.Layer):
         self.epsilon = epsilon
         self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
 
+    def gain(self) -> paddle.Tensor:
+        """What the normalised input is multiplied by."""
+        return self.weight
+
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """Normalise the last dimension, of ``size`` elements."""
-        if x.dtype == self.weight.dtype and self.fused.takes("rms_norm", x):
-            return fused_rms_norm(x, self.weight, self.epsilon)
+        gain = self.gain()
+        if x.dtype == gain.dtype and self.fused.takes("rms_norm", x):
+            return fused_rms_norm(x, gain, self.epsilon)
         if trains_on_cpu(x) and x.dtype == paddle.float32:
-            return _CpuNorm.apply(x, self.weight, None, self.epsilon)
-        return rms_norm(x, self.weight, self.epsilon)
+            return _CpuNorm.apply(x, gain, None, self.epsilon)
+        return rms_norm(x, gain, self.epsilon)
+
+
+class RMSNorm1P(RMSNorm):
+    """:class:`RMSNorm` with the gain ``1 + weight`` (Gemma Team, 2024)."""
+
+    def gain(self) -> paddle.Tensor:
+        return 1.0 + self.weight
 
 
 def rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.Tensor:

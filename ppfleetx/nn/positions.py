@@ -22,10 +22,21 @@ class Positions:
 
     Attributes:
         table_rows: rows of a learned table that is added to the embeddings.
+        offset: the row of position 0.
         added: ``position_ids [s, b]`` to what is added to the embeddings, ``[s, b, h]``.
         rotary: turns queries and keys in every block.
+        local_rotary: does so in the layers with a window; None: as in the others.
+        biases: scores get linear biases, which the blocks make.
     """
 
     table_rows: int | None = None
+    offset: int = 0
     added: Callable[[paddle.Tensor], paddle.Tensor] | None = None
     rotary: Rotary | None = None
+    local_rotary: Rotary | None = None
+    biases: bool = False
+
+    @property
+    def reach_blocks(self) -> bool:
+        """Whether blocks read the positions."""
+        return self.rotary is not None or self.biases

@@ -3,7 +3,7 @@
     python tests/goldens/make_hf_families.py
 
 writes hf_families.json (configurations and token ids) and hf_families.npz (logits) beside this file. Made
-with transformers 5.23.0, torch 2.13.0 (CPU). The weights are not stored: tests/generation/hf_weights.py makes
+with transformers 5.24.0, torch 2.14.1 (CPU). The weights are not stored: tests/generation/hf_weights.py makes
 them from their names on both sides.
 """
 
@@ -31,6 +31,11 @@ SIZES = {
 }  # fmt: skip
 GROUPED = {**SIZES, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+GPT2_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+FALCON = {
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "ffn_hidden_size": 56,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "neox": ("gpt_neox", {**SIZES}),
     "neox_serial": (
@@ -59,6 +64,63 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {**GROUPED, "head_dim": 10, "sliding_window": 4}),
     "mistral_whole": ("mistral", {**GROUPED, "sliding_window": None}),
+    "qwen2_some_windows": (
+        "qwen2",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "gemma": ("gemma", {**GROUPED, "head_dim": 10}),
+    "gemma2": ("gemma2", {**GROUPED, "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 7}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GROUPED, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+            },
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            **GROUPED, "embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "cohere": ("cohere", {**SIZES, "num_key_value_heads": 2, "logit_scale": 0.4}),
+    "cohere2": (
+        "cohere2",
+        {
+            **SIZES, "num_key_value_heads": 1, "head_dim": 8, "logit_scale": 0.5, "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "glm": ("glm", {**GROUPED, "head_dim": 12, "pad_token_id": 0}),
+    "glm4": ("glm4", {**GROUPED, "head_dim": 8, "attention_bias": False, "pad_token_id": 0}),
+    "stablelm": ("stablelm", {**SIZES, "num_key_value_heads": 2, "use_qkv_bias": True}),
+    "stablelm_parallel": (
+        "stablelm",
+        {**SIZES, "num_key_value_heads": 4, "use_parallel_residual": True},
+    ),
+    "phi3": ("phi3", {**GROUPED, "sliding_window": 5, "pad_token_id": 0}),
+    "smollm3": ("smollm3", {**GROUPED, "no_rope_layers": [1, 0], "pad_token_id": 0}),
+    "gptj": ("gptj", {**GPT2_SIZES, "rotary_dim": 6}),
+    "phi": ("phi", {**SIZES}),
+    "gpt_bigcode": ("gpt_bigcode", {**GPT2_SIZES, "n_inner": 40}),
+    "gpt_bigcode_heads": ("gpt_bigcode", {**GPT2_SIZES, "multi_query": False}),
+    "starcoder2": ("starcoder2", {**SIZES, "num_key_value_heads": 2, "sliding_window": 6}),
+    "opt": (
+        "opt",
+        {
+            "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "ffn_dim": 40, "max_position_embeddings": 64, "word_embed_proj_dim": 32,
+        },
+    ),
+    "bloom": ("bloom", {"vocab_size": 97, "hidden_size": 36, "n_layer": 2, "n_head": 6}),
+    "falcon": ("falcon", {**FALCON}),
+    "falcon_new": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon_serial": ("falcon", {**FALCON, "multi_query": False, "parallel_attn": False}),
 }  # fmt: skip
 NEW = 24
 

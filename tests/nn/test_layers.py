@@ -95,6 +95,8 @@ def activation64(name, x):
     if name == "swiglu":
         gate, up = x[..., 0::2], x[..., 1::2]
         return gate / (1 + np.exp(-gate)) * up
+    if name == "geglu":
+        return activation64("gelu", x[..., 0::2]) * x[..., 1::2]
     return np.maximum(x, 0) ** (2 if name == "relu2" else 1)
 
 

@@ -111,7 +111,7 @@ class ModelConfig(Section):
     """Inner width of the MLP; null: `4 * hidden_size`, with swiglu `int(8/3 * hidden_size / 64) * 64`."""
     hidden_act: Annotated[str, Registered(ACTIVATIONS)] = "gelu"
     """Activation of the MLP. `gelu` is the tanh form, `quick_gelu` is `x * sigmoid(1.702 x)`, `relu2` squares
-    the ReLU, `swiglu` has a gate."""
+    the ReLU, `swiglu` has a gate, and so has `geglu`, which is the tanh form of GELU times the rest."""
     moe: MoEConfig | None = None
     """Mixtures of experts in place of MLPs; null: none."""
     hidden_dropout_prob: Fraction = 0.1
@@ -123,9 +123,32 @@ class ModelConfig(Section):
     max_position_embeddings: Size = 1024
     """Longest sequence the model may see; rows of the table with learned positions."""
     position_embedding_type: Annotated[str, Registered(POSITIONS)] = "learned_absolute"
-    """How positions enter: a learned table, rotary embedding of queries and keys, or not at all."""
+    """How positions enter: a learned table, rotary embedding of queries and keys, a bias of the scores that
+    grows with the distance (alibi), or not at all."""
+    position_offset: CountInt = 0
+    """Learned positions: the first token takes this row of the table, which has as many rows more (OPT)."""
+    embedding_norm: Bool = False
+    """Normalise the word embeddings (BLOOM)."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """What word embeddings are multiplied by: Gemma's `sqrt(hidden_size)`, Granite's, MiniCPM's."""
+    residual_multiplier: PositiveFloat = 1.0
+    """What the output of attention and of the MLP is multiplied by, before it joins the layer's input."""
+    attention_multiplier: PositiveFloat | None = None
+    """What scores are multiplied by before the softmax; null: `1 / sqrt(head_dim)`."""
+    logits_multiplier: PositiveFloat = 1.0
+    """What logits are multiplied by."""
+    attn_logit_softcapping: PositiveFloat | None = None
+    """Soft limit c of the scores, `c * tanh(score / c)` (Gemma 2); null: none. Flash attention has none."""
+    final_logit_softcapping: PositiveFloat | None = None
+    """The same of the logits; null: none."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
+    local_rotary_base: PositiveFloat | None = None
+    """Base in the layers with a window, which `rope_scaling` does not stretch (Gemma 3); null: as in the
+    others."""
+    rotary_layers: tuple[CountInt, ...] | None = None
+    """The layers (from 0) whose queries and keys rotary positions turn; null: all. SmolLM3 leaves some
+    out."""
     rotary_percent: UnitFloat = 1.0
     """Part of each head that is turned by its position: its first `int(rotary_percent * head_dim)` features,
     an even number; the others carry no position."""
@@ -135,7 +158,8 @@ class ModelConfig(Section):
     rope_scaling: RopeScalingConfig | None = None
     """Stretch the rotary frequencies to longer sequences; null: as they are."""
     normalization: Annotated[str, Registered(NORMS)] = "LayerNorm"
-    """Kind of every norm. RMSNorm has no bias."""
+    """Kind of every norm. RMSNorm has no bias; LayerNormNoBias is LayerNorm without one. Of RMSNorm1P and
+    LayerNorm1P the stored gain is the difference from 1 (Gemma; Megatron's `--apply-layernorm-1p`)."""
     norm_epsilon: PositiveFloat = 1e-5
     """Added to the variance in every norm."""
     tie_word_embeddings: Bool = True
@@ -159,6 +183,8 @@ class ModelConfig(Section):
     parallel_residual: Bool = False
     """Attention and the MLP both read the layer's input, each through a norm of its own, and both are added
     to it; false: the MLP reads what attention has been added to."""
+    shared_input_norm: Bool = False
+    """With `parallel_residual`: one norm for both (GPT-J, Falcon, Cohere)."""
     sandwich_norm: Bool = False
     """A further norm after attention and after the MLP, before the residual addition."""
     attn_post_norm_scale: NonNegativeFloat = 1.0
@@ -179,6 +205,8 @@ class ModelConfig(Section):
     """Attention softmax in float32 under mixed precision."""
     attention_window: Size | None = None
     """A position attends to itself and at most so many positions before it; null: to all before it."""
+    attention_window_layers: tuple[CountInt, ...] | None = None
+    """The layers (from 0) that have the window; null: all."""
     attention_kernel: Literal["auto", "reference", "flash"] = "auto"
     """`reference` is plain matmul-softmax-matmul, `flash` a fused kernel (an error where it cannot run;
     decoding after cached keys takes the reference), `auto` takes flash where it can run and says where not.
@@ -384,6 +412,9 @@ class ModelConfig(Section):
             "head_dim": self.head_dim is not None,
             "rotary_percent": self.rotary_percent != 1.0,
             "qk_layernorm": self.qk_layernorm,
+            "attention_multiplier": self.attention_multiplier is not None,
+            "attn_logit_softcapping": self.attn_logit_softcapping is not None,
+            "rotary_layers": self.rotary_layers is not None,
         }
         for key, is_set in others.items():
             if is_set:
@@ -392,6 +423,43 @@ class ModelConfig(Section):
                     "belongs to ordinary heads; latent attention has its own sizes and norms. Leave it out",
                 )
         return self
+
+    @model_validator(mode="after")
+    def _check_variants(self) -> ModelConfig:
+        """Keys that belong to another key."""
+        rotates, has_table = self.positions.rotates, self.positions.has_table
+        for key, wants, is_there in (
+            ("shared_input_norm", "parallel_residual", self.parallel_residual),
+            ("attention_window_layers", "attention_window", self.attention_window is not None),
+            ("local_rotary_base", "attention_window_layers", self.attention_window_layers is not None),
+            ("rotary_layers", "position_embedding_type", rotates),
+            ("local_rotary_base", "position_embedding_type", rotates),
+            ("position_offset", "position_embedding_type", has_table),
+        ):
+            if getattr(self, key) not in (None, False, 0) and not is_there:
+                raise RuleError((key, wants), f"has no meaning with {wants} {getattr(self, wants)}")
+        for key in ("attention_window_layers", "rotary_layers"):
+            self._check_layers(key)
+        return self
+
+    def _check_layers(self, key: str) -> None:
+        layers = getattr(self, key) or ()
+        if outside := [layer for layer in layers if layer >= self.num_layers]:
+            raise RuleError(
+                (key, "num_layers"),
+                f"layer {outside[0]} does not exist: layers are numbered 0 to {self.num_layers - 1}",
+            )
+        if len(set(layers)) != len(layers):
+            raise RuleError((key,), "names a layer twice")
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer (0-based, over the whole model)."""
+        chosen = self.attention_window_layers
+        return self.attention_window if chosen is None or layer in chosen else None
+
+    def rotates_in(self, layer: int) -> bool:
+        """Whether rotary positions turn queries and keys of a layer."""
+        return self.positions.rotates and (self.rotary_layers is None or layer in self.rotary_layers)
 
     @model_validator(mode="after")
     def _check_rotary_pairs(self) -> ModelConfig:
@@ -456,14 +524,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check_recompute(self) -> ModelConfig:
         for key in ("recompute_layers", "no_recompute_layers"):
-            layers = getattr(self, key) or ()
-            if outside := [layer for layer in layers if layer >= self.num_layers]:
-                raise RuleError(
-                    (key, "num_layers"),
-                    f"layer {outside[0]} does not exist: layers are numbered 0 to {self.num_layers - 1}",
-                )
-            if len(set(layers)) != len(layers):
-                raise RuleError((key,), "names a layer twice")
+            self._check_layers(key)
         if self.recompute_layers is not None and self.recompute_interval != 1:
             raise RuleError(
                 ("recompute_interval", "recompute_layers"),

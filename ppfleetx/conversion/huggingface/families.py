@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.family import (
     ATTENTION_BIAS,
@@ -22,38 +21,21 @@ from ppfleetx.conversion.huggingface.family import (
     SIZES,
     Config,
     Family,
+    activation,
+    activation_name,
     check_heads,
+    hf_pattern,
     hf_window,
     llama_like,
+    pattern_keys,
     window_keys,
     write_llama,
 )
+from ppfleetx.conversion.huggingface.gemma import GEMMA
+from ppfleetx.conversion.huggingface.gpt_kin import GPT_KIN
+from ppfleetx.conversion.huggingface.llama_kin import LLAMA_KIN
 from ppfleetx.conversion.huggingface.mixtures import MIXTURES
 from ppfleetx.conversion.huggingface.rope import hf_neox_rope, rope_keys
-
-# ---- what several of them share
-
-_ACTIVATIONS = {
-    "gelu_new": "gelu",
-    "gelu_fast": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu": "gelu_exact",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-}
-"""Activations without a gate: transformers' name to ours."""
-
-
-def _activation(config: Config, key: str, default: str) -> dict[str, Any]:
-    name = config.get(key, default)
-    if name not in _ACTIVATIONS:
-        raise CheckpointError(f"{key} {shown(name)} of this {config['model_type']} is not supported")
-    return {"hidden_act": _ACTIVATIONS[name]}
-
-
-def _activation_name(model: ModelConfig) -> str | None:
-    return next((theirs for theirs, ours in _ACTIVATIONS.items() if ours == model.hidden_act), None)
-
 
 # ---- GPT-2
 
@@ -97,9 +79,9 @@ _GPT2 = Family(
         "decoder.final_norm": "transformer.ln_f",
         "head": "lm_head",
     },
-    read=lambda config: _activation(config, "activation_function", "gelu_new"),
+    read=lambda config: activation(config, "activation_function", "gelu_new"),
     write=lambda model: {
-        "activation_function": _activation_name(model),
+        "activation_function": activation_name(model),
         "embd_pdrop": model.embedding_dropout,
     },
     also_read={"activation_function"},
@@ -121,38 +103,22 @@ def _mistral(config: Config) -> dict[str, Any]:
 
 
 def _qwen(config: Config) -> dict[str, Any]:
-    return llama_like(config) | window_keys(config, _qwen_window(config))
+    return llama_like(config) | _qwen_window(config)
 
 
-def _qwen_window(config: Config) -> int | None:
-    """The window of all layers; None: there is none, or none that is shorter than the longest sequence."""
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-    layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [
-            "full_attention" if window is None or i < first else "sliding_attention" for i in range(layers)
-        ]
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise CheckpointError(
-            f"config.json: layer_types {shown(kinds)} of this {config['model_type']} is not supported"
-        )
-    windowed = kinds.count("sliding_attention")
-    if windowed and window is None:
-        raise CheckpointError(
-            "config.json: layer_types has sliding_attention, and use_sliding_window is not true"
-        )
-    if not windowed or window >= config["max_position_embeddings"]:
-        return None
-    if windowed < layers:
-        raise CheckpointError(
-            f"config.json: {windowed} of {layers} layers have a window of {window} tokens "
-            "(use_sliding_window, max_window_layers, layer_types). Either all layers have the same window, "
-            f"or none has. For sequences of up to {window} tokens the window changes nothing: to use the "
-            "model for those, set use_sliding_window to false, take out layer_types, and set "
-            f"max_position_embeddings to {window}"
-        )
-    return window
+def _qwen_window(config: Config) -> dict[str, Any]:
+    """The window, and the layers that have it unless all have."""
+    uses, layers = config.get("use_sliding_window", False), config["num_hidden_layers"]
+    first = config.get("max_window_layers", 28)
+    kinds = [_KINDS[uses and layer >= first] for layer in range(layers)]
+    window = config.get("sliding_window", 4096) if uses else None
+    keys = pattern_keys({"layer_types": kinds, **config, "sliding_window": window or 0}, layers)
+    if keys["attention_window"] is None or window >= config["max_position_embeddings"]:
+        return {"attention_window": None}
+    return keys if len(keys["attention_window_layers"]) < layers else window_keys(config, window)
+
+
+_KINDS = ("full_attention", "sliding_attention")
 
 
 def _write_mistral(model: ModelConfig) -> dict[str, Any]:
@@ -162,7 +128,7 @@ def _write_mistral(model: ModelConfig) -> dict[str, Any]:
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:
     window = hf_window(model)
     made = {**write_llama(model), "use_sliding_window": window is not None, "sliding_window": window}
-    return made if window is None else made | {"max_window_layers": 0}
+    return made if window is None else made | hf_pattern(model) | {"max_window_layers": 0}
 
 
 _QWEN_READ = LLAMA_READ | {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
@@ -171,7 +137,7 @@ _QWEN_READ = LLAMA_READ | {"use_sliding_window", "sliding_window", "max_window_l
 
 def _neox(config: Config) -> dict[str, Any]:
     check_heads(config)
-    return {**_activation(config, "hidden_act", "gelu"), **rope_keys(config)}
+    return {**activation(config, "hidden_act", "gelu"), **rope_keys(config)}
 
 
 _NEOX = Family(
@@ -202,7 +168,7 @@ _NEOX = Family(
         "head": "embed_out",
     },
     read=_neox,
-    write=lambda model: {"hidden_act": _activation_name(model), **hf_neox_rope(model)},
+    write=lambda model: {"hidden_act": activation_name(model), **hf_neox_rope(model)},
     also_read=ROPE | {"hidden_act", "rotary_pct", "rotary_emb_base"},
 )
 
@@ -254,6 +220,7 @@ _DENSE: dict[str, Family] = {
     "gpt_neox": _NEOX,
 }
 
+_DENSE |= GEMMA | LLAMA_KIN | GPT_KIN
 FAMILIES = _DENSE | MIXTURES
 """By ``model_type``."""
 

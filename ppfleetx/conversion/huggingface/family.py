@@ -129,6 +129,28 @@ def check_heads(config: Config) -> None:
         raise CheckpointError(f"config.json: {heads} heads do not divide the hidden size {hidden}")
 
 
+ACTIVATIONS = {
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu": "gelu_exact",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+}
+"""Activations without a gate: transformers' name to ours."""
+
+
+def activation(config: Config, key: str, default: str) -> dict[str, Any]:
+    name = config.get(key, default)
+    if name not in ACTIVATIONS:
+        raise CheckpointError(f"{key} {shown(name)} of this {config['model_type']} is not supported")
+    return {"hidden_act": ACTIVATIONS[name]}
+
+
+def activation_name(model: ModelConfig) -> str | None:
+    return next((theirs for theirs, ours in ACTIVATIONS.items() if ours == model.hidden_act), None)
+
+
 INIT = ("initializer_range", 0.02)
 SIZES = {
     "vocab_size": ("vocab_size", NEEDED),
@@ -157,6 +179,37 @@ def window_keys(config: Config, window: int | None) -> dict[str, Any]:
             f"config.json: sliding_window {window} is not supported: a token would see itself alone"
         )
     return {"attention_window": window - 1}
+
+
+def pattern_keys(config: Config, every: int) -> dict[str, Any]:
+    """``attention_window`` and the layers that have it: those of ``layer_types``, or all but each
+    ``every``-th."""
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        kind = config["model_type"]
+        raise CheckpointError(f"config.json: layer_types {shown(kinds)} of this {kind} is not supported")
+    sliding = [i for i, one in enumerate(kinds) if one == "sliding_attention"]
+    if not sliding:
+        return {"attention_window": None}
+    window = config.get("sliding_window")
+    if window is None or window < 2:
+        raise CheckpointError(f"config.json: sliding_window {shown(window)} is not supported")
+    return {"attention_window": window - 1, "attention_window_layers": sliding}
+
+
+def hf_pattern(model: ModelConfig) -> dict[str, Any]:
+    """The keys of a ``config.json`` for windows by layer."""
+    windows = [model.window_of(layer) is not None for layer in range(model.num_layers)]
+    return {
+        "sliding_window": hf_window(model),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windows],
+    }
+
+
+PATTERN_READ = {"layer_types", "sliding_window"}
 
 
 def hf_window(model: ModelConfig) -> int | None:

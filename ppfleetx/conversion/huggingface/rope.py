@@ -19,7 +19,10 @@ PLACES = ("rope_scaling", "rope_parameters")
 DEFAULT_BASE = 10000.0
 _TYPES = ("default", "linear", "llama3", "yarn")
 _ORIGINAL = "original_max_position_embeddings"
-_TURNED_PART = {"gpt_neox": 0.25, "glm4_moe": 0.5}  # of each head, where config.json does not say
+_TURNED_PART = {
+    "gpt_neox": 0.25, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25,
+}  # fmt: skip
+"""The part of each head that is turned where config.json does not say."""
 # Keys that transformers knows; those of another type of scaling have no effect.
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",

@@ -395,7 +395,9 @@ class GenerationProgram(nn.Layer):
                 state = stage(state, cache)
             hidden = state[0]
         last = hidden[-1] if last_only else hidden.squeeze(1)
-        logits = head((last,))[:, : self.vocab_size] if self.head is None else self.head.linear(last)
+        logits = (
+            head((last,))[:, : self.vocab_size] if self.head is None else head.capped(self.head.linear(last))
+        )
         return logits, cache.extended
 
     def _process(

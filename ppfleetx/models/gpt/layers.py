@@ -71,9 +71,11 @@ class Embedding(nn.Layer):
     ) -> None:
         super().__init__()
         self.factory, self.added_positions = factory, positions.added
-        self.carries_positions = positions.rotary is not None
+        self.carries_positions = positions.reach_blocks
+        self.offset, self.multiplier = positions.offset, spec.multiplier
         self.word_embeddings = word_embeddings or factory.embedding(spec.words)
         self.position_embeddings = factory.embedding(spec.positions) if spec.positions else None
+        self.norm = factory.norm(spec.norm) if spec.norm else None
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
@@ -91,8 +93,13 @@ class Embedding(nn.Layer):
         both = (tokens, position_ids)
         tokens, position_ids = (self.factory.local_positions(ids).transpose([1, 0]) for ids in both)
         hidden = self.word_embeddings(tokens)
+        if self.multiplier != 1.0:
+            hidden = hidden * self.multiplier
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         if self.position_embeddings is not None:
-            hidden = hidden + self.position_embeddings(position_ids)
+            rows = position_ids + self.offset if self.offset else position_ids
+            hidden = hidden + self.position_embeddings(rows)
         elif self.added_positions is not None:
             hidden = hidden + self.added_positions(position_ids).astype(hidden.dtype)
         return self.dropout(self.factory.enter_trunk(hidden))
@@ -108,6 +115,7 @@ class Block(nn.Layer):
         rotary: rotary positions, or None.
         kernel: attention kernel options.
         recompute: ``full``, ``full_attn``, ``core_attn`` or None.
+        carries_positions: whether the state has positions; None: it has them if ``rotary`` is given.
     """
 
     def __init__(
@@ -119,10 +127,12 @@ class Block(nn.Layer):
         rotary: Rotary | None,
         kernel: KernelOptions,
         recompute: str | None,
+        carries_positions: bool | None = None,
     ) -> None:
         super().__init__()
-        self.granularity, self.carries_positions = recompute, rotary is not None
-        self.parallel_residual = spec.parallel_residual
+        self.granularity = recompute
+        self.carries_positions = rotary is not None if carries_positions is None else carries_positions
+        self.parallel_residual, self.multiplier = spec.parallel_residual, spec.multiplier
 
         def post_norm(spec: NormSpec | None) -> nn.Layer | None:
             return None if spec is None else factory.norm(spec)
@@ -137,7 +147,7 @@ class Block(nn.Layer):
             recompute_core=recompute == "core_attn",
         )
         self.attention_post_norm = post_norm(spec.attention_post_norm)
-        self.mlp_norm = factory.norm(spec.mlp_norm)
+        self.mlp_norm = None if spec.mlp_norm is None else factory.norm(spec.mlp_norm)
         self.mlp = load_target(spec.mlp.layer)(factory, spec.mlp)
         self.mlp_post_norm = post_norm(spec.mlp_post_norm)
         self.dropout = factory.dropout(spec.dropout)
@@ -183,8 +193,8 @@ class Block(nn.Layer):
 
     def mlp_branch(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """The MLP branch, without its addition to ``hidden``."""
-        branch = self.dropout(self.mlp(self.mlp_norm(hidden)))
-        return branch if self.mlp_post_norm is None else self.mlp_post_norm(branch)
+        norm = self.input_norm if self.mlp_norm is None else self.mlp_norm
+        return self._added(self.mlp(norm(hidden)), self.mlp_post_norm)
 
     def attend(
         self,
@@ -195,27 +205,40 @@ class Block(nn.Layer):
     ) -> paddle.Tensor:
         """Norm and attention, without dropout and addition to ``hidden``."""
         branch = self.attention(self.input_norm(hidden), position_ids, document_start, cache)
+        return self._added(branch, self.attention_post_norm)
+
+    def _added(self, branch: paddle.Tensor, post_norm: nn.Layer | None) -> paddle.Tensor:
+        """What a branch adds to the hidden states."""
         branch = self.dropout(branch)
-        return branch if self.attention_post_norm is None else self.attention_post_norm(branch)
+        if post_norm is not None:
+            branch = post_norm(branch)
+        return branch if self.multiplier == 1.0 else branch * self.multiplier
 
 
 class FinalNorm(nn.Layer):
-    """The norm after the last block."""
+    """The norm after the last block.
 
-    def __init__(self, factory: LayerFactory, spec: NormSpec) -> None:
+    Args:
+        factory: makes the norm.
+        spec: its size.
+        multiplier: of its output, and so of the logits.
+    """
+
+    def __init__(self, factory: LayerFactory, spec: NormSpec, multiplier: float = 1.0) -> None:
         super().__init__()
-        self.final_norm = factory.norm(spec)
+        self.final_norm, self.multiplier = factory.norm(spec), multiplier
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
         """Normalise a packed :class:`HiddenState`."""
-        return (self.final_norm(state[0]), *state[1:])
+        hidden = self.final_norm(state[0])
+        return (hidden if self.multiplier == 1.0 else hidden * self.multiplier, *state[1:])
 
 
 class LanguageHead(PieceHead):
     """Base class of language-model heads: whole logits, or logits in pieces for the loss."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
-        super().__init__(spec.loss_chunks, factory.matmul)
+        super().__init__(spec.loss_chunks, factory.matmul, softcap=spec.softcap)
         self.factory = factory
 
     def forward(
@@ -227,13 +250,13 @@ class LanguageHead(PieceHead):
             return self.run_pieces(self.entered(state[0]), target)
         if self.defers((state, cache)):
             return LogitsInPieces(self, state[0])
-        return self.logits(state[0])
+        return self.capped(self.logits(state[0]))
 
     def entered(self, hidden: paddle.Tensor) -> paddle.Tensor:
         return self.factory.enter_head(hidden)
 
     def logits(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return the logits of ``hidden [s, b, h]`` for all positions."""
+        """Return the logits of ``hidden [s, b, h]`` for all positions, without a soft limit."""
         raise NotImplementedError
 
 

@@ -40,15 +40,21 @@ class EmbeddingSpec:
         words: the table of the vocabulary, padded.
         positions: the learned table of positions, if there is one.
         dropout: share of elements dropped from the sum.
+        norm: of the word embeddings.
+        multiplier: of the word embeddings, before the norm.
     """
 
     words: TableSpec
     positions: TableSpec | None
     dropout: float
+    norm: NormSpec | None = None
+    multiplier: float = 1.0
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         words = within("word_embeddings", self.words.parameters())
-        return words | within("position_embeddings", self.positions.parameters() if self.positions else {})
+        words |= within("position_embeddings", self.positions.parameters() if self.positions else {})
+        # Whole on every rank: embeddings are divided among ranks behind it.
+        return words | within("norm", self.norm.parameters(sequence_parallel=False) if self.norm else {})
 
     def operations(self, work: Work) -> list[Operation]:
         moved = work.bytes_of(self.words.width) * (3 + 1 + (self.positions is not None))
@@ -58,9 +64,14 @@ class EmbeddingSpec:
         """Ids to the hidden states."""
         size, part, ids = work.bytes_of(self.words.width), work.part_of(self.words.width), work.tokens * 8
         steps = [Step("words", size, ("ids",), extra=2 * ids, weights=self.words.weight_bytes(work))]
+        if self.multiplier != 1.0:
+            steps.append(Step("words, multiplied", size, (steps[-1].writes,)))
+        if self.norm is not None:
+            steps += self.norm.tape(work, "words, normed", steps[-1].writes, size)
         if self.positions is not None:
+            words = steps[-1].writes
             steps.append(Step("positions", size, ("ids",), weights=self.positions.weight_bytes(work)))
-            steps.append(Step("sum", size, ("words", "positions")))
+            steps.append(Step("sum", size, (words, "positions")))
         if work.split > 1:
             steps.append(Step("part", part, (steps[-1].writes,)))
         steps.append(dropout_step(work, "out", steps[-1].writes, part, self.dropout))
@@ -76,11 +87,12 @@ class BlockSpec:
         input_norm: of what attention reads.
         attention: the first branch.
         attention_post_norm: of what it adds to the hidden states (Ding et al., 2021).
-        mlp_norm: of what the feed-forward part reads.
+        mlp_norm: of what the feed-forward part reads; None: it reads what attention reads, after its norm.
         mlp: the second branch, an MLP or a mixture of experts.
         mlp_post_norm: of what it adds.
         parallel_residual: whether the feed-forward part reads what attention reads (Black et al., 2022).
         dropout: share of elements dropped from a branch before it is added to the hidden states.
+        multiplier: what a branch is multiplied by before that.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.models.gpt.layers:Block"
@@ -88,11 +100,12 @@ class BlockSpec:
     input_norm: NormSpec
     attention: AttentionSpec | LatentAttentionSpec
     attention_post_norm: NormSpec | None
-    mlp_norm: NormSpec
+    mlp_norm: NormSpec | None
     mlp: MLPSpec | MoESpec
     mlp_post_norm: NormSpec | None
     parallel_residual: bool
     dropout: float
+    multiplier: float = 1.0
 
     def __hash__(self) -> int:
         return self._hash
@@ -121,7 +134,7 @@ class BlockSpec:
         yield residual("attention residual", "attention", work, self.hidden_size, self.dropout)
         if self.attention_post_norm is not None:
             yield self.attention_post_norm.operation("norm after attention", "attention", work)
-        yield self.mlp_norm.operation("mlp norm", "mlp", work)
+        yield (self.mlp_norm or self.input_norm).operation("mlp norm", "mlp", work)
         yield from self.mlp.operations(work)
         yield residual("mlp residual", "mlp", work, self.hidden_size, self.dropout)
         if self.mlp_post_norm is not None:
@@ -139,7 +152,9 @@ class BlockSpec:
         if recompute == "full_attn":
             attention = [Step(attention[-1].writes, size, ("x",), inner=Tape(x, tuple(attention), low))]
         mlp = [
-            *self.mlp_norm.tape(work, "mlp normed", "x" if self.parallel_residual else "y"),
+            *(self.mlp_norm or self.input_norm).tape(
+                work, "mlp normed", "x" if self.parallel_residual else "y"
+            ),
             *self.mlp.tape(work, "mlp", "mlp normed"),
             *self._branch(work, "mlp", self.mlp_post_norm),
         ]
@@ -157,7 +172,11 @@ class BlockSpec:
         """The steps that add a branch to the hidden states."""
         size, dropped = work.part_of(self.hidden_size), f"{name}, dropped"
         steps = [dropout_step(work, dropped, name, size, self.dropout)]
-        return steps if post_norm is None else [*steps, *post_norm.tape(work, f"{name}, normed", dropped)]
+        if post_norm is not None:
+            steps += post_norm.tape(work, f"{name}, normed", dropped)
+        if self.multiplier != 1.0:
+            steps.append(Step(f"{name}, multiplied", size, (steps[-1].writes,)))
+        return steps
 
 
 @dataclass(frozen=True)
@@ -169,12 +188,16 @@ class HeadSpec:
         linear: a matrix of its own; a whole one makes it a classification head.
         words: the table that the head is tied to instead.
         loss_chunks: pieces of the positions in which logits and loss are computed.
+        softcap: soft limit of the logits; None: none.
+        multiplier: of the logits, which the hidden states get.
     """
 
     num_outputs: int
     linear: LinearSpec | None
     words: TableSpec | None = None
     loss_chunks: int = 1
+    softcap: float | None = None
+    multiplier: float = 1.0
 
     @property
     def is_tied(self) -> bool:
@@ -313,7 +336,7 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
     output_init = Normal(std / math.sqrt(2 * cfg.num_layers) if cfg.scale_output_init else std)
     word_init = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)
     words = TableSpec(cfg.padded_vocab_size, h, word_init)
-    rows = cfg.max_position_embeddings if cfg.positions.has_table else None
+    rows = cfg.max_position_embeddings + cfg.position_offset if cfg.positions.has_table else None
     positions = None if rows is None else TableSpec(rows, h, Normal(cfg.embedding_std), of_words=False)
 
     def norm(gain: float = 1.0) -> NormSpec:
@@ -324,27 +347,49 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
         input_norm=norm(),
         attention=attention_spec(cfg, output_init),
         attention_post_norm=norm(cfg.attn_post_norm_scale) if cfg.sandwich_norm else None,
-        mlp_norm=norm(),
+        mlp_norm=None if cfg.shared_input_norm else norm(),
         mlp=mlp,
         mlp_post_norm=norm(cfg.ffn_post_norm_scale) if cfg.sandwich_norm else None,
         parallel_residual=cfg.parallel_residual,
         dropout=cfg.hidden_dropout_prob,
+        multiplier=cfg.residual_multiplier,
     )
-    embedding = EmbeddingSpec(words, positions, cfg.embedding_dropout)
+    embedding = EmbeddingSpec(
+        words,
+        positions,
+        cfg.embedding_dropout,
+        norm() if cfg.embedding_norm else None,
+        cfg.embedding_multiplier,
+    )
+    limits = {
+        "loss_chunks": cfg.loss_chunks,
+        "softcap": cfg.final_logit_softcapping,
+        "multiplier": cfg.logits_multiplier,
+    }
     if cfg.task.classifies:
         head = score_spec(cfg, cfg.num_classes or 0)
     elif cfg.tie_word_embeddings:
-        head = HeadSpec(cfg.vocab_size, None, words, cfg.loss_chunks)
+        head = HeadSpec(cfg.vocab_size, None, words, **limits)
     else:
         init = Normal(std, padded_dim=1, true_size=cfg.vocab_size)
         linear = LinearSpec(h, words.rows, "columns", cfg.has_head_bias, init, "head")
-        head = HeadSpec(cfg.vocab_size, linear, loss_chunks=cfg.loss_chunks)
-    blocks = [one] * cfg.num_layers
+        head = HeadSpec(cfg.vocab_size, linear, **limits)
+    kinds = cache(lambda window, rotates: _with_attention(one, window, rotates))
+    blocks = [kinds(cfg.window_of(layer), cfg.rotates_in(layer)) for layer in range(cfg.num_layers)]
     if cfg.moe is not None:
-        mixture = replace(one, mlp=moe_spec(cfg, mlp))
+        mixture = moe_spec(cfg, mlp)
+        as_mixture = cache(lambda block: replace(block, mlp=mixture))
         for layer in cfg.moe.mixture_layers(cfg.num_layers):
-            blocks[layer] = mixture
+            blocks[layer] = as_mixture(blocks[layer])
     return ModelSpec(embedding, tuple(blocks), norm(), head)
+
+
+def _with_attention(block: BlockSpec, window: int | None, rotates: bool) -> BlockSpec:
+    """A block with this window, whose attention rotates or does not."""
+    attention = replace(block.attention, window=window)
+    if not rotates and isinstance(attention, AttentionSpec):
+        attention = replace(attention, rotary_size=None)
+    return block if attention == block.attention else replace(block, attention=attention)
 
 
 def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
@@ -391,6 +436,9 @@ def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | Lat
         window=cfg.attention_window,
         head_norm=head_norm if cfg.qk_layernorm else None,
         rotary_size=cfg.rotary_size if cfg.positions.rotates else None,
+        has_biases=cfg.positions.biases,
+        score_scale=cfg.attention_multiplier,
+        softcap=cfg.attn_logit_softcapping,
         softmax_in_fp32=cfg.softmax_in_fp32,
     )
 

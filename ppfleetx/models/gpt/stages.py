@@ -11,10 +11,11 @@ from ppfleetx.config.registries import ARCHITECTURES, POSITIONS
 from ppfleetx.config.registry import load_target
 from ppfleetx.distributed.device import on_card
 from ppfleetx.models.gpt.layers import Block, ClassificationHead, Embedding, FinalNorm, Head, TiedHead
-from ppfleetx.models.gpt.spec import HeadSpec, model_spec, score_spec
+from ppfleetx.models.gpt.spec import BlockSpec, HeadSpec, model_spec, score_spec
+from ppfleetx.nn.attention_spec import AttentionSpec
 from ppfleetx.nn.kernels import KernelOptions
 from ppfleetx.nn.lora import with_adapters
-from ppfleetx.nn.positions import Positions
+from ppfleetx.nn.positions import Positions, Rotary
 from ppfleetx.nn.rope import RotaryEmbedding
 from ppfleetx.nn.stage import LayerFactory, Stage, Tie
 from ppfleetx.utils.log import get_logger
@@ -61,8 +62,9 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
             key="Model.position_embedding_type",
             value=cfg.position_embedding_type,
         )
-    if isinstance(positions.rotary, RotaryEmbedding):
-        positions.rotary.fused = factory.fused
+    for rotary in (positions.rotary, positions.local_rotary):
+        if isinstance(rotary, RotaryEmbedding):
+            rotary.fused = factory.fused
     kernel = replace(kernel_options(cfg), fused=factory.fused)
     granularity = cfg.recompute_granularity or "full"
     if block is not None and "shape" in inspect.signature(block.__init__).parameters:
@@ -80,8 +82,9 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
                 "factory": factory,
                 "spec": one,
                 "layer_index": index,
-                "rotary": positions.rotary,
+                "rotary": _rotary_of(one, positions),
                 "kernel": kernel,
+                "carries_positions": positions.reach_blocks,
                 "recompute": granularity if cfg.is_recomputed(index) else None,
             },
         )
@@ -90,10 +93,22 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
     kwargs = {"factory": factory, "spec": spec.embedding, "positions": positions}
     embedding = Stage("embedding", Embedding, kwargs, tie=_WORD_TIE if spec.head.is_tied else None)
     final_norm = Stage(
-        "decoder.final_norm", FinalNorm, {"factory": factory, "spec": spec.final_norm}, wraps=True
+        "decoder.final_norm",
+        FinalNorm,
+        {"factory": factory, "spec": spec.final_norm, "multiplier": spec.head.multiplier},
+        wraps=True,
     )
     stages = [embedding, *blocks, final_norm, _head(spec.head, factory)]
     return stages if cfg.lora is None else with_adapters(stages, cfg.lora, factory)
+
+
+def _rotary_of(block: BlockSpec, positions: Positions) -> Rotary | None:
+    """What turns the queries and keys of a block."""
+    attention = block.attention
+    if isinstance(attention, AttentionSpec) and attention.rotary_size is None:
+        return None
+    is_local = attention.window is not None and positions.local_rotary is not None
+    return positions.local_rotary if is_local else positions.rotary
 
 
 def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outputs: int) -> list[Stage]:
