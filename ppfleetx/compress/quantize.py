@@ -34,6 +34,7 @@ from ppfleetx.compress.rounding import (
 )
 from ppfleetx.compress.samples import Samples
 from ppfleetx.config.errors import ConfigError, DataError
+from ppfleetx.config.registries import NORMS
 from ppfleetx.config.sections.compress import (
     GROUP_MULTIPLE,
     Form,
@@ -92,6 +93,12 @@ def check_options(model: ModelConfig, options: Options) -> None:
     if model.latent_attention is not None and options.smooth:
         raise ConfigError(
             "changes the norm before queries, keys and values, and does not know latent attention",
+            key="--smooth",
+        )
+    if options.smooth and (model.shared_input_norm or NORMS.traits(model.normalization).zero_centered):
+        key = "shared_input_norm" if model.shared_input_norm else "normalization"
+        raise ConfigError(
+            f"changes the gain of the norm before a matrix, and Model.{key} = {getattr(model, key)}",
             key="--smooth",
         )
     layers = ["head", *(name.removesuffix(".weight") for name in parameter_shapes(model))]

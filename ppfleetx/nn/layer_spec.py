@@ -123,6 +123,8 @@ class NormSpec:
         epsilon: added to the variance or mean square.
         gain: initial value of its weight.
         inside_heads: whether its input is sliced over heads.
+        before_split: whether its input has all positions even where sequence parallelism splits them: it is
+            the embedding's.
     """
 
     kind: str
@@ -130,6 +132,7 @@ class NormSpec:
     epsilon: float
     gain: float = 1.0
     inside_heads: bool = False
+    before_split: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         """Those of ``weight`` and ``bias`` that the norm was registered with; ranks see other positions, or
@@ -137,7 +140,7 @@ class NormSpec:
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}
-        partial = sequence_parallel or self.inside_heads
+        partial = self.inside_heads or (sequence_parallel and not self.before_split)
         return {name: dense((self.size,), *values[name], partial=partial) for name in traits.parameters}
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:

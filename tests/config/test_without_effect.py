@@ -122,6 +122,7 @@ CASES = [
     (["Compress.Prune={ratio: 0.5, enable: True}"], ""),
     (["Global.allow_tf32=True", "Global.device=cpu"], "Global.allow_tf32"),
     (["Generation.decode_strategy=sampling", "Generation.prompt_lookup_num_tokens=3"], "prompt_lookup"),
+    (["Generation.num_assistant_tokens=3"], "Generation.num_assistant_tokens"),
     (
         ["Generation.decode_strategy=beam_search", "Generation.num_beams=2", "Generation.diversity_rate=0.5"],
         "Generation.diversity_rate",

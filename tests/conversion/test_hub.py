@@ -43,8 +43,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sharded = hf_dirs.write(root / "gpt2", "hf_gpt2", shards=3)
     old = hf_dirs.write(root / "old", "hf_llama")
     (old / "model.safetensors").rename(old / "weights.gguf")
-    other = hf_dirs.write(root / "other", "hf_llama", model_type="gemma")
-    return {LLAMA: llama, SHARDED: sharded, PICKLED: old, GATED: llama, "org/gemma": other}
+    other = hf_dirs.write(root / "other", "hf_llama", model_type="mamba")
+    return {LLAMA: llama, SHARDED: sharded, PICKLED: old, GATED: llama, "org/mamba": other}
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_without_a_connection_the_earlier_download_is_used(hub, monkeypatch, cap
         (f"hf:{LLAMA}@v9", "org/llama has no revision v9"),
         (f"hf:{GATED}", "is gated: its owner gives it to those who ask for it"),
         (f"hf:{PICKLED}", r"has neither model.safetensors nor pytorch_model.bin \(it has .gguf\)"),
-        ("hf:org/gemma", "hf:org/gemma: model_type 'gemma' is not supported"),
+        ("hf:org/mamba", "hf:org/mamba: model_type 'mamba' is not supported"),
     ],
 )
 def test_what_cannot_be_had_is_said(hub, place, words):

@@ -5,6 +5,8 @@ import pytest
 
 from tests.parity.test_plans import LORA, SMALL, WINDOW, YARN, recompute
 
+BY_LAYER = {"Model.attention_window_layers": "[0]", "Model.rotary_layers": "[0, 1]"}  # SMALL has two layers
+
 
 @pytest.mark.parametrize(
     ("model", "extra", "other"),
@@ -14,6 +16,24 @@ from tests.parity.test_plans import LORA, SMALL, WINDOW, YARN, recompute
         ("llama", WINDOW, {**WINDOW, "Model.rotary_percent": 1.0}),
         ("mixed", {}, {"Model.parallel_residual": False}),
         ("mixed", {}, {"Model.qk_layernorm": False}),
+        *(
+            ("gemma", BY_LAYER, {**BY_LAYER, f"Model.{key}": value})
+            for key, value in {
+                "embedding_multiplier": 1.0,
+                "residual_multiplier": 1.0,
+                "attention_multiplier": "null",
+                "logits_multiplier": 1.0,
+                "attn_logit_softcapping": "null",
+                "final_logit_softcapping": "null",
+                "attention_window_layers": "[1]",
+                "local_rotary_base": 50.0,
+                "rotary_layers": "[0]",
+                "hidden_act": "swiglu",
+            }.items()
+        ),
+        ("alibi", {}, {"Model.position_embedding_type": "none"}),
+        ("alibi", {}, {"Model.embedding_norm": False}),
+        ("alibi", {}, {"Model.shared_input_norm": False, "Model.parallel_residual": False}),
     ],
 )
 def test_each_option_changes_the_losses(comparison, model, extra, other):

@@ -56,6 +56,32 @@ MODELS["mixed"] = {
     "tie_word_embeddings": True,
     "add_qkv_bias": True,
 }
+# Gemma's factors, soft limits, norms and layers by pattern, and layers without positions.
+MODELS["gemma"] = {
+    **MODELS["llama"],
+    "hidden_act": "geglu",
+    "normalization": "RMSNorm1P",
+    "sandwich_norm": True,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.8,
+    "attention_multiplier": 0.3,
+    "logits_multiplier": 0.7,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 5.0,
+    "attention_window": 5,
+    "attention_window_layers": "[0, 2, 3]",
+    "local_rotary_base": 100.0,
+    "rotary_layers": "[0, 1, 2]",
+    "tie_word_embeddings": True,
+}
+# BLOOM's positions, and one norm for both branches, as in GPT-J, Falcon and Cohere.
+MODELS["alibi"] = {
+    "position_embedding_type": "alibi",
+    "embedding_norm": True,
+    "normalization": "LayerNorm1P",
+    "parallel_residual": True,
+    "shared_input_norm": True,
+}
 # Experts with biases, wide ones, beside a shared one with a gate; losses of sequences and of positions.
 MODELS["moe"] = {
     "moe": "{num_experts: 4, top_k: 2, expert_ffn_size: 32, layer_freq: 2, shared_experts: {ffn_size: 16, "

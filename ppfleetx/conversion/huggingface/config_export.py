@@ -63,7 +63,7 @@ def _made(model: ModelConfig) -> dict[str, Any]:
             if not found:
                 return config
             reasons.append((len(found), model_type, ", ".join(found)))
-    _, nearest, why = min(reasons)
+    _, nearest, why = min(reasons, key=lambda reason: reason[0])
     raise CheckpointError(
         f"this network cannot be written in Hugging Face's format; from {nearest}, the nearest, it differs "
         f"in {why}"

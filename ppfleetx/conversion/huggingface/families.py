@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.family import (
     ATTENTION_BIAS,
@@ -108,14 +109,17 @@ def _qwen(config: Config) -> dict[str, Any]:
 
 def _qwen_window(config: Config) -> dict[str, Any]:
     """The window, and the layers that have it unless all have."""
-    uses, layers = config.get("use_sliding_window", False), config["num_hidden_layers"]
-    first = config.get("max_window_layers", 28)
-    kinds = [_KINDS[uses and layer >= first] for layer in range(layers)]
-    window = config.get("sliding_window", 4096) if uses else None
-    keys = pattern_keys({"layer_types": kinds, **config, "sliding_window": window or 0}, layers)
-    if keys["attention_window"] is None or window >= config["max_position_embeddings"]:
-        return {"attention_window": None}
-    return keys if len(keys["attention_window_layers"]) < layers else window_keys(config, window)
+    layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    kinds = [_KINDS[window is not None and layer >= first] for layer in range(layers)]
+    if window is None and "sliding_attention" in config.get("layer_types", ()):
+        raise CheckpointError(
+            "config.json: layer_types has sliding_attention, and use_sliding_window is not true"
+        )
+    keys = pattern_keys({"layer_types": kinds, **config, "sliding_window": window}, layers)
+    if len(keys.get("attention_window_layers", ())) in (0, layers):
+        return window_keys(config, window if keys["attention_window"] else None)
+    return keys
 
 
 _KINDS = ("full_attention", "sliding_attention")

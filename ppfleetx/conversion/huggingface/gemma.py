@@ -41,10 +41,10 @@ _ONE_WAY = {"use_bidirectional_attention": (False,)}
 
 def _gemma(config: Config) -> dict[str, Any]:
     # Early files say "gelu" in hidden_act, which transformers has always replaced by the tanh form.
-    name = config.get("hidden_activation", "gelu_pytorch_tanh")
-    if name not in _TANH or config.get("hidden_act", name) not in (*_TANH, "gelu"):
-        kind = config["model_type"]
-        raise CheckpointError(f"hidden_activation {shown(name)} of this {kind} is not supported")
+    for key, known in (("hidden_activation", _TANH), ("hidden_act", (*_TANH, "gelu"))):
+        name = config.get(key, _TANH[0])
+        if name not in known:
+            raise CheckpointError(f"{key} {shown(name)} of this {config['model_type']} is not supported")
     return {**llama_like(config), "embedding_multiplier": math.sqrt(config["hidden_size"])}
 
 

@@ -63,8 +63,10 @@ def rope_notes(config: Mapping[str, Any]) -> list[str]:
     """Warnings about how the rotary settings of a ``config.json`` were read, one sentence each.
 
     Args:
-        config: one that :func:`rope_keys` accepts.
+        config: one that :func:`rope_keys` accepts, or one with settings by kind of layer.
     """
+    if any("full_attention" in (config.get(place) or {}) for place in PLACES):
+        return []
     config = _with_usual_names(config)
     place, given = _in_effect(config)
     notes = []

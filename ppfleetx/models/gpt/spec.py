@@ -53,8 +53,7 @@ class EmbeddingSpec:
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         words = within("word_embeddings", self.words.parameters())
         words |= within("position_embeddings", self.positions.parameters() if self.positions else {})
-        # Whole on every rank: embeddings are divided among ranks behind it.
-        return words | within("norm", self.norm.parameters(sequence_parallel=False) if self.norm else {})
+        return words | within("norm", self.norm.parameters() if self.norm else {})
 
     def operations(self, work: Work) -> list[Operation]:
         moved = work.bytes_of(self.words.width) * (3 + 1 + (self.positions is not None))
@@ -358,7 +357,7 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
         words,
         positions,
         cfg.embedding_dropout,
-        norm() if cfg.embedding_norm else None,
+        replace(norm(), before_split=True) if cfg.embedding_norm else None,
         cfg.embedding_multiplier,
     )
     limits = {
