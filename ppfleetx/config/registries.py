@@ -283,7 +283,7 @@ ACTIVATIONS.register("quick_gelu", "ppfleetx.nn.mlp:quick_gelu")
 ACTIVATIONS.register("relu", "ppfleetx.nn.mlp:relu")
 ACTIVATIONS.register("relu2", "ppfleetx.nn.mlp:relu_squared")
 ACTIVATIONS.register("swiglu", "ppfleetx.nn.mlp:swiglu", traits=ActivationTraits(gated=True))
-ACTIVATIONS.register("geglu", "ppfleetx.nn.mlp:geglu", traits=ActivationTraits(gated=True))
+ACTIVATIONS.register("geglu_tanh", "ppfleetx.nn.mlp:geglu_tanh", traits=ActivationTraits(gated=True))
 
 POSITIONS.register(
     "learned_absolute", f"{_GPT}.positions:learned_absolute", traits=PositionTraits(has_table=True)

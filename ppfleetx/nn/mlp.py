@@ -47,7 +47,7 @@ def swiglu(x: paddle.Tensor) -> paddle.Tensor:
     return (F.silu(gate) * up).reshape([s, b, width // 2])
 
 
-def geglu(x: paddle.Tensor) -> paddle.Tensor:
+def geglu_tanh(x: paddle.Tensor) -> paddle.Tensor:
     """gelu(gate) * up (Shazeer, 2020) with the tanh form of GELU; laid out like :func:`swiglu`'s."""
     s, b, width = x.shape
     gate, up = x.reshape([-1, 2]).transpose([1, 0]).unbind(0)

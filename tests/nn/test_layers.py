@@ -95,7 +95,7 @@ def activation64(name, x):
     if name == "swiglu":
         gate, up = x[..., 0::2], x[..., 1::2]
         return gate / (1 + np.exp(-gate)) * up
-    if name == "geglu":
+    if name == "geglu_tanh":
         return activation64("gelu", x[..., 0::2]) * x[..., 1::2]
     return np.maximum(x, 0) ** (2 if name == "relu2" else 1)
 

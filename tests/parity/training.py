@@ -59,7 +59,7 @@ MODELS["mixed"] = {
 # Gemma's factors, soft limits, norms and layers by pattern, and layers without positions.
 MODELS["gemma"] = {
     **MODELS["llama"],
-    "hidden_act": "geglu",
+    "hidden_act": "geglu_tanh",
     "normalization": "RMSNorm1P",
     "sandwich_norm": True,
     "embedding_multiplier": 2.0,

@@ -111,7 +111,7 @@ class ModelConfig(Section):
     """Inner width of the MLP; null: `4 * hidden_size`, with swiglu `int(8/3 * hidden_size / 64) * 64`."""
     hidden_act: Annotated[str, Registered(ACTIVATIONS)] = "gelu"
     """Activation of the MLP. `gelu` is the tanh form, `quick_gelu` is `x * sigmoid(1.702 x)`, `relu2` squares
-    the ReLU, `swiglu` has a gate, and so has `geglu`, which is the tanh form of GELU times the rest."""
+    the ReLU, `swiglu` has a gate, and so has `geglu_tanh`, the tanh form of GELU times the rest."""
     moe: MoEConfig | None = None
     """Mixtures of experts in place of MLPs; null: none."""
     hidden_dropout_prob: Fraction = 0.1

@@ -24,7 +24,7 @@ from ppfleetx.conversion.huggingface.rope import PLACES, hf_rope
 
 _TANH = ("gelu_pytorch_tanh", "gelu_new")
 _KEYS = LLAMA_KEYS | ATTENTION_BIAS | {"tie_word_embeddings": ("tie_word_embeddings", True)}
-_FIXED = LLAMA_FIXED | {"hidden_act": "geglu", "normalization": "RMSNorm1P"}
+_FIXED = LLAMA_FIXED | {"hidden_act": "geglu_tanh", "normalization": "RMSNorm1P"}
 _SANDWICH = LLAMA_NAMES | {
     "decoder.layers.{}.attention_post_norm": "model.layers.{}.post_attention_layernorm",
     "decoder.layers.{}.mlp_norm": "model.layers.{}.pre_feedforward_layernorm",
