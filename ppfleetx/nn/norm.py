@@ -44,10 +44,16 @@ class LayerNormNoBias(LayerNorm):
 
 
 class LayerNorm1P(LayerNorm):
-    """:class:`LayerNorm` with the gain ``1 + weight``."""
+    """:class:`LayerNorm` with the gain ``1 + weight``, which 16 bits cannot hold: it is float32."""
 
     def gain(self) -> paddle.Tensor:
-        return 1.0 + self.weight
+        return 1.0 + self.weight.astype("float32")
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        if self.weight.dtype == paddle.float32:
+            return super().forward(x)
+        x32, bias = x.astype("float32"), self.bias.astype("float32")
+        return F.layer_norm(x32, bias.shape, self.gain(), bias, self.epsilon).astype(x.dtype)
 
 
 class RMSNorm(nn.Layer):
@@ -81,10 +87,15 @@ class RMSNorm(nn.Layer):
 
 
 class RMSNorm1P(RMSNorm):
-    """:class:`RMSNorm` with the gain ``1 + weight`` (Gemma Team, 2024)."""
+    """:class:`RMSNorm` with the gain ``1 + weight`` (Gemma Team, 2024), in float32."""
 
     def gain(self) -> paddle.Tensor:
-        return 1.0 + self.weight
+        return 1.0 + self.weight.astype("float32")
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        if self.weight.dtype == paddle.float32:
+            return super().forward(x)
+        return rms_norm(x.astype("float32"), self.gain(), self.epsilon).astype(x.dtype)
 
 
 def rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.Tensor:

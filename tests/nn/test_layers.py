@@ -7,7 +7,7 @@ import paddle
 import pytest
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.registries import ACTIVATIONS, ActivationTraits
+from ppfleetx.config.registries import ACTIVATIONS, NORMS, ActivationTraits
 from ppfleetx.nn.factory import LocalFactory
 from ppfleetx.nn.init import Constant, Normal
 from ppfleetx.nn.kernels import KernelOptions, attend, reference_attention
@@ -35,21 +35,24 @@ def numerical_gradient(function, x, upstream, eps=1e-6):
 
 
 def norm64(kind, x, gain, bias, eps):
-    if kind == "LayerNorm":
+    if kind.startswith("LayerNorm"):
         x = x - x.mean(-1, keepdims=True)
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain + (bias if kind == "LayerNorm" else 0.0)
+    gain = gain + 1.0 if kind.endswith("1P") else gain
+    has_bias = "bias" in NORMS.traits(kind).parameters
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * gain + (bias if has_bias else 0.0)
 
 
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("kind", NORMS.names())
 @pytest.mark.parametrize("training", [True, False])
 def test_norm(kind, training):
     layer = LocalFactory().norm(NormSpec(kind, 10, 1e-3, gain=0.5))
     layer.train() if training else layer.eval()
-    assert layer.weight.info.init == Constant(0.5)
+    assert layer.weight.info.init == Constant(-0.5 if kind.endswith("1P") else 0.5)
+    has_bias = layer.bias is not None if kind.startswith("LayerNorm") else False
     gain, bias, x = RNG.normal(size=10), RNG.normal(size=10), RNG.normal(size=(3, 2, 10)) * 3 + 5
     upstream = RNG.normal(size=x.shape)
     layer.weight.set_value(gain.astype("float32"))
-    if kind == "LayerNorm":
+    if has_bias:
         layer.bias.set_value(bias.astype("float32"))
     xt = tensor(x, grad=True)
     out = layer(xt)
@@ -57,12 +60,26 @@ def test_norm(kind, training):
     (out * tensor(upstream)).sum().backward()
     expected = numerical_gradient(lambda v: norm64(kind, v, gain, bias, 1e-3), x, upstream)
     np.testing.assert_allclose(xt.grad.numpy(), expected, rtol=1e-3, atol=1e-4)
-    normalised = norm64(kind, x, 1.0, 0.0, 1e-3)
+    normalised = norm64(kind.removesuffix("1P"), x, 1.0, 0.0, 1e-3)
     np.testing.assert_allclose(
         layer.weight.grad.numpy(), (upstream * normalised).sum((0, 1)), rtol=1e-3, atol=1e-4
     )
-    if kind == "LayerNorm":
+    if has_bias:
         np.testing.assert_allclose(layer.bias.grad.numpy(), upstream.sum((0, 1)), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm1P", "RMSNorm1P"])
+def test_a_gain_around_one_is_not_rounded_to_16_bits(kind):
+    layer = LocalFactory().norm(NormSpec(kind, 64, 1e-6))
+    x, gain = RNG.normal(size=(1, 8, 64)), RNG.normal(size=64) * 0.01
+    layer.weight.set_value(gain.astype("float32"))
+    layer.to(dtype="bfloat16")
+    xt = tensor(x).astype("bfloat16")
+    out = layer(xt)
+    assert out.dtype == paddle.bfloat16
+    stored = layer.weight.astype("float32").numpy().astype(np.float64)
+    expected = norm64(kind, xt.astype("float32").numpy().astype(np.float64), stored, 0.0, 1e-6)
+    assert np.abs(out.astype("float32").numpy() / expected - 1).max() < 2**-8
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])

@@ -126,6 +126,8 @@ WAYS = {
         (plan, "mixed", {"extra": {**({} if plan is INTERLEAVED else SMALL), **recompute("full_attn")}})
         for plan in (MP, SP, SEP, INTERLEAVED, STAGE_3)
     ],
+    "gemma": [(plan, "gemma", {}) for plan in (SP, SEP, INTERLEAVED)],
+    "alibi": [(plan, "alibi", {"extra": SMALL}) for plan in (SP, SEP)],
     # Adapters under data parallelism and the other stages of sharding: tests/e2e/test_finetuning.py.
     "adapters": [
         (plan, model, {"extra": {**SMALL, **LORA, **more}})

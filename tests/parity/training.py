@@ -82,6 +82,8 @@ MODELS["alibi"] = {
     "parallel_residual": True,
     "shared_input_norm": True,
 }
+# OPT's rows of positions and Cohere's norms.
+MODELS["offset"] = {"position_offset": 2, "normalization": "LayerNormNoBias"}
 # Experts with biases, wide ones, beside a shared one with a gate; losses of sequences and of positions.
 MODELS["moe"] = {
     "moe": "{num_experts: 4, top_k: 2, expert_ffn_size: 32, layer_freq: 2, shared_experts: {ffn_size: 16, "

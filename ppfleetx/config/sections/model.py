@@ -159,7 +159,7 @@ class ModelConfig(Section):
     """Stretch the rotary frequencies to longer sequences; null: as they are."""
     normalization: Annotated[str, Registered(NORMS)] = "LayerNorm"
     """Kind of every norm. RMSNorm has no bias; LayerNormNoBias is LayerNorm without one. Of RMSNorm1P and
-    LayerNorm1P the stored gain is the difference from 1 (Gemma; Megatron's `--apply-layernorm-1p`)."""
+    LayerNorm1P the stored gain is the difference from 1 (Gemma)."""
     norm_epsilon: PositiveFloat = 1e-5
     """Added to the variance in every norm."""
     tie_word_embeddings: Bool = True
