@@ -145,6 +145,36 @@ OPTIONS: dict[str, Option] = {
         "ppfleetx.nn.expert_exchange:ParallelExperts.dispatch", EXPERTS, {"dp": 2, "ep": 2}
     ),
     "window": Option("ppfleetx.nn.attention:window_start", {"Model.attention_window": 5}),
+    "layer_patterns": Option(
+        "ppfleetx.nn.attention:window_start",
+        {
+            "Model.attention_window": 5,
+            "Model.attention_window_layers": "[0, 2]",
+            "Model.position_embedding_type": "rope",
+            "Model.local_rotary_base": 100.0,
+            "Model.rotary_layers": "[0, 1]",
+        },
+    ),
+    "factors": Option(
+        "ppfleetx.nn.kernels:softcapped",
+        {
+            "Model.attn_logit_softcapping": 2.0,
+            "Model.final_logit_softcapping": 5.0,
+            "Model.embedding_multiplier": 2.0,
+            "Model.residual_multiplier": 0.8,
+            "Model.attention_multiplier": 0.3,
+            "Model.logits_multiplier": 0.7,
+        },
+    ),
+    "alibi": Option(
+        "ppfleetx.nn.attention:Attention._with_biases",
+        {
+            "Model.position_embedding_type": "alibi",
+            "Model.embedding_norm": True,
+            "Model.parallel_residual": True,
+            "Model.shared_input_norm": True,
+        },
+    ),
     "documents": Option("ppfleetx.nn.masks:attention_mask", documents=True),
 }
 """Training options by name."""
