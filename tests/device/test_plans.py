@@ -37,8 +37,16 @@ def _expert_plans():
         yield from ((plan, ("moe", "moe_bias")[number % 2]) for number, plan in enumerate(plans))
 
 
+def _family_plans():
+    """The networks of other families under one plan of each kind for two cards."""
+    kinds = (Plan(mp=2, sequence_parallel=True), Plan(sep=2), Plan(pp=2), Plan(sharding=2, sharding_stage=3))
+    if 2 in place().sizes(start=2):
+        yield from ((plan, model) for model in ("gemma", "alibi") for plan in kinds)
+
+
 PLANS = [
-    pytest.param(plan, model, id=f"{model}: {plan}") for plan, model in (*_plans(), *_expert_plans())
+    pytest.param(plan, model, id=f"{model}: {plan}")
+    for plan, model in (*_plans(), *_expert_plans(), *_family_plans())
 ] or [pytest.param(Plan(dp=2), "gpt", id="two cards")]
 OPTIONS = {
     "": {},

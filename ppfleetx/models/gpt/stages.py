@@ -74,22 +74,22 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
             key="Model.name",
             value=cfg.name,
         )
-    blocks = [
-        Stage(
-            f"decoder.layers.{index}",
-            block or load_target(one.layer),
-            {
-                "factory": factory,
-                "spec": one,
-                "layer_index": index,
-                "rotary": _rotary_of(one, positions),
-                "kernel": kernel,
-                "carries_positions": positions.reach_blocks,
-                "recompute": granularity if cfg.is_recomputed(index) else None,
-            },
-        )
-        for index, one in enumerate(spec.blocks)
-    ]
+
+    def stage_of(index: int, one: BlockSpec) -> Stage:
+        rotary = _rotary_of(one, positions)
+        options = {
+            "factory": factory,
+            "spec": one,
+            "layer_index": index,
+            "rotary": rotary,
+            "kernel": kernel,
+            "recompute": granularity if cfg.is_recomputed(index) else None,
+        }
+        if positions.reach_blocks and rotary is None:
+            options["carries_positions"] = True
+        return Stage(f"decoder.layers.{index}", block or load_target(one.layer), options)
+
+    blocks = [stage_of(index, one) for index, one in enumerate(spec.blocks)]
     kwargs = {"factory": factory, "spec": spec.embedding, "positions": positions}
     embedding = Stage("embedding", Embedding, kwargs, tie=_WORD_TIE if spec.head.is_tied else None)
     final_norm = Stage(
