@@ -188,7 +188,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _chunks(grid: Mapping[tuple[int, int], Path], first: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """(key of the model part, pipeline rank) in the order of the layers."""
+    """The model parts in the order of their layers: each part's key and the pipeline rank that has it."""
     stages = sorted({pp for _, pp in grid})
     count = 0
     while f"model{count}" in first:

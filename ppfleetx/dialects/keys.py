@@ -231,8 +231,8 @@ def tables_of(
     """The tables of a file by name.
 
     Args:
-        content: the file, see :func:`read_file`; what is no list of rows is not a table.
-        prefixes: what stands before all keys of a table.
+        content: the file, see :func:`read_file`. Only its lists of rows are tables.
+        prefixes: the prefix of all keys of a table.
     """
     return {
         name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))

@@ -52,7 +52,7 @@ def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
     """The parameter groups of section ``Optimizer``: first those of ``groups``, then those of the
     registered optimizer.
 
-    A group of the section takes from each group of its optimizer what fits it.
+    A parameter that a group of the section names leaves the registered optimizer's group for it.
     """
     groups = []
     for number, own in enumerate(cfg.groups):

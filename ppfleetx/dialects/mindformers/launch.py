@@ -309,7 +309,7 @@ def _absolute(text: str) -> Path:
 
 
 def device_range(text: str) -> tuple[int, int]:
-    """``[a,b]``, or as in mathematics ``[a,b)``: a to b - 1.
+    """Read a range of devices: ``[a,b]`` with b, or ``[a,b)`` without it.
 
     Raises:
         ConfigError: it has another form, or holds nothing.

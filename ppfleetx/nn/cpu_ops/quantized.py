@@ -30,7 +30,8 @@ def are_available() -> bool:
 
 
 def int8_panels(levels: paddle.Tensor) -> paddle.Tensor:
-    """Integers ``[k, n]`` int8 as ``[p, k8, w]``: k filled up to a multiple of :data:`BLOCK`, by zeros."""
+    """Arrange integers ``[k, n]`` int8 in panels ``[p, k8, w]``, with k padded by zeros to a multiple of
+    :data:`BLOCK`."""
     filled = _fill(levels, BLOCK)
     return filled.reshape([filled.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
