@@ -58,7 +58,7 @@ def used_kernels(table: Path = TABLE) -> dict[str, Kernel]:
 
 
 def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]:
-    """The table's kernels that a plugin's device is used with, and their types.
+    """The kernels of the table that are used on the device of a plugin, and their types.
 
     Flash attention, fused operators and products with biases run on GPUs only, ``all_reduce`` is left to the
     host's process groups, and ``ppfleetx.distributed.device.lacks_kernel`` lists types computed in float32
