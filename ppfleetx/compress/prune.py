@@ -167,8 +167,9 @@ def _left(total: int, ratio: float, multiple: int, what: str) -> int:
 
 def check_network(model: ModelConfig) -> None:
     """Raise ConfigError if the layers are of a kind that cannot be pruned."""
-    if model.moe is not None:
-        raise ConfigError("models with mixtures of experts are not pruned", key="Model.moe")
+    if model.not_pruned is not None:
+        key, why = model.not_pruned
+        raise ConfigError(why, key=f"Model.{key}")
     block, *others = model_spec(model).blocks
     specs = block.parameters()
     matrices = {name.removesuffix(".weight") for name, spec in specs.items() if len(spec.shape) > 1}

@@ -184,10 +184,9 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
             "the weights below adapters are not trained, so they are not pruned while training; prune the "
             "checkpoint first (ppfleetx prune), or merge the adapters (ppfleetx merge)",
         )
-    if model.latent_attention is not None:
-        yield RuleError((f"{key}.enable", "Model.latent_attention"), "such layers cannot be pruned")
-    if model.moe is not None:
-        yield RuleError((f"{key}.enable", "Model.moe"), "models with mixtures of experts are not pruned")
+    if model.not_pruned is not None:
+        other, why = model.not_pruned
+        yield RuleError((f"{key}.enable", f"Model.{other}"), why)
     totals = {"heads": model.kv_heads, "mlp": model.ffn_size}
     pruned = [part for part in totals if pruning.part in (part, "both")]
     if "heads" in pruned and model.kv_heads == 1:

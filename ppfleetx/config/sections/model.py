@@ -352,6 +352,22 @@ class ModelConfig(Section):
             names += [f"decoder.layers.{layer}.{linear}" for linear in linears]
         return names
 
+    @property
+    def not_pruned(self) -> tuple[str, str] | None:
+        """A key with which the network cannot be pruned, and why; None: it can."""
+        reasons = {
+            "moe": "models with mixtures of experts are not pruned",
+            "latent_attention": "such layers cannot be pruned",
+            "attention_window_layers": "layers are pruned alike, and these differ",
+            "rotary_layers": "layers are pruned alike, and these differ",
+        }
+        found = next((key for key in reasons if getattr(self, key) is not None), None)
+        if found is not None:
+            return found, reasons[found]
+        if self.positions.biases:
+            return "position_embedding_type", "the slopes of the biases belong to this number of heads"
+        return None
+
     def is_recomputed(self, layer: int) -> bool:
         """Whether layer ``layer`` (0-based, over the whole model) is recomputed in the backward pass."""
         return layer in self.recomputed_layers()
