@@ -85,6 +85,7 @@ examples:
             cfg = load_config(job.config, job.overrides)
             server.check_libraries()
             server.check_plan(cfg, world_size(os.environ))
+            server.check_generation(cfg)
             check_checkpoint(cfg)
             api_key = server.read_api_key(cfg, os.environ)
             with server.open_socket(cfg) as listener:

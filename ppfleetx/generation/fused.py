@@ -147,7 +147,7 @@ def _is_plain_block(layer: nn.Layer) -> bool:
         and _is_known_rotary(layer.attention.rotary)
         and layer.mlp_norm is not None
         and layer.multiplier == 1.0
-        and layer.attention.slopes is None
+        and not layer.attention.has_biases
         and layer.attention.query_factor == 1.0
         and layer.attention.options.softcap is None
         # Ranks that share a layer or a sequence must communicate within it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,7 +126,7 @@ class Attention(HeadAttention):
         super().__init__(factory, spec, **options)
         self.head_dim, self.queries_per_group = spec.head_dim, spec.queries_per_group
         self.num_groups = factory.local_count(spec.num_kv_heads, "key/value heads")
-        self.slopes = alibi_slopes(spec.num_heads) if spec.has_biases else None
+        self.num_heads, self.has_biases = spec.num_heads, spec.has_biases
         width = spec.head_dim + (2 if spec.has_biases else 0)
         scale = spec.head_dim**-0.5 if spec.score_scale is None else spec.score_scale
         # Kernels divide scores by the root of the queries' width.
@@ -176,7 +176,7 @@ class Attention(HeadAttention):
         """Whether the packed fused operator can run: no layer changes queries or keys on their own."""
         is_plain = self.queries_per_group == 1 and self.rotary is None and self.q_norm is None
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
-        is_plain = is_plain and self.slopes is None and self.query_factor == 1.0
+        is_plain = is_plain and not self.has_biases and self.query_factor == 1.0
         return is_plain and packed_attention_serves(qkv, self.dropout, self.options)
 
     def divide(
@@ -187,7 +187,7 @@ class Attention(HeadAttention):
         query, key, value = self._parts(qkv, position_ids)
         if self.query_factor != 1.0:
             query = query * self.query_factor
-        if self.slopes is not None:
+        if self.has_biases:
             query, key = self._with_biases(query, key, position_ids)
         return query, key, value
 
@@ -197,10 +197,14 @@ class Attention(HeadAttention):
         """Add the features whose product is slope times the key's position. It is all that a softmax sees of
         the distance. The position is in two parts, each of which 16 bits hold exactly."""
         groups, per_group, length, size = query.shape[1:]
-        slopes = self.slopes[self._first_head(groups * per_group) :][: groups * per_group]
-        root = (size + 2) ** 0.5
-        both = np.stack([slopes * 256 * root, slopes * root], axis=-1).astype(np.float32)
-        of_heads = paddle.to_tensor(both).reshape([1, groups, per_group, 1, 2]).astype(query.dtype)
+        heads = (self.num_heads, self._first_head(groups * per_group), groups * per_group, size + 2)
+        # A constant of an exported program; else made once for each device, not copied to it in each pass.
+        features = (
+            _kept_bias_features(*heads, paddle.get_device())
+            if paddle.in_dynamic_mode()
+            else paddle.to_tensor(bias_features(*heads))
+        )
+        of_heads = features.reshape([1, groups, per_group, 1, 2]).astype(query.dtype)
         query = paddle.concat([query, of_heads.expand([query.shape[0], -1, -1, length, -1])], axis=-1)
         parts = paddle.stack([position_ids // 256, position_ids % 256], axis=-1)  # [b, s, 2]
         parts = parts.astype(key.dtype).unsqueeze(1).expand([-1, groups, -1, -1])
@@ -242,6 +246,18 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
     slopes += [2 ** (-8 * (2 * i + 1) / (2 * below)) for i in range(num_heads - below)]
     return np.array(slopes)
+
+
+def bias_features(num_heads: int, first: int, count: int, width: int) -> np.ndarray:
+    """What linear biases add to the queries of ``count`` heads from ``first`` on, ``[count, 2]`` float32: the
+    slopes for position // 256 and for position % 256, times the root of ``width`` that kernels divide by."""
+    slopes = alibi_slopes(num_heads)[first : first + count] * width**0.5
+    return np.stack([slopes * 256, slopes], axis=-1).astype(np.float32)
+
+
+@lru_cache(maxsize=8)
+def _kept_bias_features(num_heads: int, first: int, count: int, width: int, device: str) -> paddle.Tensor:
+    return paddle.to_tensor(bias_features(num_heads, first, count, width))
 
 
 def joined(context: paddle.Tensor) -> paddle.Tensor:

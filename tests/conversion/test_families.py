@@ -203,7 +203,7 @@ def test_llamas_under_other_names(tmp_path, kind):
         del config["rope_theta"]
         llama |= {"rope_theta": 10000.0}
     source = write(tmp_path / "llama", llama)
-    other = renamed(source, tmp_path / kind, config, names, lambda all: fuse_qkv(all, fused, groups))
+    other = renamed(source, tmp_path / kind, config, names, lambda tensors: fuse_qkv(tensors, fused, groups))
     tokens, _ = logits_of("neox")
     found, expected = (
         our_logits(weights, ModelConfig(**weights.model), tokens) for weights in map(read_hf, (other, source))

@@ -11,12 +11,14 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.family import (
     ATTENTION_BIAS,
-    INIT,
+    GPT2_ALIASES,
+    GPT2_FIXED,
+    GPT2_NAMES,
+    GPT2_SIZES,
     LLAMA_FIXED,
     LLAMA_KEYS,
     LLAMA_NAMES,
     LLAMA_READ,
-    NEEDED,
     ROPE,
     SILU,
     SIZES,
@@ -40,53 +42,18 @@ from ppfleetx.conversion.huggingface.rope import hf_neox_rope, rope_keys
 
 # ---- GPT-2
 
-_GPT2_ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
-
-
 _GPT2 = Family(
     "GPT2LMHeadModel",
-    keys={
-        "vocab_size": ("vocab_size", NEEDED),
-        "n_embd": ("hidden_size", NEEDED),
-        "n_layer": ("num_layers", NEEDED),
-        "n_head": ("num_attention_heads", NEEDED),
-        "n_inner": ("ffn_hidden_size", lambda config: 4 * config["n_embd"]),
-        "n_positions": ("max_position_embeddings", NEEDED),
-        "layer_norm_epsilon": ("norm_epsilon", 1e-5),
-        "initializer_range": INIT,
-        "resid_pdrop": ("hidden_dropout_prob", 0.1),
-        "attn_pdrop": ("attention_probs_dropout_prob", 0.1),
-        "tie_word_embeddings": ("tie_word_embeddings", True),
-    },
-    fixed={
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-    },
-    names={
-        "embedding.word_embeddings": "transformer.wte",
-        "embedding.position_embeddings": "transformer.wpe",
-        "decoder.layers.{}.input_norm": "transformer.h.{}.ln_1",
-        "decoder.layers.{}.attention.qkv": "transformer.h.{}.attn.c_attn",
-        "decoder.layers.{}.attention.out_proj": "transformer.h.{}.attn.c_proj",
-        "decoder.layers.{}.mlp_norm": "transformer.h.{}.ln_2",
-        "decoder.layers.{}.mlp.fc1": "transformer.h.{}.mlp.c_fc",
-        "decoder.layers.{}.mlp.fc2": "transformer.h.{}.mlp.c_proj",
-        "decoder.final_norm": "transformer.ln_f",
-        "head": "lm_head",
-    },
+    GPT2_SIZES,
+    GPT2_FIXED,
+    GPT2_NAMES,
     read=lambda config: activation(config, "activation_function", "gelu_new"),
     write=lambda model: {
         "activation_function": activation_name(model),
         "embd_pdrop": model.embedding_dropout,
     },
     also_read={"activation_function"},
-    aliases=_GPT2_ALIASES,
+    aliases=GPT2_ALIASES,
     has_in_out_linears=True,
     has_parts_in_a_row=True,
     off={
@@ -222,9 +189,11 @@ _DENSE: dict[str, Family] = {
         off=SILU,
     ),
     "gpt_neox": _NEOX,
+    **GEMMA,
+    **LLAMA_KIN,
+    **GPT_KIN,
 }
 
-_DENSE |= GEMMA | LLAMA_KIN | GPT_KIN
 FAMILIES = _DENSE | MIXTURES
 """By ``model_type``."""
 

@@ -162,6 +162,42 @@ SIZES = {
     "initializer_range": INIT,
     "attention_dropout": ("attention_probs_dropout_prob", 0.0),
 }
+GPT2_SIZES = {
+    "vocab_size": ("vocab_size", NEEDED),
+    "n_embd": ("hidden_size", NEEDED),
+    "n_layer": ("num_layers", NEEDED),
+    "n_head": ("num_attention_heads", NEEDED),
+    "n_inner": ("ffn_hidden_size", lambda config: 4 * config["n_embd"]),
+    "n_positions": ("max_position_embeddings", NEEDED),
+    "layer_norm_epsilon": ("norm_epsilon", 1e-5),
+    "initializer_range": INIT,
+    "resid_pdrop": ("hidden_dropout_prob", 0.1),
+    "attn_pdrop": ("attention_probs_dropout_prob", 0.1),
+    "tie_word_embeddings": ("tie_word_embeddings", True),
+}
+GPT2_FIXED = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "add_bias_linear": True,
+}
+GPT2_NAMES = {
+    "embedding.word_embeddings": "transformer.wte",
+    "embedding.position_embeddings": "transformer.wpe",
+    "decoder.layers.{}.input_norm": "transformer.h.{}.ln_1",
+    "decoder.layers.{}.attention.qkv": "transformer.h.{}.attn.c_attn",
+    "decoder.layers.{}.attention.out_proj": "transformer.h.{}.attn.c_proj",
+    "decoder.layers.{}.mlp_norm": "transformer.h.{}.ln_2",
+    "decoder.layers.{}.mlp.fc1": "transformer.h.{}.mlp.c_fc",
+    "decoder.layers.{}.mlp.fc2": "transformer.h.{}.mlp.c_proj",
+    "decoder.final_norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 ROPE = {*PLACES, "original_max_position_embeddings"}
 
 
@@ -174,11 +210,14 @@ def window_keys(config: Config, window: int | None) -> dict[str, Any]:
     """``attention_window``: theirs counts the position itself, ours those before it."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
-    if window < 2:
-        raise CheckpointError(
-            f"config.json: sliding_window {window} is not supported: a token would see itself alone"
-        )
-    return {"attention_window": window - 1}
+    return {"attention_window": _our_window(window)}
+
+
+def _our_window(window: int | None) -> int:
+    if window is None or window < 2:
+        why = "" if window is None else ": a token would see itself alone"
+        raise CheckpointError(f"config.json: sliding_window {shown(window)} is not supported{why}")
+    return window - 1
 
 
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
@@ -194,10 +233,8 @@ def pattern_keys(config: Config, every: int) -> dict[str, Any]:
     sliding = [i for i, one in enumerate(kinds) if one == "sliding_attention"]
     if not sliding:
         return {"attention_window": None}
-    window = config.get("sliding_window")
-    if window is None or window < 2:
-        raise CheckpointError(f"config.json: sliding_window {shown(window)} is not supported")
-    return {"attention_window": window - 1, "attention_window_layers": sliding}
+    window = _our_window(config.get("sliding_window"))
+    return {"attention_window": window, "attention_window_layers": sliding}
 
 
 def hf_pattern(model: ModelConfig) -> dict[str, Any]:

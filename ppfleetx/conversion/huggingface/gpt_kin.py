@@ -7,6 +7,10 @@ from typing import Any
 from ppfleetx.config.errors import CheckpointError, shown
 from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.family import (
+    GPT2_ALIASES,
+    GPT2_FIXED,
+    GPT2_NAMES,
+    GPT2_SIZES,
     INIT,
     NEEDED,
     ROPE,
@@ -25,24 +29,6 @@ _ROW = "decoder.layers.{}."
 _LAYER_NORM = {"normalization": "LayerNorm", "add_bias_linear": True}
 _ROTARY = _LAYER_NORM | {"position_embedding_type": "rope"}
 _TURNING = ROPE | {"rope_theta", "partial_rotary_factor"}
-_GPT2_SIZES = {
-    "vocab_size": ("vocab_size", NEEDED),
-    "n_embd": ("hidden_size", NEEDED),
-    "n_layer": ("num_layers", NEEDED),
-    "n_head": ("num_attention_heads", NEEDED),
-    "n_inner": ("ffn_hidden_size", lambda config: 4 * config["n_embd"]),
-    "n_positions": ("max_position_embeddings", NEEDED),
-    "layer_norm_epsilon": ("norm_epsilon", 1e-5),
-    "initializer_range": INIT,
-    "resid_pdrop": ("hidden_dropout_prob", 0.0),
-    "attn_pdrop": ("attention_probs_dropout_prob", 0.0),
-}
-_GPT2_ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
 
 
 def _names(
@@ -174,7 +160,8 @@ _MEGATRON_LAYERS = {
 GPT_KIN: dict[str, Family] = {
     "gptj": Family(
         "GPTJForCausalLM",
-        _GPT2_SIZES,
+        {key: row for key, row in GPT2_SIZES.items() if key != "tie_word_embeddings"}
+        | {"resid_pdrop": ("hidden_dropout_prob", 0.0), "attn_pdrop": ("attention_probs_dropout_prob", 0.0)},
         _ROTARY
         | {
             "add_qkv_bias": False,
@@ -201,7 +188,7 @@ GPT_KIN: dict[str, Family] = {
         _gptj,
         _write_gptj,
         {"activation_function", "rotary_dim"},
-        aliases=_GPT2_ALIASES,
+        aliases=GPT2_ALIASES,
         off={"tie_word_embeddings": (False,)},
     ),
     "phi": Family(
@@ -243,27 +230,13 @@ GPT_KIN: dict[str, Family] = {
     ),
     "gpt_bigcode": Family(
         "GPTBigCodeForCausalLM",
-        _GPT2_SIZES | {"tie_word_embeddings": ("tie_word_embeddings", True)},
-        _LAYER_NORM | {"position_embedding_type": "learned_absolute"},
-        _names(
-            "transformer.h.{}",
-            "transformer.wte",
-            "transformer.ln_f",
-            "lm_head",
-            {
-                "input_norm": "ln_1",
-                "attention.qkv": "attn.c_attn",
-                "attention.out_proj": "attn.c_proj",
-                "mlp_norm": "ln_2",
-                "mlp.fc1": "mlp.c_fc",
-                "mlp.fc2": "mlp.c_proj",
-            },
-            {"embedding.position_embeddings": "transformer.wpe"},
-        ),
+        GPT2_SIZES,
+        GPT2_FIXED,
+        GPT2_NAMES,
         _bigcode,
         _write_bigcode,
         {"activation_function", "multi_query", "num_key_value_heads"},
-        aliases=_GPT2_ALIASES,
+        aliases=GPT2_ALIASES,
         off={"scale_attn_weights": (True,)},
     ),
     "starcoder2": Family(
@@ -310,7 +283,7 @@ GPT_KIN: dict[str, Family] = {
             "attention_dropout": ("attention_probs_dropout_prob", 0.0),
             "tie_word_embeddings": ("tie_word_embeddings", True),
         },
-        _LAYER_NORM | {"position_embedding_type": "learned_absolute", "position_offset": 2},
+        GPT2_FIXED | {"position_offset": 2},
         _names(
             "model.decoder.layers.{}",
             "model.decoder.embed_tokens",

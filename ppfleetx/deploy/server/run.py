@@ -57,6 +57,20 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
         )
 
 
+def check_generation(cfg: RunConfig) -> None:
+    """Refuse keys of ``Generation`` that a server does not follow.
+
+    Raises:
+        ConfigError: an assistant is asked for.
+    """
+    if cfg.Generation.assistant_model is not None:
+        raise ConfigError(
+            "the server guesses from earlier text alone (Serve.prompt_lookup_num_tokens)",
+            key="Generation.assistant_model",
+            value=cfg.Generation.assistant_model,
+        )
+
+
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
     """Read the key that requests must send; None: they need none.
 
@@ -117,12 +131,6 @@ def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> 
     Raises:
         ConfigError: ``Serve.chat_template`` cannot be used.
     """
-    if cfg.Generation.assistant_model is not None:
-        raise ConfigError(
-            "the server guesses from earlier text alone (Serve.prompt_lookup_num_tokens)",
-            key="Generation.assistant_model",
-            value=cfg.Generation.assistant_model,
-        )
     from ppfleetx.deploy.server.answering import TokenTexts
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.metrics import Metrics
