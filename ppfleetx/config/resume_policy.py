@@ -54,7 +54,7 @@ _EFFECTS: dict[str, Effect] = {
         "Model",
         "module vocab_size hidden_size num_layers ffn_hidden_size max_position_embeddings "
         "add_bias_linear add_qkv_bias add_out_proj_bias add_mlp_bias add_head_bias num_classes lora.rank "
-        "position_offset embedding_norm shared_input_norm "
+        "position_offset embedding_norm shared_input_norm pre_norm "
         "lora.targets moe.num_experts moe.expert_ffn_size moe.first_dense_layers moe.layer_freq moe.layers "
         "moe.router.bias moe.shared_experts",
     ),

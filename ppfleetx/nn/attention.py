@@ -133,9 +133,8 @@ class Attention(HeadAttention):
         self.query_factor = scale * width**0.5 if spec.has_biases or spec.score_scale is not None else 1.0
         self.options = replace(self.options, softcap=spec.softcap)
         self.qkv = factory.linear(spec.qkv)
-        self.q_norm, self.k_norm = (
-            factory.norm(spec.head_norm) if spec.head_norm is not None else None for _ in range(2)
-        )
+        self.q_norm, self.k_norm = (None if norm is None else factory.norm(norm) for norm in spec.norms)
+        self.norms_all_heads = spec.head_norm is not None and spec.head_norm.over_heads
         self.out_proj = factory.linear(spec.out_proj)
 
     def forward(
@@ -154,6 +153,8 @@ class Attention(HeadAttention):
             cache: keys and values of earlier positions; those of ``hidden`` are appended.
         """
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, self.queries_per_group + 2, self.head_dim])
+        if self.norms_all_heads:  # which are not all here once the positions are exchanged
+            qkv = self._normed(qkv)
         qkv = self.strategy.enter(qkv)
         if position_ids is not None:
             position_ids = self.strategy.positions_inside(position_ids)
@@ -172,9 +173,21 @@ class Attention(HeadAttention):
             context = self.whole(query, key, value, document_start)
         return self.out_proj(self.strategy.leave(context))
 
+    def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
+        """``qkv [s, b, g, r + 2, d]`` with the norms over all heads."""
+        groups, per_group, size = self.num_groups, self.queries_per_group, self.head_dim
+        query, key, value = qkv.split([per_group, 1, 1], axis=3)
+        query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
+        key = self.k_norm(key.flatten(2)).reshape([0, 0, groups, 1, size])
+        return paddle.concat([query, key, value], axis=3)
+
+    @property
+    def _norms_each_head(self) -> bool:
+        return self.q_norm is not None and not self.norms_all_heads
+
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
         """Whether the packed fused operator can run: no layer changes queries or keys on their own."""
-        is_plain = self.queries_per_group == 1 and self.rotary is None and self.q_norm is None
+        is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_each_head
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0
         return is_plain and packed_attention_serves(qkv, self.dropout, self.options)
@@ -223,13 +236,13 @@ class Attention(HeadAttention):
         """:meth:`divide` with rotary positions alone."""
         per_group = self.queries_per_group
         # One transpose for all three, so that no part has to be copied again.
-        if per_group == 1 and self.rotary is None and self.q_norm is None:
+        if per_group == 1 and self.rotary is None and not self._norms_each_head:
             query, key, value = qkv.transpose([3, 1, 2, 0, 4]).unbind(0)
             return query.unsqueeze(2), key, value
         qkv = qkv.transpose([1, 2, 3, 0, 4])
-        if self.rotary is None or self.q_norm is not None:
+        if self.rotary is None or self._norms_each_head:
             query, key, value = qkv.split([per_group, 1, 1], axis=2)
-            if self.q_norm is not None:
+            if self._norms_each_head:
                 query, key = self.q_norm(query), self.k_norm(key)
             if self.rotary is not None:
                 query, key = (self.rotary.rotate(part, position_ids) for part in (query, key))

@@ -6,7 +6,7 @@ Letters: q, kv bytes of all queries, of all keys (or values) on one rank; e byte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ppfleetx.nn.cost import Operation, Work, elementwise
@@ -46,7 +46,7 @@ class AttentionSpec:
         output_init: initial values of the projection after attention.
         dropout: share of attention weights dropped.
         window: how many positions before its own a token sees; None: all of them.
-        head_norm: norm of each head's query and key (Henry et al., 2020).
+        head_norm: norm of each head's query and key (Henry et al., 2020), or of all heads' together.
         rotary_size: features of each head that positions turn; None: they turn none.
         has_biases: whether scores get linear biases by distance (Press et al., 2022).
         score_scale: what scores are multiplied by; None: ``1 / sqrt(head_dim)``.
@@ -105,10 +105,18 @@ class AttentionSpec:
         """The projection after attention."""
         return LinearSpec(self.q_width, self.hidden_size, "rows", self.output_bias, self.output_init)
 
+    @property
+    def norms(self) -> tuple[NormSpec, NormSpec] | tuple[None, None]:
+        """The norm of queries and that of keys."""
+        if self.head_norm is None or not self.head_norm.over_heads:
+            return self.head_norm, self.head_norm
+        return replace(self.head_norm, size=self.q_width), replace(self.head_norm, size=self.kv_width)
+
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
         layers = {"qkv": self.qkv, "out_proj": self.out_proj}
         if self.head_norm is not None:
-            layers = {"qkv": self.qkv, "q_norm": self.head_norm, "k_norm": self.head_norm} | layers
+            q_norm, k_norm = self.norms
+            layers = {"qkv": self.qkv, "q_norm": q_norm, "k_norm": k_norm} | layers
         specs: Specs = {}
         for name, layer in layers.items():
             specs |= within(name, layer.parameters(sequence_parallel=sequence_parallel))

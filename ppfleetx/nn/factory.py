@@ -40,7 +40,7 @@ from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
 from ppfleetx.nn.moe_spec import GroupedLinearSpec
-from ppfleetx.nn.norm import RMSNorm
+from ppfleetx.nn.norm import RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
@@ -377,6 +377,16 @@ class TensorParallelFactory(LocalFactory):
         specs = spec.parameters()
         shape = placed(specs["weight"], self.mesh, self.rank).local_shape
         return self._declared(VocabParallelEmbedding(shape, rank=self.group.rank, join=self._sum), specs)
+
+    def norm(self, spec: NormSpec) -> nn.Layer:
+        if not spec.over_heads:
+            return super().norm(spec)
+        specs = self._parameters(spec)
+        (size,) = placed(specs["weight"], self.mesh, self.rank).local_shape
+        layer = SlicedRMSNorm(
+            size, spec.epsilon, total=spec.size, join=lambda sums: sum_gradient(self._sum(sums), self.group)
+        )
+        return self._declared(layer, specs)
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         sliced = inside_heads or self.sequence_parallel

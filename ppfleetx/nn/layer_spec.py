@@ -123,6 +123,7 @@ class NormSpec:
         epsilon: added to the variance or mean square.
         gain: initial value of its weight.
         inside_heads: whether its input is sliced over heads.
+        over_heads: whether its dimension is all heads together, which tensor parallelism slices.
         before_split: whether its input has all positions even where sequence parallelism splits them: it is
             the embedding's.
     """
@@ -132,6 +133,7 @@ class NormSpec:
     epsilon: float
     gain: float = 1.0
     inside_heads: bool = False
+    over_heads: bool = False
     before_split: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
@@ -140,8 +142,12 @@ class NormSpec:
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}
-        partial = self.inside_heads or (sequence_parallel and not self.before_split)
-        return {name: dense((self.size,), *values[name], partial=partial) for name in traits.parameters}
+        sees_all = self.before_split or self.over_heads
+        partial = self.inside_heads or (sequence_parallel and not sees_all)
+        mp = Shard(0) if self.over_heads else REPLICATE
+        return {
+            name: dense((self.size,), *values[name], mp=mp, partial=partial) for name in traits.parameters
+        }
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
         """The cost of normalising the hidden states."""

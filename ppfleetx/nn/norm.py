@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -84,6 +85,27 @@ class RMSNorm(nn.Layer):
         if trains_on_cpu(x) and x.dtype == paddle.float32:
             return _CpuNorm.apply(x, gain, None, self.epsilon)
         return rms_norm(x, gain, self.epsilon)
+
+
+class SlicedRMSNorm(RMSNorm):
+    """:class:`RMSNorm` of a dimension of which this rank holds a slice.
+
+    Args:
+        size, epsilon: the slice held here.
+        total: the whole dimension.
+        join: sums the ranks' sums of squares, and the gradients of that sum.
+    """
+
+    def __init__(
+        self, size: int, epsilon: float, *, total: int, join: Callable[[paddle.Tensor], paddle.Tensor]
+    ) -> None:
+        super().__init__(size, epsilon)
+        self.total, self.join = total, join
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x32 = x.astype("float32")
+        squares = self.join(x32.square().sum(-1, keepdim=True))
+        return (x32 * paddle.rsqrt(squares / self.total + self.epsilon)).astype(x.dtype) * self.weight
 
 
 class RMSNorm1P(RMSNorm):

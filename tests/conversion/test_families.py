@@ -40,6 +40,7 @@ CLOSER = {"gemma": 1e-4, "gemma2": 1e-4, "gemma3": 1e-4}  # of logits of up to 2
 WRITTEN_AS = {
     "mistral_whole": "llama",
     "phi3": "mistral",
+    "seed_oss": "qwen2",
     "gpt_bigcode_heads": "gpt2",
     "falcon_serial": "starcoder2",
 }
@@ -126,7 +127,7 @@ def test_greedy_search_gives_transformers_tokens(tmp_path, name):
     assert tokens_of(alone) == TOLD[name]["ids"]
 
 
-@pytest.mark.parametrize("name", ["qwen3_window", "gemma3", "bloom", "falcon_new", "cohere2", "opt"])
+@pytest.mark.parametrize("name", ["qwen3_window", "gemma3", "olmo3", "bloom", "falcon_new", "cohere2", "opt"])
 def test_an_exported_program_gives_them_too(tmp_path, name):
     """Other blocks as programs are in tests/models/test_export.py."""
     cfg, generator = generator_of(tmp_path, name)

@@ -105,6 +105,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", {**GROUPED, "sliding_window": 5, "pad_token_id": 0}),
     "smollm3": ("smollm3", {**GROUPED, "no_rope_layers": [1, 0], "pad_token_id": 0}),
+    "olmo2": ("olmo2", {**GROUPED, "attention_bias": True}),
+    "olmo3": (
+        "olmo3",
+        {
+            **GROUPED, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": YARN,
+            },
+        },
+    ),
+    "ernie4_5": ("ernie4_5", {**GROUPED, "head_dim": 12, "use_bias": True}),
+    "seed_oss": ("seed_oss", {**GROUPED, "head_dim": 10}),
     "gptj": ("gptj", {**GPT2_SIZES, "rotary_dim": 6}),
     "phi": ("phi", {**SIZES}),
     "gpt_bigcode": ("gpt_bigcode", {**GPT2_SIZES, "n_inner": 40}),

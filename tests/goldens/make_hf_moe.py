@@ -84,6 +84,17 @@ SPEC = {
         "router_aux_loss_coef": 0.03,
         "output_router_logits": True,
     },
+    "olmoe": {
+        "model_type": "olmoe",
+        "seed": 16,
+        "num_hidden_layers": 2,
+        "intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.04,
+        "output_router_logits": True,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         "seed": 14,

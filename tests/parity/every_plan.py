@@ -27,7 +27,7 @@ from tests.parity import experts, pruned, qat
 from tests.parity.comparison import BFLOAT16_TOLERANCE, IN_BFLOAT16, TOLERANCE, Comparison, Difference
 from tests.parity.training import MODELS, SEQ_LEN, SIZES
 
-_MOST_OF = {"mixed": 4, "latent": 4, "gemma": 4, "alibi": 4, "offset": 2}
+_MOST_OF = {"mixed": 4, "latent": 4, "gemma": 4, "alibi": 4, "olmo": 4, "offset": 2}
 # The order of passes changes nothing that ranks exchange: a choice of plans is enough.
 ZERO_BUBBLE = [
     replace(plan, pp_schedule="zb_h1")

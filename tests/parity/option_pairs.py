@@ -175,6 +175,15 @@ OPTIONS: dict[str, Option] = {
             "Model.shared_input_norm": True,
         },
     ),
+    "norms_of_all_heads": Option(
+        "ppfleetx.nn.attention:Attention._normed",
+        {
+            "Model.normalization": "RMSNorm",
+            "Model.qk_layernorm": "all_heads",
+            "Model.sandwich_norm": True,
+            "Model.pre_norm": False,
+        },
+    ),
     "documents": Option("ppfleetx.nn.masks:attention_mask", documents=True),
 }
 """Training options by name."""

@@ -31,10 +31,10 @@ NO_OPTIONS = {
         Model.num_layers Model.num_attention_heads Model.num_query_groups Model.head_dim
         Model.ffn_hidden_size Model.hidden_act
         Model.max_position_embeddings Model.position_offset Model.rotary_base Model.rotary_percent
-        Model.rotary_interleaved Model.rope_scaling Model.latent_attention Model.normalization
+        Model.rotary_interleaved Model.rope_scaling Model.latent_attention
         Model.norm_epsilon Model.tie_word_embeddings
-        Model.add_qkv_bias Model.add_out_proj_bias Model.add_mlp_bias Model.add_head_bias Model.qk_layernorm
-        Model.sandwich_norm Model.attn_post_norm_scale Model.ffn_post_norm_scale
+        Model.add_qkv_bias Model.add_out_proj_bias Model.add_mlp_bias Model.add_head_bias
+        Model.attn_post_norm_scale Model.ffn_post_norm_scale
         Model.initializer_range Model.embedding_initializer_range Model.scale_output_init
         Model.scale_qk_by_layer_num Model.num_classes Model.fuse_attn_qkv Model.latent_attention
         Model.rotary_interleaved""",

@@ -127,6 +127,7 @@ WAYS = {
         for plan in (MP, SP, SEP, INTERLEAVED, STAGE_3)
     ],
     "gemma": [(plan, "gemma", {}) for plan in (SP, SEP, INTERLEAVED)],
+    "olmo": [(plan, "olmo", {"extra": SMALL}) for plan in (SP, SEP)],
     "alibi": [(plan, "alibi", {"extra": SMALL}) for plan in (SP, SEP)],
     # Adapters under data parallelism and the other stages of sharding: tests/e2e/test_finetuning.py.
     "adapters": [

@@ -74,6 +74,8 @@ MODELS["gemma"] = {
     "rotary_layers": "[0, 1, 2]",
     "tie_word_embeddings": True,
 }
+# OLMo's norms: behind the branches, and over all queries and keys of a layer.
+MODELS["olmo"] = {**MODELS["llama"], "qk_layernorm": "all_heads", "sandwich_norm": True, "pre_norm": False}
 # BLOOM's positions, and one norm for both branches, as in GPT-J, Falcon and Cohere.
 MODELS["alibi"] = {
     "position_embedding_type": "alibi",

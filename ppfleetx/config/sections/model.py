@@ -174,9 +174,10 @@ class ModelConfig(Section):
     """Biases of both MLP linears."""
     add_head_bias: Bool | None = None
     """Bias of an untied output head; null: none."""
-    qk_layernorm: Bool = False
-    """Normalise the query and the key of each head before positions turn them. All queries of a layer share
-    one gain, and so do all keys."""
+    qk_layernorm: Literal["all_heads"] | Bool = False
+    """Normalise the query and the key of each head before positions turn them, with one gain for all heads;
+    `all_heads` (OLMo 2): the queries of all heads are one vector with a gain for each element, and so are the
+    keys. That needs `normalization: RMSNorm`."""
     latent_attention: LatentAttentionConfig | None = None
     """Make keys and values from one compressed vector per position, as DeepSeek-V2 and V3 do; null: ordinary
     heads. Needs rotary positions."""
@@ -187,6 +188,9 @@ class ModelConfig(Section):
     """With `parallel_residual`: one norm for both (GPT-J, Falcon, Cohere)."""
     sandwich_norm: Bool = False
     """A further norm after attention and after the MLP, before the residual addition."""
+    pre_norm: Bool = True
+    """Normalise what attention and the MLP read; false (OLMo 2): only what they add, which needs
+    `sandwich_norm`."""
     attn_post_norm_scale: NonNegativeFloat = 1.0
     """Initial gain of the norm after attention (with `sandwich_norm`)."""
     ffn_post_norm_scale: NonNegativeFloat = 1.0
@@ -364,6 +368,8 @@ class ModelConfig(Section):
         found = next((key for key in reasons if getattr(self, key) is not None), None)
         if found is not None:
             return found, reasons[found]
+        if self.qk_layernorm == "all_heads":
+            return "qk_layernorm", "its mean would be over fewer heads"
         if self.positions.biases:
             return "position_embedding_type", "the slopes of the biases belong to this number of heads"
         return None
@@ -454,6 +460,16 @@ class ModelConfig(Section):
         ):
             if getattr(self, key) not in (None, False, 0) and not is_there:
                 raise RuleError((key, wants), f"has no meaning with {wants} {getattr(self, wants)}")
+        if self.qk_layernorm == "all_heads" and self.normalization != "RMSNorm":
+            raise RuleError(
+                ("qk_layernorm", "normalization"), f"needs RMSNorm, and normalization is {self.normalization}"
+            )
+        if not self.pre_norm and (not self.sandwich_norm or self.shared_input_norm):
+            raise RuleError(
+                ("pre_norm", "sandwich_norm", "shared_input_norm"),
+                "without norms of what the branches read, what they add needs one: set sandwich_norm, and "
+                "leave out shared_input_norm",
+            )
         for key in ("attention_window_layers", "rotary_layers"):
             self._check_layers(key)
         return self

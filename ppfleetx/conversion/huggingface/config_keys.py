@@ -125,8 +125,6 @@ _LAYER_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}
 _REFUSED = {
     "gpt_oss": "each of its attention heads has a sink, a learned logit that takes part of the softmax; its "
     "experts clamp what goes into their gate; and every second layer has a window. None of these is built",
-    "olmoe": "it normalises all queries of a layer together, and all keys; Model.qk_layernorm normalises "
-    "those of each head",
 }
 """Networks that are often asked for, and why they are not read."""
 

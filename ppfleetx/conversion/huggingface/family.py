@@ -249,6 +249,46 @@ def hf_pattern(model: ModelConfig) -> dict[str, Any]:
 PATTERN_READ = {"layer_types", "sliding_window"}
 
 
+def rope_by_kind(config: Config, *, base: float, local: float) -> dict[str, Any]:
+    """:func:`llama_like`, with a base of their own for the layers that have a window.
+
+    Args:
+        config: with ``rope_parameters`` by kind of layer, or with those of layers without a window.
+        base: of layers without a window, where nothing says another.
+        local: the same of layers with one; they are never scaled.
+    """
+    by_kind = next((config[p] for p in PLACES if "full_attention" in config.get(p, {})), None)
+    usual = {"rope_theta": base, **config}
+    if by_kind is not None:
+        usual = {key: value for key, value in usual.items() if key not in PLACES}
+        usual["rope_parameters"] = {"rope_theta": base, **by_kind["full_attention"]}
+        of_windows = by_kind.get("sliding_attention") or {}
+        local = of_windows.get("rope_theta", local)
+        if (kind := of_windows.get("rope_type", "default")) != "default":
+            raise CheckpointError(
+                f"config.json: rope scaling {shown(kind)} of sliding_attention is not supported: layers with "
+                "a window are not scaled"
+            )
+    keys = llama_like(usual)
+    if local == keys["rotary_base"] and keys["rope_scaling"] is None:
+        return keys
+    return {**keys, "local_rotary_base": float(local)}
+
+
+def hf_rope_by_kind(model: ModelConfig) -> dict[str, Any]:
+    """``rope_parameters`` by kind of layer."""
+    usual = hf_rope(model)
+    base = {"rope_theta": usual["rope_theta"]}
+    return {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", **base, **usual.get("rope_scaling", {})},
+            "sliding_attention": {
+                "rope_type": "default", "rope_theta": model.local_rotary_base or model.rotary_base,
+            },
+        }
+    }  # fmt: skip
+
+
 def hf_window(model: ModelConfig) -> int | None:
     return None if model.attention_window is None else model.attention_window + 1
 

@@ -19,8 +19,9 @@ from ppfleetx.conversion.huggingface.family import (
     hf_pattern,
     llama_like,
     pattern_keys,
+    rope_by_kind,
 )
-from ppfleetx.conversion.huggingface.rope import PLACES, hf_rope
+from ppfleetx.conversion.huggingface.rope import hf_rope
 
 _TANH = ("gelu_pytorch_tanh", "gelu_new")
 _KEYS = LLAMA_KEYS | ATTENTION_BIAS | {"tie_word_embeddings": ("tie_word_embeddings", True)}
@@ -39,13 +40,17 @@ _SCALED = _ALL | PATTERN_READ | {"query_pre_attn_scalar"}
 _ONE_WAY = {"use_bidirectional_attention": (False,)}
 
 
-def _gemma(config: Config) -> dict[str, Any]:
+def _factors(config: Config) -> dict[str, Any]:
     # Early files say "gelu" in hidden_act, which transformers has always replaced by the tanh form.
     for key, known in (("hidden_activation", _TANH), ("hidden_act", (*_TANH, "gelu"))):
         name = config.get(key, _TANH[0])
         if name not in known:
             raise CheckpointError(f"{key} {shown(name)} of this {config['model_type']} is not supported")
-    return {**llama_like(config), "embedding_multiplier": math.sqrt(config["hidden_size"])}
+    return {"embedding_multiplier": math.sqrt(config["hidden_size"])}
+
+
+def _gemma(config: Config) -> dict[str, Any]:
+    return llama_like(config) | _factors(config)
 
 
 def _scale(config: Config, default: float = 256) -> dict[str, Any]:
@@ -57,20 +62,12 @@ def _gemma2(config: Config) -> dict[str, Any]:
 
 
 def _gemma3(config: Config) -> dict[str, Any]:
-    """Bases of rotary positions: ``rope_parameters`` by kind of layer, or ``rope_theta`` with
-    ``rope_scaling`` and ``rope_local_base_freq``."""
-    by_kind = next((config[p] for p in PLACES if "full_attention" in config.get(p, {})), None)
-    if by_kind is None:
-        usual = {"rope_theta": 1e6, **config}
-        local = config.get("rope_local_base_freq", 10000.0)
-    else:
-        plain = {key: value for key, value in config.items() if key not in PLACES}
-        usual = plain | {"rope_parameters": by_kind["full_attention"]}
-        local = by_kind.get("sliding_attention", {}).get("rope_theta", 10000.0)
     every = config.get("_sliding_window_pattern", config.get("sliding_window_pattern", 6))
     pattern = pattern_keys({"sliding_window": 4096, **config}, every)
-    keys = _gemma(usual) | _scale(config) | pattern
-    return keys | ({} if pattern["attention_window"] is None else {"local_rotary_base": float(local)})
+    rope = rope_by_kind(config, base=1e6, local=config.get("rope_local_base_freq", 10000.0))
+    if pattern["attention_window"] is None:
+        rope.pop("local_rotary_base", None)
+    return _factors(config) | rope | _scale(config) | pattern
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from ppfleetx.conversion.huggingface.family import (
     Config,
     Family,
     hf_pattern,
+    hf_rope_by_kind,
     hf_window,
     llama_like,
     pattern_keys,
+    rope_by_kind,
     window_keys,
     write_llama,
 )
@@ -148,6 +150,32 @@ def _write_smollm3(model: ModelConfig) -> dict[str, Any]:
     return {**write_llama(model), "no_rope_layers": rotates}
 
 
+# ---- OLMo: norms of what branches add, and of all queries and keys of a layer
+
+_OLMO_FIXED = LLAMA_FIXED | {"qk_layernorm": "all_heads", "sandwich_norm": True, "pre_norm": False}
+_OLMO_NAMES = {name: theirs for name, theirs in LLAMA_NAMES.items() if not name.endswith("_norm")} | {
+    f"{_ROW}attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    f"{_ROW}attention.k_norm": "model.layers.{}.self_attn.k_norm",
+    f"{_ROW}attention_post_norm": "model.layers.{}.post_attention_layernorm",
+    f"{_ROW}mlp_post_norm": "model.layers.{}.post_feedforward_layernorm",
+    "decoder.final_norm": "model.norm",
+}
+_OLMO_KEYS = LLAMA_KEYS | ATTENTION_BIAS | {"rms_norm_eps": ("norm_epsilon", 1e-5)}
+
+
+def _olmo3(config: Config) -> dict[str, Any]:
+    base = config.get("rope_theta", 5e5)
+    pattern = pattern_keys({"sliding_window": 4096, **config}, 4)
+    rope = rope_by_kind(config, base=base, local=base)
+    if pattern["attention_window"] is None:
+        rope.pop("local_rotary_base", None)
+    return rope | pattern
+
+
+def _write_olmo3(model: ModelConfig) -> dict[str, Any]:
+    return {"hidden_act": "silu", **hf_rope_by_kind(model), **hf_pattern(model)}
+
+
 # ---- InternLM 2 and Baichuan, whose code is not in transformers
 
 _OWN_CODE = {"auto_map"}
@@ -265,6 +293,60 @@ LLAMA_KIN: dict[str, Family] = {
         _write_smollm3,
         LLAMA_READ | {"no_rope_layers", "no_rope_layer_interval"},
         required=("num_key_value_heads",),
+        off=SILU,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        _OLMO_KEYS,
+        _OLMO_FIXED,
+        _OLMO_NAMES,
+        llama_like,
+        write_llama,
+        LLAMA_READ,
+        off=SILU,
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        _OLMO_KEYS,
+        _OLMO_FIXED,
+        _OLMO_NAMES,
+        _olmo3,
+        _write_olmo3,
+        LLAMA_READ | PATTERN_READ,
+        off=SILU,
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        LLAMA_KEYS
+        | _TIED
+        | {
+            "rms_norm_eps": ("norm_epsilon", 1e-5),
+            "use_bias": ("add_qkv_bias add_out_proj_bias add_mlp_bias", False),
+        },
+        LLAMA_FIXED | {"rotary_interleaved": True},
+        LLAMA_NAMES,
+        lambda config: llama_like({"rope_theta": 5e5, **config}),
+        write_llama,
+        LLAMA_READ,
+        required=("num_key_value_heads", "head_dim"),
+        off=SILU,
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        LLAMA_KEYS
+        | {
+            "attention_bias": ("add_qkv_bias", True),
+            "attention_out_bias": ("add_out_proj_bias", False),
+            "mlp_bias": ("add_mlp_bias", False),
+            "attention_dropout": ("attention_probs_dropout_prob", 0.1),
+            "residual_dropout": ("hidden_dropout_prob", 0.1),
+        },
+        LLAMA_FIXED | {"embedding_dropout_prob": 0.0},
+        LLAMA_NAMES,
+        llama_like,
+        write_llama,
+        LLAMA_READ,
+        required=("num_key_value_heads", "head_dim"),
         off=SILU,
     ),
     "internlm2": Family(

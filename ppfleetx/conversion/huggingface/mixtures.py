@@ -184,6 +184,25 @@ _QWEN3_MOE = Family(
     off=SILU,
 )
 
+_OLMOE = Family(
+    "OlmoeForCausalLM",
+    LLAMA_KEYS
+    | ATTENTION_BIAS
+    | {
+        "rms_norm_eps": ("norm_epsilon", 1e-5),
+        "num_experts": ("moe.num_experts", NEEDED),
+        "num_experts_per_tok": ("moe.top_k", NEEDED),
+        "norm_topk_prob": ("moe.router.normalize", False),
+    },
+    LLAMA_FIXED | _SOFTMAX | {"qk_layernorm": "all_heads"},
+    LLAMA_NAMES | _EXPERT_NAMES,
+    lambda config: llama_like(config) | _pooled_loss(config, 0.01),
+    lambda model: write_llama(model) | _hf_pooled_loss(model),
+    LLAMA_READ | _POOLED_READ,
+    aliases={"num_local_experts": "num_experts"},
+    off=SILU | {"clip_qkv": ()},
+)
+
 # ---- DeepSeek's routers: scores by group, shared experts, the first layers dense
 
 
@@ -368,6 +387,7 @@ MIXTURES = {
     "mixtral": _MIXTRAL,
     "qwen2_moe": _QWEN2_MOE,
     "qwen3_moe": _QWEN3_MOE,
+    "olmoe": _OLMOE,
     "glm4_moe": _GLM4_MOE,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v2": _DEEPSEEK_V2,

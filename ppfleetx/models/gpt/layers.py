@@ -106,7 +106,7 @@ class Embedding(nn.Layer):
 
 
 class Block(nn.Layer):
-    """A pre-norm transformer block, with attention and MLP in sequence or in parallel.
+    """A transformer block, with attention and MLP in sequence or in parallel.
 
     Args:
         factory: makes linears and norms.
@@ -134,10 +134,10 @@ class Block(nn.Layer):
         self.carries_positions = rotary is not None if carries_positions is None else carries_positions
         self.parallel_residual, self.multiplier = spec.parallel_residual, spec.multiplier
 
-        def post_norm(spec: NormSpec | None) -> nn.Layer | None:
+        def norm(spec: NormSpec | None) -> nn.Layer | None:
             return None if spec is None else factory.norm(spec)
 
-        self.input_norm = factory.norm(spec.input_norm)
+        self.input_norm = norm(spec.input_norm)
         self.attention = load_target(spec.attention.layer)(
             factory,
             spec.attention,
@@ -146,10 +146,10 @@ class Block(nn.Layer):
             options=kernel,
             recompute_core=recompute == "core_attn",
         )
-        self.attention_post_norm = post_norm(spec.attention_post_norm)
-        self.mlp_norm = None if spec.mlp_norm is None else factory.norm(spec.mlp_norm)
+        self.attention_post_norm = norm(spec.attention_post_norm)
+        self.mlp_norm = norm(spec.mlp_norm)
         self.mlp = load_target(spec.mlp.layer)(factory, spec.mlp)
-        self.mlp_post_norm = post_norm(spec.mlp_post_norm)
+        self.mlp_post_norm = norm(spec.mlp_post_norm)
         self.dropout = factory.dropout(spec.dropout)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> State:
@@ -194,7 +194,7 @@ class Block(nn.Layer):
     def mlp_branch(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """The MLP branch, without its addition to ``hidden``."""
         norm = self.input_norm if self.mlp_norm is None else self.mlp_norm
-        return self._added(self.mlp(norm(hidden)), self.mlp_post_norm)
+        return self._added(self.mlp(hidden if norm is None else norm(hidden)), self.mlp_post_norm)
 
     def attend(
         self,
@@ -204,7 +204,8 @@ class Block(nn.Layer):
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
         """Norm and attention, without dropout and addition to ``hidden``."""
-        branch = self.attention(self.input_norm(hidden), position_ids, document_start, cache)
+        normed = hidden if self.input_norm is None else self.input_norm(hidden)
+        branch = self.attention(normed, position_ids, document_start, cache)
         return self._added(branch, self.attention_post_norm)
 
     def _added(self, branch: paddle.Tensor, post_norm: nn.Layer | None) -> paddle.Tensor:

@@ -79,11 +79,11 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Declaration of a pre-norm transformer block.
+    """Declaration of a transformer block.
 
     Attributes:
         layer: the block's class; a subclass may name its own.
-        input_norm: of what attention reads.
+        input_norm: of what attention reads; None: neither branch's input has a norm.
         attention: the first branch.
         attention_post_norm: of what it adds to the hidden states (Ding et al., 2021).
         mlp_norm: of what the feed-forward part reads; None: it reads what attention reads, after its norm.
@@ -96,7 +96,7 @@ class BlockSpec:
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.models.gpt.layers:Block"
 
-    input_norm: NormSpec
+    input_norm: NormSpec | None
     attention: AttentionSpec | LatentAttentionSpec
     attention_post_norm: NormSpec | None
     mlp_norm: NormSpec | None
@@ -128,12 +128,14 @@ class BlockSpec:
         return specs
 
     def operations(self, work: Work) -> Iterator[Operation]:
-        yield self.input_norm.operation("input norm", "attention", work)
+        if self.input_norm is not None:
+            yield self.input_norm.operation("input norm", "attention", work)
         yield from self.attention.operations(work)
         yield residual("attention residual", "attention", work, self.hidden_size, self.dropout)
         if self.attention_post_norm is not None:
             yield self.attention_post_norm.operation("norm after attention", "attention", work)
-        yield (self.mlp_norm or self.input_norm).operation("mlp norm", "mlp", work)
+        if (mlp_norm := self.mlp_norm or self.input_norm) is not None:
+            yield mlp_norm.operation("mlp norm", "mlp", work)
         yield from self.mlp.operations(work)
         yield residual("mlp residual", "mlp", work, self.hidden_size, self.dropout)
         if self.mlp_post_norm is not None:
@@ -143,18 +145,19 @@ class BlockSpec:
         """The steps of the forward pass and what they keep."""
         size = work.part_of(self.hidden_size)
         x, low = {"x": size}, work.low_share
+        normed, reads = _input(self.input_norm, work, "normed", "x")
         attention = [
-            *self.input_norm.tape(work, "normed", "x"),
-            *self.attention.tape(work, "attended", "normed", recompute_core=recompute == "core_attn"),
+            *normed,
+            *self.attention.tape(work, "attended", reads, recompute_core=recompute == "core_attn"),
             *self._branch(work, "attended", self.attention_post_norm),
         ]
         if recompute == "full_attn":
             attention = [Step(attention[-1].writes, size, ("x",), inner=Tape(x, tuple(attention), low))]
+        source = "x" if self.parallel_residual else "y"
+        normed, reads = _input(self.mlp_norm or self.input_norm, work, "mlp normed", source)
         mlp = [
-            *(self.mlp_norm or self.input_norm).tape(
-                work, "mlp normed", "x" if self.parallel_residual else "y"
-            ),
-            *self.mlp.tape(work, "mlp", "mlp normed"),
+            *normed,
+            *self.mlp.tape(work, "mlp", reads),
             *self._branch(work, "mlp", self.mlp_post_norm),
         ]
         steps = (
@@ -176,6 +179,11 @@ class BlockSpec:
         if self.multiplier != 1.0:
             steps.append(Step(f"{name}, multiplied", size, (steps[-1].writes,)))
         return steps
+
+
+def _input(norm: NormSpec | None, work: Work, writes: str, reads: str) -> tuple[list[Step], str]:
+    """The steps of the norm of a branch's input, and what the branch reads."""
+    return ([], reads) if norm is None else (norm.tape(work, writes, reads), writes)
 
 
 @dataclass(frozen=True)
@@ -343,10 +351,10 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
 
     mlp = MLPSpec(h, cfg.ffn_size, cfg.hidden_act, cfg.has_mlp_bias, Normal(std), output_init)
     one = block(
-        input_norm=norm(),
+        input_norm=norm() if cfg.pre_norm else None,
         attention=attention_spec(cfg, output_init),
         attention_post_norm=norm(cfg.attn_post_norm_scale) if cfg.sandwich_norm else None,
-        mlp_norm=None if cfg.shared_input_norm else norm(),
+        mlp_norm=norm() if cfg.pre_norm and not cfg.shared_input_norm else None,
         mlp=mlp,
         mlp_post_norm=norm(cfg.ffn_post_norm_scale) if cfg.sandwich_norm else None,
         parallel_residual=cfg.parallel_residual,
@@ -421,7 +429,10 @@ def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | Lat
             score_factor=score_factor(cfg.rope_scaling),
             softmax_in_fp32=cfg.softmax_in_fp32,
         )
-    head_norm = NormSpec(cfg.normalization, cfg.head_size, cfg.norm_epsilon, inside_heads=True)
+    together = cfg.qk_layernorm == "all_heads"
+    head_norm = NormSpec(
+        cfg.normalization, cfg.head_size, cfg.norm_epsilon, inside_heads=not together, over_heads=together
+    )
     return AttentionSpec(
         hidden_size=cfg.hidden_size,
         num_heads=cfg.num_attention_heads,
