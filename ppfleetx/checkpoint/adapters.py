@@ -122,6 +122,41 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     return write_ppfleetx(weights, fitted(weights, plain), plain, output)
 
 
+def read_adapters(path: str | Path, base: str | Path) -> tuple[LoraConfig, dict[str, np.ndarray]]:
+    """Read the adapters at ``path``, which were trained over the weights at ``base``.
+
+    Returns:
+        Their section of the configuration, and ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` float32
+        of each linear X.
+
+    Raises:
+        CheckpointError: there are none, or they were trained over other weights, or with a head of classes.
+    """
+    model = _model(path)
+    trained = read_ppfleetx(path, masters=True, few_bits=True)
+    checkpoint = open_resolved(resolve_checkpoint(path))
+    names = [name for name in parameter_shapes(model) if is_beside_base(name)]
+    if heads := [name for name in names if ".lora." not in name]:
+        raise CheckpointError(f"checkpoint {checkpoint.path} has a head of its own, {heads[0]}")
+    source = with_vocabulary(open_resolved(resolve_checkpoint(base)), model.vocab_size)
+    frozen = _frozen_names(source, model)
+    is_whole = checkpoint.manifest.fingerprints.get(BASE) is None
+    if not is_whole:
+        check_base(checkpoint, base_fingerprint(source, frozen), str(base))
+    elif base_fingerprint(checkpoint, frozen) != base_fingerprint(source, frozen):
+        raise CheckpointError(
+            f"the adapters of {checkpoint.path} were trained over other weights than {base}"
+        )
+    return model.lora, {name: trained.tensors[name].cast("F32").read() for name in names}
+
+
+def _frozen_names(source: Checkpoint, model: ModelConfig) -> list[str]:
+    """The tensors of the base ``source``, with the scales of quantised ones."""
+    scales = {name for name in source.names() if name.endswith(".scale")}
+    names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
+    return names + [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
+
+
 def _model(path: str | Path) -> ModelConfig:
     checkpoint = open_resolved(resolve_checkpoint(path))
     section = model_section(checkpoint.manifest)
@@ -142,9 +177,7 @@ def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> di
     place = base or lora.base
     with naming("--base" if base else "Model.lora.base", place):
         source = with_vocabulary(open_resolved(resolve_checkpoint(place)), model.vocab_size)
-    scales = {name for name in source.names() if name.endswith(".scale")}  # of quantised weights
-    names = [name for name in parameter_shapes(model) if not is_beside_base(name)]
-    names += [name for name in sorted(scales) if f"{name.removesuffix('.scale')}.weight" in names]
+    names = _frozen_names(source, model)
     check_base(checkpoint, base_fingerprint(source, names), str(place))
     return {name: lazy(source, name) for name in names}
 

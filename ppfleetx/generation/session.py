@@ -5,7 +5,8 @@ Shape letters: b rows, n columns so far, h hidden, V true vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class NextTokenModel:
         for parameter in model.parameters():
             use_huge_pages(parameter)
         self._fused: FusedBlocks | None = None  # built at first use
+        self._layer_by_layer = False
         self._looked_for_fused = False
 
     def with_cache(
@@ -96,9 +98,14 @@ class NextTokenModel:
         cache.extend(tokens.shape[1], visible)
         return self._run_trunk(self.model.stages[:-1], state, cache)
 
-    def run_layer_by_layer(self) -> None:
-        """From now on, do not use the operator for whole blocks."""
-        self._fused, self._looked_for_fused = None, True
+    @contextmanager
+    def layer_by_layer(self) -> Iterator[None]:
+        """Within it, do not use the operator for whole blocks, which hooks of layers do not reach."""
+        self._layer_by_layer = True
+        try:
+            yield
+        finally:
+            self._layer_by_layer = False
 
     def _run_trunk(
         self, trunk: Sequence[nn.Layer], state: tuple[paddle.Tensor, ...], cache: GrowingCache
@@ -107,7 +114,7 @@ class NextTokenModel:
         position_ids = state[1]
         embedding, *rest = trunk
         state = embedding(state, cache)
-        if not paddle.is_grad_enabled():
+        if not paddle.is_grad_enabled() and not self._layer_by_layer:
             if not self._looked_for_fused:
                 self._fused, self._looked_for_fused = fused_trunk(rest), True
             if self._fused is not None and (cache.follows or self._fused.takes_prompts):

@@ -68,8 +68,6 @@ def _model(weights: WeightsConfig | None = None, factory: type[LocalFactory] = I
 
 def _logits(model: StagedModel, prompts: list[list[int]], *, fused: bool) -> np.ndarray:
     next_token = NextTokenModel(model, SHAPE["vocab_size"])
-    if not fused:
-        next_token.run_layer_by_layer()
     session, found = DecodingSession(next_token, prompts, use_cache=True), []
     with paddle.no_grad():
         for step in range(36):  # past the end of the cache's first memory

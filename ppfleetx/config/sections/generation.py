@@ -362,6 +362,9 @@ class ServeConfig(Section):
     """Port to listen on; 0: one that is free, which the log names."""
     model_name: Name = "gpt"
     """Name of the model in requests and answers."""
+    adapters: dict[Name, PathText] = Field(default_factory=dict)
+    """Checkpoints with adapters (`Model.lora`) for this model, by the name that requests give as `model`.
+    Sequences of one adapter grow together, and after those of the others."""
     api_key_env: Text = API_KEY_VARIABLE
     """Environment variable with the key that requests must bring (`Authorization: Bearer KEY`). No key is
     needed when the default variable is not set; another one must be."""

@@ -195,8 +195,13 @@ class Service:
     texts: TokenTexts
     created: int
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that requests may use: of the base, and of the adapters."""
+        return (self.cfg.model_name, *self.cfg.adapters)
+
     def model(self, name: str) -> dict[str, Any]:
-        """The description of the model for clients."""
+        """The description of a model for clients."""
         return model_body(name, self.created, self.prompts.max_positions)
 
 
@@ -244,7 +249,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models", dependencies=[Depends(needs_key)])
     async def models() -> Response:
-        return JsonResponse({"object": "list", "data": [service.model(service.cfg.model_name)]})
+        return JsonResponse({"object": "list", "data": [service.model(name) for name in service.models]})
 
     @app.get("/v1/models/{name:path}", dependencies=[Depends(needs_key)])
     async def one_model(name: str) -> Response:
@@ -273,7 +278,7 @@ async def _complete(service: Service, request: Request, wanted: CompletionReques
     answer = CompletionAnswer(
         wanted,
         jobs,
-        *_named(service, "cmpl"),
+        *_named(service, wanted, "cmpl"),
         texts=service.texts,
         echoes=[service.prompts.text(prompt) for prompt in wanted.prompt] if wanted.echo else (),
         end_ids=service.scheduler.end_ids,
@@ -285,7 +290,9 @@ async def _chat(service: Service, request: Request, wanted: ChatRequest) -> Resp
     _check_model(service, wanted.model)
     jobs = await asyncio.to_thread(service.prompts.of_chat, wanted)
     end_ids = service.scheduler.end_ids
-    answer = ChatAnswer(wanted, jobs, *_named(service, "chatcmpl"), texts=service.texts, end_ids=end_ids)
+    answer = ChatAnswer(
+        wanted, jobs, *_named(service, wanted, "chatcmpl"), texts=service.texts, end_ids=end_ids
+    )
     return await _answer(service, request, wanted, answer)
 
 
@@ -299,7 +306,7 @@ async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -
         async with Answering(service.scheduler, part, request.receive, timeout, service.metrics) as answering:
             vectors += await vectors_of(answering)
     num_tokens = sum(len(job.ids) for job in jobs)
-    return embeddings_response(wanted, vectors, service.cfg.model_name, num_tokens)
+    return embeddings_response(wanted, vectors, wanted.model or service.cfg.model_name, num_tokens)
 
 
 async def _tokenize(service: Service, wanted: TokenizeRequest) -> Response:
@@ -311,9 +318,9 @@ async def _tokenize(service: Service, wanted: TokenizeRequest) -> Response:
     return JsonResponse(body)
 
 
-def _named(service: Service, kind: str) -> tuple[str, str, int]:
+def _named(service: Service, wanted: GenerationRequest, kind: str) -> tuple[str, str, int]:
     """The model's name, and an id and time for an answer."""
-    return service.cfg.model_name, f"{kind}-{secrets.token_hex(12)}", int(time.time())
+    return wanted.model or service.cfg.model_name, f"{kind}-{secrets.token_hex(12)}", int(time.time())
 
 
 async def _answer(service: Service, request: Request, wanted: GenerationRequest, answer: Answer) -> Response:
@@ -326,11 +333,11 @@ async def _answer(service: Service, request: Request, wanted: GenerationRequest,
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    if name is not None and name != service.cfg.model_name:
+    if name is not None and name not in service.models:
         raise ApiError(
             404,
-            f"model: there is no {quoted(name)}; this server has {service.cfg.model_name!r} "
-            "(Serve.model_name)",
+            f"model: there is no {quoted(name)}; this server has {', '.join(map(repr, service.models))} "
+            "(Serve.model_name, Serve.adapters)",
             param="model",
             code="model_not_found",
         )

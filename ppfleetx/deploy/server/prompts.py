@@ -12,7 +12,7 @@ from ppfleetx.config.sections.root import ServeConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate
 from ppfleetx.deploy.server.chat import ChatPrompt, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionRequest, Prompt
-from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, bad_request
+from ppfleetx.deploy.server.protocol import ApiError, GenerationRequest, Request, bad_request
 from ppfleetx.deploy.server.scheduler import Scheduler
 from ppfleetx.deploy.server.texts import EmbeddingRequest, TokenizeRequest
 from ppfleetx.deploy.server.work import Job
@@ -52,6 +52,10 @@ class PromptReader:
         encoded = [self._encode(prompt, add=request.add_special_tokens) for prompt in request.prompt]
         return self._jobs(request, encoded, request.stop)
 
+    def _adapter(self, request: Request) -> str | None:
+        """The adapter that a request names."""
+        return request.model if request.model in self._cfg.adapters else None
+
     def of_chat(self, request: ChatRequest) -> list[Job]:
         """Make the job that answers a conversation.
 
@@ -72,8 +76,9 @@ class PromptReader:
         for ids in encoded:
             if len(ids) > self.max_positions:
                 raise self._too_long(str(len(ids)), "input")
+        adapter = self._adapter(request)
         return [
-            Job(number, number, ids, 1, 0, 0, (), PLAIN, 0, (), is_embedded=True)
+            Job(number, number, ids, 1, 0, 0, (), PLAIN, 0, (), is_embedded=True, adapter=adapter)
             for number, ids in enumerate(encoded)
         ]
 
@@ -148,6 +153,7 @@ class PromptReader:
                 stops=stops,
                 num_top=(request.num_top or 0) if request.needs_scores else None,
                 scores_prompt=request.scores_prompt,
+                adapter=self._adapter(request),
             )
             for number, ids in enumerate(prompts)
         ]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ppfleetx.config.errors import ConfigError, UserError
+from ppfleetx.config.errors import ConfigError, UserError, naming
 from ppfleetx.config.sections.generation import API_KEY_VARIABLE
 from ppfleetx.config.sections.root import RunConfig, ServeConfig
 from ppfleetx.utils.cli import EXIT_INTERRUPTED
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from ppfleetx.data.chat.templates import ChatTemplate
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
     from ppfleetx.deploy.server.app import Service
+    from ppfleetx.generation.adapters import Adapters
     from ppfleetx.generation.generator import Generator
+    from ppfleetx.generation.session import NextTokenModel
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
 _MORE_SECONDS = 5.0  # from the model's last event to the end of the last connection
@@ -58,11 +60,15 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
 
 
 def check_generation(cfg: RunConfig) -> None:
-    """Refuse keys of ``Generation`` that a server does not follow.
+    """Refuse settings that a server does not follow.
 
     Raises:
-        ConfigError: an assistant is asked for.
+        ConfigError: an assistant is asked for, or an adapter has the name of the base.
     """
+    if cfg.Serve.model_name in cfg.Serve.adapters:
+        raise ConfigError(
+            "is the name of the base (Serve.model_name)", key="Serve.adapters", value=cfg.Serve.model_name
+        )
     if cfg.Generation.assistant_model is not None:
         raise ConfigError(
             "the server guesses from earlier text alone (Serve.prompt_lookup_num_tokens)",
@@ -150,14 +156,33 @@ def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> 
         * cache_bytes(cfg, item_size)
         / 2**30,
     )
-    metrics = Metrics()
+    metrics, end_ids = Metrics(), generator.end_ids(cfg.Generation)
+    adapters = load_adapters(cfg, generator.next_token_model)
     scheduler = Scheduler(
-        generator.next_token_model, generator.tokenizer, generator.end_ids(cfg.Generation), cfg.Serve, metrics
+        generator.next_token_model, generator.tokenizer, end_ids, cfg.Serve, metrics, adapters
     )
     template = _chat_template(cfg, generator.tokenizer)
     prompts = PromptReader(generator, template, cfg.Serve, scheduler)
     texts = TokenTexts(generator.tokenizer)
     return Service(cfg.Serve, api_key, prompts, scheduler, metrics, texts, int(time.time()))
+
+
+def load_adapters(cfg: RunConfig, model: NextTokenModel) -> Adapters:
+    """Load ``Serve.adapters``.
+
+    Raises:
+        UserError: one cannot be read, or belongs to another model.
+    """
+    from ppfleetx.checkpoint.adapters import read_adapters
+    from ppfleetx.generation.adapters import Adapters
+
+    adapters = Adapters(model)
+    for name, place in cfg.Serve.adapters.items():
+        with naming(f"Serve.adapters.{name}", place):
+            lora, tensors = read_adapters(place, cfg.Engine.save_load.ckpt_dir)
+            adapters.add(name, tensors, scale=lora.scale)
+        get_logger().info("adapter %r: rank %d, from %s", name, lora.rank, place)
+    return adapters
 
 
 def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:

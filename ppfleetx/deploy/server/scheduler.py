@@ -16,6 +16,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.deploy.server.metrics import Metrics
 from ppfleetx.deploy.server.protocol import ApiError
 from ppfleetx.deploy.server.work import Embedded, Event, Failed, Progress, Running, Scored, Waiting, Work
+from ppfleetx.generation.adapters import Adapters
 from ppfleetx.generation.continuous import ContinuousBatch
 from ppfleetx.generation.prefix_cache import PrefixStore
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, worthwhile
@@ -26,11 +27,38 @@ from ppfleetx.utils.log import get_logger
 _RETRY_SECONDS = 1
 
 
+class Lane:
+    """The sequences that grow with one model: the base, or the base with an adapter.
+
+    Args:
+        model: computes the logits.
+        max_prefix_tokens: limit of the earlier keys and values that are kept.
+    """
+
+    def __init__(self, model: NextTokenModel, max_prefix_tokens: int) -> None:
+        self._model = model
+        self.prefixes = PrefixStore(max_prefix_tokens)
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all sequences."""
+        self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[Running]()
+
+    def keep(self, kept: Sequence[bool]) -> int:
+        """Drop all sequences but those ``kept``. Returns the number of those dropped."""
+        places = [place for place, stays in enumerate(kept) if stays]
+        if len(places) < len(kept):
+            self.batch.select(places)
+            self.rows = [self.rows[place] for place in places]
+        return len(kept) - len(places)
+
+
 class Scheduler:
     """Answers :class:`Work` with one model, first come, first served.
 
-    Each step gives every sequence in the batch its next token. Before a step, sequences of cancelled requests
-    leave, and waiting ones join if there is room. Without work the thread sleeps.
+    Each step gives every sequence in the batch its next token: those of the base, then those of each adapter.
+    Before a step, sequences of cancelled requests leave, and waiting ones join if there is room. Without work
+    the thread sleeps.
 
     Args:
         model: computes the logits; nothing else may use it while the thread runs.
@@ -38,6 +66,7 @@ class Scheduler:
         end_ids: tokens that end an answer, unless a request says otherwise.
         cfg: the limits.
         metrics: the server's metrics.
+        adapters: adapters over the model, which requests may name.
     """
 
     def __init__(
@@ -47,6 +76,7 @@ class Scheduler:
         end_ids: tuple[int, ...],
         cfg: ServeConfig,
         metrics: Metrics,
+        adapters: Adapters | None = None,
     ) -> None:
         self._model, self._tokenizer, self._cfg, self._metrics = model, tokenizer, cfg, metrics
         self.end_ids = end_ids
@@ -55,9 +85,9 @@ class Scheduler:
         self._num_rows = 0  # waiting and running rows, for the limit
         self._closing_at: float | None = None
         self._died = False
-        self._prefixes = PrefixStore(cfg.prefix_cache_tokens)
-        self._batch = ContinuousBatch(model, self._prefixes)
-        self._rows: list[Running] = []
+        self._adapters = adapters or Adapters(model)
+        names = (None, *self._adapters.names)
+        self._lanes = {name: Lane(model, cfg.prefix_cache_tokens) for name in names}
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -129,6 +159,10 @@ class Scheduler:
 
     # ---- the thread
 
+    @property
+    def _rows(self) -> list[Running]:
+        return [row for lane in self._lanes.values() for row in lane.rows]
+
     def _run(self) -> None:
         try:
             with paddle.no_grad():
@@ -154,53 +188,63 @@ class Scheduler:
 
     def _step(self) -> None:
         self._drop_cancelled()
-        joining = self._score_prompts(self._admit())
-        self._rows += [Running(one, copy, self._tokenizer) for one in joining for copy in range(one.copies)]
-        self._batch.join([one.job.ids for one in joining], [one.copies for one in joining])
-        if not self._rows:
+        admitted = self._admit()
+        for name, lane in self._lanes.items():
+            joining = admitted if admitted and admitted[0].job.adapter == name else []
+            if joining or lane.rows:
+                with self._adapters.using(name):
+                    self._step_of(lane, joining)
+
+    def _step_of(self, lane: Lane, admitted: list[Waiting]) -> None:
+        joining = self._score_prompts(admitted)
+        lane.rows += [Running(one, copy, self._tokenizer) for one in joining for copy in range(one.copies)]
+        lane.batch.join([one.job.ids for one in joining], [one.copies for one in joining])
+        if not lane.rows:
             return
-        reused = self._prefixes.num_reused
+        reused = lane.prefixes.num_reused
         try:
-            logits = self._next_logits(has_newcomers=bool(joining))
-            tokens, events = self._choose(logits)
+            logits = self._next_logits(lane, has_newcomers=bool(joining))
+            tokens, events = self._choose(lane.rows, logits)
         except Exception:  # noqa: BLE001 it is logged, and other requests are not to blame
-            self._fail_step()
+            self._fail_step(lane)
             return
-        reused = self._prefixes.num_reused - reused
+        reused = lane.prefixes.num_reused - reused
         self._metrics.prompt_tokens.inc(sum(len(one.job.ids) for one in joining) - reused)
         self._metrics.reused_tokens.inc(reused)
         self._metrics.generated_tokens.inc(sum(map(len, tokens)))
         self._metrics.steps.inc()
-        self._batch.append(tokens)
-        self._keep([not row.is_finished for row in self._rows])
-        self._metrics.prefix_tokens.set(self._prefixes.num_tokens)
+        lane.batch.append(tokens)
+        self._keep(lane, [not row.is_finished for row in lane.rows])
+        self._metrics.prefix_tokens.set(sum(one.prefixes.num_tokens for one in self._lanes.values()))
         self._deliver(events)
 
-    def _next_logits(self, *, has_newcomers: bool) -> paddle.Tensor:
+    def _next_logits(self, lane: Lane, *, has_newcomers: bool) -> paddle.Tensor:
         """Logits ``[1 + s, b, V]`` after the last token of each row and each of its up to s guesses."""
         most = self._cfg.prompt_lookup_num_tokens
-        if has_newcomers or not most or len(self._rows) > MOST_ROWS:
-            return self._batch.next_logits().unsqueeze(0)
-        count = worthwhile([row.guess(most) for row in self._rows])
-        for row in self._rows:
+        if has_newcomers or not most or len(lane.rows) > MOST_ROWS:
+            return lane.batch.next_logits().unsqueeze(0)
+        count = worthwhile([row.guess(most) for row in lane.rows])
+        for row in lane.rows:
             row.guesses = row.guesses[:count]
-        return self._batch.logits_with_guesses([row.guesses for row in self._rows])
+        return lane.batch.logits_with_guesses([row.guesses for row in lane.rows])
 
-    def _choose(self, logits: paddle.Tensor) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
+    def _choose(
+        self, rows: Sequence[Running], logits: paddle.Tensor
+    ) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
         """Choose the new tokens of each row by ``logits [1 + s, b, V]``: its correct guesses and one more.
         Also returns the events for the clients."""
-        new: list[list[int]] = [[] for _ in self._rows]
+        new: list[list[int]] = [[] for _ in rows]
         events: list[tuple[Work, Event]] = []
-        active = list(range(len(self._rows)))
+        active = list(range(len(rows)))
         for place in range(logits.shape[0]):
             here = logits[place]
-            if len(active) < len(self._rows):
+            if len(active) < len(rows):
                 here = here.index_select(paddle.to_tensor(active), axis=0)
-            tokens = choose_tokens(here, [self._rows[i].choice() for i in active])
-            scores = self._scores(here, active, tokens)
+            tokens = choose_tokens(here, [rows[i].choice() for i in active])
+            scores = self._scores(here, [rows[i] for i in active], tokens)
             right = []
             for i, token, score in zip(active, tokens, scores, strict=True):
-                row = self._rows[i]
+                row = rows[i]
                 events.append((row.work, row.take(token, score)))
                 new[i].append(token)
                 if not row.is_finished and place < len(row.guesses) and row.guesses[place] == token:
@@ -208,22 +252,22 @@ class Scheduler:
             active = right
             if not active:
                 break
-        for row, tokens in zip(self._rows, new, strict=True):
+        for row, tokens in zip(rows, new, strict=True):
             row.adapt_guesses(len(tokens) - 1, self._cfg.prompt_lookup_num_tokens)
         return new, events
 
     def _scores(
-        self, logits: paddle.Tensor, rows: Sequence[int], tokens: Sequence[int]
+        self, logits: paddle.Tensor, rows: Sequence[Running], tokens: Sequence[int]
     ) -> list[TokenScore | None]:
         """The scores of new tokens, for rows that requested them."""
         scores: list[TokenScore | None] = [None] * len(rows)
-        wants = [place for place, i in enumerate(rows) if self._rows[i].job.num_top is not None]
+        wants = [place for place, row in enumerate(rows) if row.job.num_top is not None]
         if wants:
             part = logits.index_select(paddle.to_tensor(wants), axis=0)
-            most = max(self._rows[rows[place]].job.num_top or 0 for place in wants)
+            most = max(rows[place].job.num_top or 0 for place in wants)
             found = score_tokens(part, [tokens[place] for place in wants], most)
             for place, score in zip(wants, found, strict=True):
-                scores[place] = replace(score, top=score.top[: self._rows[rows[place]].job.num_top])
+                scores[place] = replace(score, top=score.top[: rows[place].job.num_top])
         return scores
 
     def _score_prompts(self, admitted: list[Waiting]) -> list[Waiting]:
@@ -259,10 +303,12 @@ class Scheduler:
             self._num_rows -= sum(one.copies for one in self._waiting) - sum(one.copies for one in kept)
             self._waiting = deque(kept)
             self._show_waiting()
-        self._keep([not row.work.cancelled for row in self._rows])
+        for lane in self._lanes.values():
+            self._keep(lane, [not row.work.cancelled for row in lane.rows])
 
     def _admit(self) -> list[Waiting]:
-        """Take as many prompts from the queue as fit into the batch and into one prompt pass, in order."""
+        """Take as many prompts from the queue as fit into the batch and into one prompt pass of one model,
+        in order."""
         admitted: list[Waiting] = []
         longest, num_rows = 0, len(self._rows)
         with self._changed:
@@ -273,32 +319,31 @@ class Scheduler:
                     break
                 if admitted and longest * (len(admitted) + 1) > self._cfg.max_prefill_tokens:
                     break
+                if admitted and one.job.adapter != admitted[0].job.adapter:
+                    break
                 num_rows += one.copies
                 admitted.append(self._waiting.popleft())
             self._show_waiting()
         return admitted
 
-    def _keep(self, kept: list[bool]) -> None:
-        """Drop all sequences but those ``kept``."""
-        if not all(kept):
-            places = [place for place, stays in enumerate(kept) if stays]
-            self._batch.select(places)
-            self._rows = [self._rows[place] for place in places]
+    def _keep(self, lane: Lane, kept: list[bool]) -> None:
+        """Drop all sequences of ``lane`` but those ``kept``."""
+        dropped = lane.keep(kept)
+        if dropped:
             with self._changed:
-                self._num_rows -= len(kept) - len(places)
+                self._num_rows -= dropped
         self._metrics.running.set(len(self._rows))
 
-    def _fail_step(self) -> None:
+    def _fail_step(self, lane: Lane) -> None:
         """The model raised an error: fail the requests of this step; the others continue with a new batch."""
-        get_logger().exception("a step of %d sequences has failed", len(self._rows))
-        failed = list(dict.fromkeys(row.work for row in self._rows))
-        self._batch = ContinuousBatch(self._model, self._prefixes)
+        get_logger().exception("a step of %d sequences has failed", len(lane.rows))
+        failed = list(dict.fromkeys(row.work for row in lane.rows))
         with self._changed:
             for work in failed:
                 work.cancelled = True  # its other prompts need not begin
-            self._num_rows -= len(self._rows)
-        self._rows = []
-        self._metrics.running.set(0)
+            self._num_rows -= len(lane.rows)
+        lane.clear()
+        self._metrics.running.set(len(self._rows))
         self._deliver((work, Failed(_failed_step())) for work in failed)
 
     def _fail_all(self, error: ApiError) -> None:
@@ -308,7 +353,8 @@ class Scheduler:
             self._waiting.clear()
             self._num_rows = 0
             self._show_waiting()
-        self._rows = []
+        for lane in self._lanes.values():
+            lane.clear()
         self._metrics.running.set(0)
         self._deliver((work, Failed(error)) for work in works)
 

@@ -85,6 +85,7 @@ class Job:
         num_top: how many alternatives to list with each token's score; None: no scores.
         scores_prompt: whether to score the tokens of the prompt, too.
         is_embedded: whether the prompt's embedding is wanted.
+        adapter: name of the adapter that answers; None: the base does.
     """
 
     number: int
@@ -100,6 +101,7 @@ class Job:
     num_top: int | None = None
     scores_prompt: bool = False
     is_embedded: bool = False
+    adapter: str | None = None
 
 
 @dataclass(eq=False)

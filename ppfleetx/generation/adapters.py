@@ -1,0 +1,97 @@
+"""Several LoRA adapters over one model, of which one at a time is in effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.generation.session import NextTokenModel
+from ppfleetx.nn.linear import GroupedLinear
+from ppfleetx.nn.lora import LoraBranch
+from ppfleetx.nn.quantized import QuantizedGroupedLinear
+
+
+class Adapters:
+    """Named adapters over ``model``; without one in effect the model is what it was.
+
+    Args:
+        model: the base; whole in this process.
+    """
+
+    def __init__(self, model: NextTokenModel) -> None:
+        self._model = model
+        self._branches: dict[str, list[tuple[nn.Layer, LoraBranch]]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._branches)
+
+    def add(self, name: str, tensors: Mapping[str, np.ndarray], *, scale: float) -> None:
+        """Add an adapter.
+
+        Args:
+            name: what :meth:`using` calls it.
+            tensors: float32 ``[in, rank]`` and ``[rank, out]`` of linears, by canonical name (``X.lora.a``
+                and ``X.lora.b``).
+            scale: factor of its part.
+
+        Raises:
+            CheckpointError: it belongs to layers that this model does not have, or to experts.
+        """
+        linears, branches = self._linears(), []
+        dtype = next(p.dtype for p in self._model.model.parameters() if p.is_floating_point())
+        for place in sorted({key.rpartition(".")[0] for key in tensors}):
+            linear_name = place.removesuffix(".lora")
+            linear = linears.get(linear_name)
+            if linear is None:
+                raise CheckpointError(f"adapter {name} has {place}, and the model has no such linear")
+            if isinstance(linear, GroupedLinear | QuantizedGroupedLinear):
+                raise CheckpointError(
+                    f"adapter {name} has {place}: adapters of experts cannot be chosen by request; merge "
+                    "them into the weights (ppfleetx merge)"
+                )
+            a, b = (tensors[f"{place}.{letter}"] for letter in "ab")
+            branch = LoraBranch(a.shape, b.shape, scale=scale, dropout=nn.Identity())
+            branch.to(dtype=dtype)
+            for parameter, values in ((branch.a, a), (branch.b, b)):
+                parameter.set_value(paddle.to_tensor(values).astype(dtype))
+            branches.append((linear, branch))
+        self._branches[name] = branches
+
+    def _linears(self) -> dict[str, nn.Layer]:
+        """The layers of the model that have a matrix, by canonical name."""
+        return {
+            parameter.info.name.removesuffix(".weight"): layer
+            for layer in self._model.model.sublayers()
+            for parameter in layer.parameters(include_sublayers=False)
+            if parameter.info.name.endswith(".weight")
+        }
+
+    @contextmanager
+    def using(self, name: str | None) -> Iterator[None]:
+        """Within it the model computes with this adapter; None: with none."""
+        if name is None:
+            yield
+            return
+        hooks = [
+            linear.register_forward_post_hook(partial(_add, branch))
+            for linear, branch in self._branches[name]
+        ]
+        try:
+            with self._model.layer_by_layer():
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _add(
+    branch: LoraBranch, _: nn.Layer, inputs: tuple[paddle.Tensor, ...], output: paddle.Tensor
+) -> paddle.Tensor:
+    return output + branch(*inputs)

@@ -1,0 +1,132 @@
+"""Several adapters over one base, chosen by ``model``: each answers as its merged weights do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+
+from ppfleetx.checkpoint.adapters import BASE, base_fingerprint, merge_lora
+from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
+from ppfleetx.checkpoint.slices import TensorSlice
+from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.commands.generate import load_generator
+from ppfleetx.config.errors import CheckpointError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
+from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.generation.adapters import Adapters
+from ppfleetx.generation.generator import Generator
+from ppfleetx.models.gpt.spec import parameter_shapes
+from tests.deploy.server.conftest import MODEL, Server
+
+PROMPTS = ["the cat and", "the hat", "a"]
+TARGETS = {"fox": ("*.qkv", "*.fc1"), "owl": ("*",)}
+
+
+def write_adapters(directory: Path, base: Path, seed: int, *targets: str, **changes: object) -> Path:
+    """A checkpoint of adapters alone, as a run with ``Model.lora.base`` saves it."""
+    lora = {"rank": 3, "alpha": 12.0, "targets": list(targets), "base": str(base)}
+    model = ModelConfig(**{**MODEL, "lora": lora, **changes})
+    rng = np.random.default_rng(seed)
+    shapes = {name: shape for name, shape in parameter_shapes(model).items() if ".lora." in name}
+    values = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    weights = open_resolved(resolve_checkpoint(base))
+    frozen = [name for name in parameter_shapes(model) if ".lora." not in name]
+    save_checkpoint(
+        directory,
+        epoch=0,
+        step=2,
+        tensors=[
+            TensorSlice(name, "model", "F32", value.shape, (0,) * value.ndim, value.shape, value)
+            for name, value in values.items()
+        ],
+        state={},
+        config={"Model": model.model_dump(mode="json")},
+        fingerprints={BASE: base_fingerprint(weights, frozen)},
+        vocab_size=MODEL["vocab_size"],
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, served_checkpoint: Path) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    base = served_checkpoint / "run"
+    return {
+        name: write_adapters(root / name, base, seed, *targets)
+        for seed, (name, targets) in enumerate(TARGETS.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def client(adapters, served_checkpoint, tmp_path_factory) -> Iterator[openai.OpenAI]:
+    log = tmp_path_factory.mktemp("log") / "adapters.log"
+    names = ", ".join(f"{name}: {place}" for name, place in adapters.items())
+    server = Server(served_checkpoint, log, f"Serve.adapters={{{names}}}", "Serve.max_batch_size=9")
+    yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert server.stop() == 0, server.log
+    assert "Traceback" not in server.log
+
+
+def generator_of(served_checkpoint: Path, run: Path) -> Generator:
+    tokenizer = f"Data.tokenizer.dir={served_checkpoint / 'run' / 'tokenizer'}"
+    options = [f"Engine.save_load.ckpt_dir={run}", tokenizer]
+    return load_generator(load_config(served_checkpoint / "config.yaml", options), ParallelContext.single())
+
+
+def test_each_adapter_answers_as_its_merged_weights_do(
+    adapters, client, served_checkpoint, offline, tmp_path
+):
+    options = GenerationConfig(decode_strategy="greedy_search", max_dec_len=20)
+    expected = {"gpt": [row[0].text for row in offline.generate(PROMPTS, options)]}
+    for name, place in adapters.items():
+        merge_lora(place, tmp_path / name)
+        merged = generator_of(served_checkpoint, tmp_path / name)
+        expected[name] = [row[0].text for row in merged.generate(PROMPTS, options)]
+    assert len({tuple(texts) for texts in expected.values()}) == 3
+
+    def answer(asked: tuple[str, str]) -> str:
+        name, prompt = asked
+        done = client.completions.create(model=name, prompt=prompt, max_tokens=20, temperature=0)
+        assert done.model == name
+        return done.choices[0].text
+
+    asked = [(name, prompt) for prompt in PROMPTS for name in expected]
+    for _ in range(2):  # the second time with the keys and values of the first
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = dict(zip(asked, pool.map(answer, asked), strict=True))
+        for name, texts in expected.items():
+            assert [answers[name, prompt] for prompt in PROMPTS] == texts, name
+
+
+def test_embeddings_and_the_list_of_models_know_them(client):
+    assert [model.id for model in client.models.list()] == ["gpt", "fox", "owl"]
+    assert client.models.retrieve("owl").id == "owl"
+    vectors = {
+        name: client.embeddings.create(model=name, input="the cat").data[0].embedding
+        for name in ("gpt", "fox", "owl")
+    }
+    assert len({tuple(vector) for vector in vectors.values()}) == 3
+    with pytest.raises(openai.NotFoundError, match="'gpt', 'fox', 'owl'"):
+        client.completions.create(model="cat", prompt="a")
+
+
+def test_adapters_of_another_model_are_refused(served_checkpoint, offline, tmp_path):
+    from ppfleetx.checkpoint.adapters import read_adapters
+
+    base = served_checkpoint / "run"
+    place = write_adapters(tmp_path / "one", base, 0, "*")
+    lora, tensors = read_adapters(place, base)
+    with pytest.raises(CheckpointError, match="no such linear"):
+        Adapters(offline.next_token_model).add("x", {"decoder.layers.7.mlp.fc1.lora.a": tensors}, scale=1.0)
+    merged = merge_lora(place, tmp_path / "merged")
+    with pytest.raises(CheckpointError, match="another base"):
+        read_adapters(place, merged.parent)
+    with pytest.raises(CheckpointError, match="not trained with adapters"):
+        read_adapters(merged.parent, base)
+    assert lora.scale == 4.0
