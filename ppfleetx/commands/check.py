@@ -186,6 +186,17 @@ def _model_lines(cfg: RunConfig) -> list[str]:
         _line("parameters", f"{human_count(count)} parameters ({count:,})"),
         *_expert_lines(model),
         *_lora_lines(model),
+        *_mup_lines(model),
+    ]
+
+
+def _mup_lines(model: ModelConfig) -> list[str]:
+    if model.mup_base_width is None:
+        return []
+    m = model.width_factor
+    text = f"{m:g} times the base of {model.mup_base_width}: rates of the blocks' matrices x {1 / m:g}"
+    return [
+        _line("width", f"{text}, their initial values x {m**-0.5:g}, logits x {model.logits_multiplier:g}")
     ]
 
 
@@ -215,11 +226,12 @@ def _lora_lines(model: ModelConfig) -> list[str]:
 
 
 def _ramp_lines(cfg: RunConfig) -> list[str]:
-    ramp = cfg.batch.ramp
-    if ramp is None:
-        return []
-    text = f"from {ramp.start} by {ramp.increment} to {ramp.full} in {ramp.samples:,} sequences"
-    return [_line("batch ramp", text)]
+    ramps = {"batch ramp": cfg.batch.ramp, "length ramp": cfg.batch.lengths}
+    return [
+        _line(name, f"from {ramp.start} by {ramp.increment} to {ramp.full} in {ramp.samples:,} sequences")
+        for name, ramp in ramps.items()
+        if ramp is not None
+    ]
 
 
 def _batch_lines(cfg: RunConfig) -> list[str]:

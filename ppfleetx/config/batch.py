@@ -18,15 +18,15 @@ _RAMP = "Global.rampup_batch_size"
 
 
 @dataclass(frozen=True)
-class BatchRamp:
-    """A global batch that grows in equal stages over ``samples`` sequences (Megatron-LM's
-    ``--rampup-batch-size``).
+class Ramp:
+    """The size of a global batch, or the length of sequences, that grows in equal stages over ``samples``
+    sequences (Megatron-LM's ``--rampup-batch-size``).
 
     Attributes:
-        start: sequences per step at first.
-        increment: sequences added at each stage.
-        samples: sequences after which the batch is full.
-        full: sequences per step from then on.
+        start: the size of the first steps.
+        increment: added at each stage.
+        samples: sequences after which the size is full.
+        full: the size from then on.
     """
 
     start: int
@@ -36,11 +36,11 @@ class BatchRamp:
 
     @property
     def sizes(self) -> range:
-        """The batch sizes before the full one."""
+        """The sizes before the full one."""
         return range(self.start, self.full, self.increment)
 
     def size_at(self, consumed: int) -> int:
-        """Sequences of the step that begins after ``consumed`` sequences."""
+        """The size of the step that begins after ``consumed`` sequences."""
         if consumed >= self.samples:
             return self.full
         return self.start + self.increment * (consumed * len(self.sizes) // self.samples)
@@ -53,13 +53,15 @@ class BatchPlan:
 
     Attributes:
         ramp: how the batch grows to ``global_batch_size``; None: it is constant.
+        lengths: how sequences grow to their full length; None: they have it from the first step.
     """
 
     global_batch_size: int
     local_batch_size: int
     micro_batch_size: int
     accumulate_steps: int
-    ramp: BatchRamp | None = None
+    ramp: Ramp | None = None
+    lengths: Ramp | None = None
 
     def size_at(self, consumed: int) -> int:
         """Sequences of the step that begins after ``consumed`` sequences."""
@@ -87,7 +89,7 @@ def resolve_batch(
     Args:
         global_size, local_size, micro_size, accumulate_steps: what the configuration says, None where open.
         data_size: number of data ranks, dp x sharding.
-        ramp: start, increment and samples of a :class:`BatchRamp`.
+        ramp: start, increment and samples of a :class:`Ramp`.
 
     Raises:
         RuleError: sizes that contradict each other or do not divide, or none given.
@@ -106,13 +108,13 @@ def resolve_batch(
             f"contradicts the batch sizes: local_batch_size {local} / micro_batch_size {micro} = {steps}",
         )
     full = local * data_size
-    grows = None if ramp is None else BatchRamp(*ramp, full)
+    grows = None if ramp is None else Ramp(*ramp, full)
     if grows is not None:
         _check_ramp(grows, micro * data_size)
     return BatchPlan(full, local, micro, steps, grows)
 
 
-def _check_ramp(ramp: BatchRamp, per_pass: int) -> None:
+def _check_ramp(ramp: Ramp, per_pass: int) -> None:
     """Check Megatron-LM's rules: the increments lead to the full batch, and each batch can be divided."""
     if ramp.start >= ramp.full or (ramp.full - ramp.start) % ramp.increment:
         raise RuleError(

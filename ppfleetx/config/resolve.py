@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ppfleetx.config.batch import BatchPlan, resolve_batch
+from ppfleetx.config.batch import BatchPlan, Ramp, resolve_batch
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import MAX_RANKS, RuleError, Section
@@ -18,6 +18,7 @@ from ppfleetx.config.rules import (
     glue_task,
     length_violations,
     num_outputs,
+    optimizer_violations,
     position_violations,
     workload_of,
 )
@@ -126,6 +127,7 @@ def _batch_of(cfg: RunConfig, origins: dict[str, str]) -> tuple[BatchPlan, tuple
         data_size=plan_of(cfg).data_size,
         ramp=sizes.rampup_batch_size,
     )
+    batch = replace(batch, lengths=_lengths(cfg))
     if not gives_way or batch.accumulate_steps == steps:
         return batch, ()
     return batch, (
@@ -144,6 +146,22 @@ def _check_ramp(cfg: RunConfig) -> None:
             (key, "Model.virtual_pp_degree"),
             "changes the number of micro batches, which the virtual-stage schedule depends on; use only one",
         )
+
+
+def _lengths(cfg: RunConfig) -> Ramp | None:
+    """How sequences grow; None: they do not."""
+    key, given, train = "Global.rampup_seq_len", cfg.Global.rampup_seq_len, cfg.Data.Train
+    if given is None or train is None:
+        return None
+    ramp = Ramp(*given, full=train.dataset.max_seq_len)
+    if ramp.start >= ramp.full or (ramp.full - ramp.start) % ramp.increment:
+        raise RuleError(
+            (key, "Data.Train.dataset.max_seq_len"),
+            f"cannot grow from {ramp.start} to {ramp.full} tokens by {ramp.increment} at a time",
+        )
+    if cfg.Model.task.classifies:
+        raise RuleError((key, "Model.module"), "a classifier reads whole texts; leave it out")
+    return ramp
 
 
 def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
@@ -193,6 +211,7 @@ def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
     yield from _tokens(cfg)
     yield from finetuning_violations(cfg)
     yield from compression_violations(cfg)
+    yield from optimizer_violations(cfg)
 
 
 def _noop_layers(cfg: RunConfig) -> Iterator[RuleError]:

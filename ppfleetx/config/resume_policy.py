@@ -72,8 +72,8 @@ _EFFECTS: dict[str, Effect] = {
         Effect.TRAINING,
         "Model",
         "hidden_dropout_prob embedding_dropout_prob attention_probs_dropout_prob scale_qk_by_layer_num "
-        "softmax_in_fp32 lora.dropout moe.router.jitter moe.aux_loss moe.z_loss_weight moe.bias_update_rate "
-        "moe.capacity",
+        "softmax_in_fp32 mup_base_width lora.dropout moe.router.jitter moe.aux_loss moe.z_loss_weight "
+        "moe.bias_update_rate moe.capacity",
     ),
     # Padding, initial values, kernels, recomputation and the plan.
     **_table(
@@ -113,7 +113,9 @@ _EFFECTS: dict[str, Effect] = {
     **_table(Effect.NOTHING, "Data", "Train.loader Eval.loader Test"),
     **_table(Effect.DATA, "Data.tokenizer", "name dir tokenizer_file vocab_file merges_file"),
     **_table(Effect.TRAINING, "Data.tokenizer", "eos_token"),
-    **_table(Effect.TRAINING, "Global", "seed global_batch_size rampup_batch_size allow_tf32 flags"),
+    **_table(
+        Effect.TRAINING, "Global", "seed global_batch_size rampup_batch_size rampup_seq_len allow_tf32 flags"
+    ),
     **_table(Effect.NOTHING, "Global", "device local_batch_size micro_batch_size plugins card peak_tflops"),
     **_table(
         Effect.TRAINING,

@@ -97,11 +97,14 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
     splits = {"Train": cfg.Data.Train, "Eval": cfg.Data.Eval}
     if cfg.Model.task.classifies:
         splits["Test"] = cfg.Data.Test
-    return {
+    lengths = {
         f"Data.{name}.dataset.max_seq_len": split.dataset.max_seq_len
         for name, split in splits.items()
         if split is not None
     }
+    if cfg.Global.rampup_seq_len is not None:  # what divides both divides every length on the way
+        lengths["Global.rampup_seq_len"] = math.gcd(*cfg.Global.rampup_seq_len[:2])
+    return lengths
 
 
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
@@ -151,6 +154,16 @@ def position_violations(cfg: RunConfig) -> Iterator[RuleError]:
         yield RuleError(
             ("Generation.max_dec_len", position_key),
             f"{cfg.Generation.max_dec_len} new tokens and a prompt exceed max_position_embeddings {longest}",
+        )
+
+
+def optimizer_violations(cfg: RunConfig) -> Iterator[RuleError]:
+    """The contradictions between the optimizer and the model."""
+    others = sorted(cfg.Optimizer.names - {"AdamW"})
+    if cfg.Model.mup_base_width is not None and others:
+        yield RuleError(
+            ("Model.mup_base_width", "Optimizer.name"),
+            f"the rule that divides rates by the width is AdamW's; {others[0]} would need another",
         )
 
 

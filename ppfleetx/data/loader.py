@@ -125,6 +125,15 @@ class GlobalBatchSampler:
 MicroBatch = dict[str, np.ndarray]
 """Arrays of a micro batch by name, on the host."""
 
+
+def shortened(micro_batches: Sequence[MicroBatch], length: int) -> list[MicroBatch]:
+    """The first ``length`` tokens of each sequence: arrays ``[b, s]`` become ``[b, length]``."""
+    return [
+        {name: array[:, :length] if array.ndim > 1 else array for name, array in batch.items()}
+        for batch in micro_batches
+    ]
+
+
 _PREFETCH_PER_WORKER = 2  # steps prepared ahead by each thread
 
 

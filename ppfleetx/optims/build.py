@@ -11,7 +11,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import OPTIMIZERS
 from ppfleetx.config.sections.optimizer import OptimizerConfig, ParamGroupConfig
 from ppfleetx.nn.param_spec import ParamSpec
-from ppfleetx.optims.groups import decays, layer_factor
+from ppfleetx.optims.groups import decays, layer_factor, width_factor
 from ppfleetx.optims.optimizer import NamedParams, Optimizer, UpdatePlace
 from ppfleetx.optims.rule import Group, OneByOne, Rule, UpdateRule
 from ppfleetx.utils.log import get_logger
@@ -22,6 +22,7 @@ def build_optimizer(
     named_params: NamedParams,
     place: UpdatePlace | None = None,
     num_layers: int = 0,
+    mup_factor: float = 1.0,
 ) -> Optimizer:
     """Build the optimizer of section `Optimizer` over (canonical name, parameter) pairs.
 
@@ -30,6 +31,7 @@ def build_optimizer(
         named_params: parameters; frozen ones (`stop_gradient`) are left out.
         place: where and how it works.
         num_layers: blocks of the whole model, for layer-wise decay.
+        mup_factor: the model's width over that of its base (``Model.mup_base_width``).
 
     Raises:
         ConfigError: the optimizer is not known, or is not what it was registered as.
@@ -38,13 +40,16 @@ def build_optimizer(
     groups = optimizer_groups(cfg_optimizer)
     _check_place(groups, place)
     shapes = {name: _global_shape(param) for name, param in named_params}
+    of_width = {
+        name: width_factor(param.spec, mup_factor) for name, param in named_params if mup_factor != 1.0
+    }
     return Optimizer(
         groups,
         named_params,
         lambda name: decays(name, shapes[name]),
         cfg_optimizer.weight_decay,
         place,
-        lambda name: layer_factor(name, cfg_optimizer.layer_decay, num_layers),
+        lambda name: layer_factor(name, cfg_optimizer.layer_decay, num_layers) * of_width.get(name, 1.0),
     )
 
 

@@ -76,7 +76,7 @@ class Optimizer:
         decays: whether weight decay applies to a parameter, by canonical name.
         weight_decay: until a step brings another.
         place: where and how it works.
-        layer_factor: of a parameter's learning rate, by canonical name, beside its group's.
+        rate_factor: of a parameter's learning rate, by canonical name, beside its group's.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class Optimizer:
         decays: Callable[[str], bool],
         weight_decay: float,
         place: UpdatePlace,
-        layer_factor: Callable[[str], float] = lambda _: 1.0,
+        rate_factor: Callable[[str], float] = lambda _: 1.0,
     ) -> None:
         self.named_params = _trainable(named_params)
         self._all = [param for _, param in self.named_params]
         self._groups, self._place, self._decays = groups, place, decays
-        self._layer_factor = layer_factor
+        self._rate_factor = rate_factor
         self._group_of = {name: _group(name, param, groups) for name, param in self.named_params}
         self._members = self._find_members()
         self._weight_decay = weight_decay
@@ -151,7 +151,7 @@ class Optimizer:
                     decay = group.weight_decay
                     if decay is None and not self._decays(name):
                         decay = 0.0
-                    factor = group.lr_factor * self._layer_factor(name)
+                    factor = group.lr_factor * self._rate_factor(name)
                     found.setdefault((number, factor, decay), []).append((name, param))
         return [
             _Members(self._groups[number].rule, factor, decay, params)

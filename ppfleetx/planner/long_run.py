@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ppfleetx.config.batch import BatchRamp
+from ppfleetx.config.batch import Ramp
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.job import Job
@@ -91,7 +91,7 @@ def checkpoint_bytes(job: Job) -> float:
     return parameter_count(job.model) * each
 
 
-def ramp_seconds(job: Job, cluster: Cluster, ramp: BatchRamp) -> tuple[float, float]:
+def ramp_seconds(job: Job, cluster: Cluster, ramp: Ramp) -> tuple[float, float]:
     """The seconds for the sequences of a batch ramp, and the seconds for them with the full batch.
 
     Raises:
@@ -161,7 +161,7 @@ def answers(prediction: Prediction, tokens: float, asked: Questions) -> list[str
     if asked.node_mtbf_hours is not None:
         lines.append(_failure_line(asked.failures(prediction)))
     if asked.ramp is not None:
-        lines.append(_ramp_line(prediction, BatchRamp(*asked.ramp, prediction.job.global_batch)))
+        lines.append(_ramp_line(prediction, Ramp(*asked.ramp, prediction.job.global_batch)))
     if asked.scale:
         lines += _scale_lines(prediction, tokens, asked)
     return lines
@@ -175,7 +175,7 @@ def _failure_line(found: Failures) -> str:
     )
 
 
-def _ramp_line(prediction: Prediction, ramp: BatchRamp) -> str:
+def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
     try:
         slow, fast = ramp_seconds(prediction.job, prediction.cluster, ramp)
     except ValueError as error:

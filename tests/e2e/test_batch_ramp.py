@@ -1,4 +1,5 @@
-"""A batch that grows (``Global.rampup_batch_size``): the sizes, each sample once, resumption, other plans."""
+"""A batch and sequences that grow (``Global.rampup_batch_size``, ``rampup_seq_len``): the sizes, each sample
+once, resumption, other plans."""
 
 from __future__ import annotations
 
@@ -6,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ppfleetx.config.batch import BatchRamp, resolve_batch
+from ppfleetx.config.batch import Ramp, resolve_batch
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.fields import RuleError
+from ppfleetx.config.loader import load_config
+from ppfleetx.config.plan import ParallelPlan as Plan
 from ppfleetx.data.loader import GlobalBatchSampler
-from tests.e2e.conftest import Tool, records
+from tests.e2e.conftest import NANO, Tool, records
+from tests.e2e.program import run
 
 RAMP = (
     "Global.global_batch_size=8",
@@ -29,7 +34,7 @@ def progress(output_dir: Path) -> list[tuple[int, int, float]]:
 
 
 def test_sizes_are_those_of_megatron() -> None:
-    ramp = BatchRamp(start=16, increment=8, samples=300, full=40)
+    ramp = Ramp(start=16, increment=8, samples=300, full=40)
     consumed, sizes = 0, []
     while consumed < 400:
         sizes.append(ramp.size_at(consumed))
@@ -47,7 +52,7 @@ def test_sizes_are_those_of_megatron() -> None:
 
 
 def test_no_sample_is_skipped_or_read_twice_by_any_number_of_ranks() -> None:
-    ramp = BatchRamp(start=4, increment=4, samples=30, full=12)
+    ramp = Ramp(start=4, increment=4, samples=30, full=12)
     for data_size in (1, 2):
         seen = []
         samplers = [
@@ -85,3 +90,42 @@ def test_a_run_resumes_within_the_ramp_and_any_plan_trains_the_same(tool: Tool, 
 def test_epochs_are_refused(tool: Tool, tmp_path: Path) -> None:
     message = tool.refused(tmp_path / "run", *RAMP, "Engine.run_mode=epoch")
     assert "Global.rampup_batch_size" in message and "run_mode" in message
+
+
+def test_sequences_grow_under_any_plan_and_over_a_stop(pools, corpus: Path, tmp_path: Path) -> None:
+    """The length of a step follows from the samples before it."""
+    growing = {"Global.rampup_seq_len": "[4,4,64]", "Engine.max_steps": 5, "Engine.eval_freq": 0}
+    plans = {
+        "one": Plan(),
+        "parts": Plan(mp=2, sequence_parallel=True),
+        "stages": Plan(pp=2),
+        "virtual": Plan(pp=2, virtual_pp_degree=2),
+    }
+    found = {
+        name: run(pools, plan, corpus, tmp_path / name, overrides=growing) for name, plan in plans.items()
+    }
+    tokens = [16 * length for length in (4, 4, 8, 12, 16)]
+    for name in plans:
+        assert [r["tokens"] for r in records(tmp_path / name, "train")] == tokens
+        for one, other in zip(found["one"], found[name], strict=True):
+            assert other[1:] == pytest.approx(one[1:], rel=1e-4), name
+
+    halves = tmp_path / "halves"
+    stopped = {**growing, "Engine.max_steps": 2, "Optimizer.lr.decay_steps": 5}
+    run(pools, Plan(), corpus, halves, overrides=stopped)
+    resumed = {**growing, "Optimizer.lr.decay_steps": 5, "Engine.save_load.resume": "auto"}
+    run(pools, Plan(), corpus, halves, overrides=resumed)
+    assert [r["tokens"] for r in records(halves, "train")] == tokens
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["Global.rampup_seq_len=[8,7,10]"], "from 8 to 32 tokens by 7"),
+        (["Global.rampup_seq_len=[32,8,10]"], "from 32 to 32"),
+        (["Global.rampup_seq_len=[7,5,10]", "Distributed.sep_degree=2"], "rampup_seq_len"),
+    ],
+)
+def test_lengths_that_lead_nowhere_or_cannot_be_divided_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(NANO, overrides)

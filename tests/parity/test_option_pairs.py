@@ -41,6 +41,7 @@ NO_OPTIONS = {
     "random masks of a plan are not those of one card": """
         Model.hidden_dropout_prob Model.attention_probs_dropout_prob Model.embedding_dropout_prob
         Model.lora.dropout""",
+    "factors of AdamW's rates, where these pairs have SGD; in test_plans.py": "Model.mup_base_width",
     "a kernel, which tests of its own compare with the plain operators": """
         Model.attention_kernel Model.use_flash_attn Model.fused_linear Model.softmax_in_fp32""",
     "how an option that is here is set": """

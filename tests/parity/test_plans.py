@@ -46,6 +46,11 @@ def test_loss_and_gradient_norm(comparison, plan, model):
     comparison.check(plan, model, "adamw")
 
 
+@pytest.mark.parametrize("plan", [SP, PP, STAGE_3], ids=str)
+def test_factors_of_rates_by_width(comparison, plan):
+    comparison.check(plan, "llama", "adamw", extra={**SMALL, "Model.mup_base_width": 8})
+
+
 def recompute(granularity="full"):
     return {"Model.use_recompute": True, "Model.recompute_granularity": granularity}
 

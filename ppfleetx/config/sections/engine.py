@@ -49,6 +49,11 @@ class GlobalConfig(Section):
     """A batch that grows, as Megatron-LM's `--rampup-batch-size`: [start, increment, samples]. It begins with
     `start` sequences a step and grows by `increment`, in equal parts of `samples` sequences, to
     `global_batch_size`. Each size must be a multiple of `micro_batch_size` x data ranks."""
+    rampup_seq_len: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+    """Sequences that grow: [start, increment, samples]. Training begins with the first `start` tokens of each
+    sequence, and takes `increment` more in equal parts of `samples` sequences, up to
+    `Data.Train.dataset.max_seq_len`. The tokens left out are not trained on (DeepSpeed's curriculum by
+    length)."""
     allow_tf32: Bool = False
     """On NVIDIA GPUs of compute capability 8.0 and above, round the inputs of float32 matrix products to
     TF32: several times faster, with relative errors of about 1e-3 instead of 1e-7. 16-bit products are not

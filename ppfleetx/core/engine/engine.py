@@ -17,7 +17,7 @@ from ppfleetx.core.engine.progress import TrainingLength, TrainState
 from ppfleetx.core.engine.rank_consistency import Watch
 from ppfleetx.core.engine.run import EvalRecord, StepRecord
 from ppfleetx.core.engine.saving import Saver
-from ppfleetx.data.loader import MicroBatch
+from ppfleetx.data.loader import MicroBatch, shortened
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import any_rank, raise_on_all_ranks
 from ppfleetx.models.evaluator import Evaluator, TokenLoss
@@ -249,7 +249,17 @@ class Engine:
             return None, TrainingStoppedError(
                 f"the training data ended at global step {self.state.step} of {self.max_steps}"
             )
+        if self.cfg.batch.lengths is not None:
+            micro_batches = shortened(micro_batches, self._seq_len)
         return micro_batches, None
+
+    @property
+    def _seq_len(self) -> int:
+        """Tokens of each sequence in the next step."""
+        lengths = self.cfg.batch.lengths
+        if lengths is None:
+            return self.cfg.Data.Train.dataset.max_seq_len
+        return lengths.size_at(self.state.consumed_samples)
 
     def _step(
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
@@ -285,6 +295,7 @@ class Engine:
                 return moved
         epoch, batch = self._position()
         batch_size = self.cfg.batch.size_at(self.state.consumed_samples)
+        num_tokens = batch_size * self._seq_len
         self.state.step = step
         self.state.skipped_steps += output.skipped
         self.state.consumed_samples += batch_size
@@ -299,7 +310,7 @@ class Engine:
             weight_decay=weight_decay,
             grad_norm=output.grad_norm,
             num_valid_tokens=output.num_valid_tokens,
-            num_tokens=batch_size * self.cfg.Data.Train.dataset.max_seq_len,
+            num_tokens=num_tokens,
             data_size=self.ctx.data_size,
             reader_cost=reader_cost,
             batch_cost=done - started,

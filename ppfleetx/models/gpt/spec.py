@@ -339,7 +339,7 @@ def model_spec(cfg: ModelConfig) -> ModelSpec:
 
 def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
     """Build the declaration of a GPT from the ``Model`` section, with blocks of class ``block``."""
-    h, std = cfg.hidden_size, cfg.initializer_range
+    h, std = cfg.hidden_size, cfg.matrix_std
     output_init = Normal(std / math.sqrt(2 * cfg.num_layers) if cfg.scale_output_init else std)
     word_init = Normal(cfg.embedding_std, padded_dim=0, true_size=cfg.vocab_size)
     words = TableSpec(cfg.padded_vocab_size, h, word_init)
@@ -378,7 +378,7 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
     elif cfg.tie_word_embeddings:
         head = HeadSpec(cfg.vocab_size, None, words, **limits)
     else:
-        init = Normal(std, padded_dim=1, true_size=cfg.vocab_size)
+        init = Normal(cfg.initializer_range, padded_dim=1, true_size=cfg.vocab_size)
         linear = LinearSpec(h, words.rows, "columns", cfg.has_head_bias, init, "head")
         head = HeadSpec(cfg.vocab_size, linear, **limits)
     kinds = cache(lambda window, rotates: _with_attention(one, window, rotates))
@@ -409,7 +409,7 @@ def moe_spec(cfg: ModelConfig, mlp: MLPSpec) -> MoESpec:
 
 def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | LatentAttentionSpec:
     """Build the declaration of attention from the ``Model`` section."""
-    init, latent = Normal(cfg.initializer_range), cfg.latent_attention
+    init, latent = Normal(cfg.matrix_std), cfg.latent_attention
     if latent is not None:
         return LatentAttentionSpec(
             hidden_size=cfg.hidden_size,
