@@ -22,6 +22,7 @@ from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.adapters import Adapters
 from ppfleetx.generation.generator import Generator
 from ppfleetx.models.gpt.spec import parameter_shapes
+from tests.deploy.server.browser import is_installed, started
 from tests.deploy.server.conftest import MODEL, Server
 
 PROMPTS = ["the cat and", "the hat", "a"]
@@ -64,13 +65,18 @@ def adapters(tmp_path_factory: pytest.TempPathFactory, served_checkpoint: Path) 
 
 
 @pytest.fixture(scope="module")
-def client(adapters, served_checkpoint, tmp_path_factory) -> Iterator[openai.OpenAI]:
+def server(adapters, served_checkpoint, tmp_path_factory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "adapters.log"
     names = ", ".join(f"{name}: {place}" for name, place in adapters.items())
     server = Server(served_checkpoint, log, f"Serve.adapters={{{names}}}", "Serve.max_batch_size=9")
-    yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    yield server
     assert server.stop() == 0, server.log
     assert "Traceback" not in server.log
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def generator_of(served_checkpoint: Path, run: Path) -> Generator:
@@ -114,6 +120,41 @@ def test_embeddings_and_the_list_of_models_know_them(client):
     assert len({tuple(vector) for vector in vectors.values()}) == 3
     with pytest.raises(openai.NotFoundError, match="'gpt', 'fox', 'owl'"):
         client.completions.create(model="cat", prompt="a")
+
+
+@pytest.mark.skipif(not is_installed(), reason="needs chromium and chromedriver")
+def test_two_of_them_answer_side_by_side_on_the_page(server, client, tmp_path):
+    with started(tmp_path / "profile") as browser:
+        browser.open(server.url)
+        browser.wait(lambda: browser.text("model") == "gptfoxowl", "the models are listed")
+        for name, value in {"model": "fox", "second": "owl", "max_tokens": 8, "temperature": 0}.items():
+            browser.run(f"document.getElementById('{name}').value = '{value}'")
+        for count, question in enumerate(("the cat", "and"), start=1):
+            browser.write("prompt", question)
+            browser.click("go")
+            browser.wait(lambda: browser.text("note").count("8 tokens in") == 2, "both have ended")
+            browser.run("say('')")
+            bodies = browser.run(
+                "return [...document.querySelectorAll('.pair .body')].map(b => b.textContent)"
+            )
+            assert len(bodies) == 2 * count
+        browser.resize(500, 800)  # as narrow as Chromium's window can be
+        assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+        heads = browser.run("return [...document.querySelectorAll('.pair span')].map(s => s.textContent)")
+        assert heads == ["fox", "owl"] * 2
+        for place, name in enumerate(("fox", "owl")):
+            first = _said(client, name, [("user", "the cat")])
+            turns = [("user", "the cat"), ("assistant", first), ("user", "and")]
+            expected = [first, _said(client, name, turns)]
+            assert [text.strip() for text in bodies[place::2]] == [text.strip() for text in expected]
+
+
+def _said(client: openai.OpenAI, name: str, turns: list[tuple[str, str]]) -> str:
+    conversation = [{"role": role, "content": content} for role, content in turns]
+    done = client.chat.completions.create(
+        model=name, messages=conversation, max_tokens=8, temperature=0, top_p=0.95
+    )
+    return done.choices[0].message.content
 
 
 def test_adapters_of_another_model_are_refused(served_checkpoint, offline, tmp_path):

@@ -177,6 +177,39 @@ def test_chats_are_kept_until_they_are_deleted(server: Server, browser: Browser)
     assert browser.run(titles) == ["the second"]
 
 
+def test_a_question_is_edited_an_answer_made_again_and_a_conversation_saved(
+    server: Server, browser: Browser
+) -> None:
+    opened(browser, server.url, max_tokens=6, system="Be brief.")
+    for question in ("the first", "the second"):
+        browser.write("prompt", question)
+        browser.click("go")
+        browser.wait(ended(browser, 6), "the end is told")
+        browser.run("say('')")
+    before = messages(browser)
+    browser.run(
+        "[...document.querySelectorAll('#log button')].findLast(one => one.textContent === 'Again').click()"
+    )
+    browser.wait(ended(browser, 6), "the end is told")
+    assert messages(browser) == before, "the likeliest tokens once more, in the same place"
+    browser.run(
+        "[...document.querySelectorAll('#log button')].find(one => one.textContent === 'Edit').click()"
+    )
+    assert messages(browser) == []
+    assert browser.run("return document.getElementById('prompt').value") == "the first"
+    browser.write("prompt", "another")
+    browser.click("go")
+    browser.wait(ended(browser, 6), "the end is told")
+    assert messages(browser)[0] == "another" and len(messages(browser)) == 2
+    browser.run(
+        "URL.createObjectURL = blob => { blob.text().then(text => { window.saved = text; }); return '#'; }"
+    )
+    browser.click("save")
+    browser.wait(lambda: browser.run("return window.saved") is not None, "it is saved")
+    saved = str(browser.run("return window.saved"))
+    assert saved.startswith("**System**\n\nBe brief.\n\n**You**\n\nanother\n\n**gpt**\n\n")
+
+
 def test_code_is_monospaced_and_can_be_copied(server: Server, browser: Browser) -> None:
     opened(browser, server.url)
     text = "Use `len`:\n\n```python\nprint(len([1]))  # <b>one</b>\n```\nor\n\n```\nan open one\n"
@@ -188,7 +221,8 @@ def test_code_is_monospaced_and_can_be_copied(server: Server, browser: Browser) 
     assert browser.run("return document.querySelector('#log p code').textContent") == "len"
     assert browser.run("return document.querySelector('#log pre span').textContent") == "python"
     copied = "let copied; navigator.clipboard.writeText = async text => { copied = text; };"
-    click = "document.querySelectorAll('#log button').forEach(one => { one.click(); seen.push(copied); });"
+    buttons = "[...document.querySelectorAll('#log button')].filter(one => one.textContent === 'Copy')"
+    click = f"{buttons}.forEach(one => {{ one.click(); seen.push(copied); }});"
     found = browser.run(f"{copied} const seen = []; {click} return seen")
     assert found == [text, *blocks]
 
