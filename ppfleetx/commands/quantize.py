@@ -60,21 +60,19 @@ def _weights(options: Quantize) -> WeightsConfig:
         raise ConfigError("goes with --to int8: it makes activations 8 bits too", key="--smooth")
     if options.activations and options.to != "int8":
         raise ConfigError("goes with --to int8: kernels multiply 8 bits by 8 bits", key="--activations")
-    if options.to == "int8" and options.group is not None:
+    group, rounded = options.group, 8 if options.smooth or options.activations else None
+    if rounded and group is not None:
         raise ConfigError(
-            "is for --to int4; 8 bits have one scale for each output channel",
+            "is for weights alone; with activations of 8 bits each output channel has one scale",
             key="--group",
-            value=options.group,
+            value=group,
         )
-    if options.to == "int8":
-        rounded = 8 if options.smooth or options.activations else None
-        return WeightsConfig(bits=8, activation_bits=rounded, skip=options.skip)
-    group = options.group
     if group is not None and (group < 1 or group % 8):
         raise ConfigError(
             "must be a multiple of 8: kernels read 8 input features together", key="--group", value=group
         )
-    return WeightsConfig(bits=4, group_size=group, skip=options.skip)
+    bits = 8 if options.to == "int8" else 4
+    return WeightsConfig(bits=bits, group_size=group, activation_bits=rounded, skip=options.skip)
 
 
 def _check_model(cfg: RunConfig, place: str) -> None:

@@ -62,6 +62,7 @@ def _generator(place: Path):
 
 WAYS = {
     "int8": {},
+    "int8 groups": {"group": 16},
     "w8a8": {"smooth": True},
     "int4": {"to": "int4", "group": 16},
     "gptq": {"to": "int4", "group": 16, "method": "gptq"},
@@ -76,7 +77,7 @@ def test_a_quantised_checkpoint_speaks_for_itself(run_dir, corpus, tmp_path, way
     assert bits["embedding.word_embeddings"] == 8
     assert all(layer["after"] < 0.4 * layer["before"] for layer in report["layers"])
     change = report["perplexity_after"] / report["perplexity_before"] - 1
-    assert abs(change) < {"int8": 0.01, "w8a8": 0.03}.get(way, 0.3)
+    assert abs(change) < {"int8": 0.01, "int8 groups": 0.01, "w8a8": 0.03}.get(way, 0.3)
     before = (resolve_checkpoint(str(run_dir)) / "mp_00_sharding_00_pp_00" / "model.safetensors").stat()
     after = (
         resolve_checkpoint(str(tmp_path / "small")) / "mp_00_sharding_00_pp_00" / "model.safetensors"
@@ -150,7 +151,7 @@ def test_without_data_there_is_no_perplexity_and_layers_may_be_left_out(run_dir,
     [
         ({"to": "int4", "group": 40}, "groups of 40 do not divide the 48 input features of decoder.layers.0"),
         ({"to": "int4", "group": 12}, "multiple of 8"),
-        ({"group": 16}, "is for --to int4"),
+        ({"group": 16, "smooth": True, "calibration": "x"}, "is for weights alone"),
         ({"to": "int4", "smooth": True, "calibration": "x"}, "goes with --to int8"),
         ({"to": "int4", "activations": "int8"}, "goes with --to int8: kernels multiply 8 bits by 8"),
         ({"method": "gptq"}, "give --calibration DATA"),

@@ -26,7 +26,7 @@ from tests.nn.quantized_products import check_case, pack
 needs_operators = pytest.mark.skipif(
     not cpu_ops.are_available(), reason="the operators are not compiled (python -m ppfleetx.nn.cpu_ops)"
 )
-FORMS = [Form(8), Form(4, 16), Form(4), Form(8, None, 8)]
+FORMS = [Form(8), Form(8, 16), Form(4, 16), Form(4), Form(8, None, 8)]
 
 
 def _matrix(form: Form, size: int = 64, columns: int = 50) -> QuantizedMatrix:
