@@ -120,9 +120,9 @@ class MemorySaving:
     """A setting that saves memory.
 
     Attributes:
-        options: for the command line.
+        options: the command-line options that choose it.
         saves: bytes on the fullest rank.
-        costs: by which share a step takes longer; at least 0.
+        costs: the relative increase of the step time; at least 0.
     """
 
     options: str

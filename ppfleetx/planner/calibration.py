@@ -52,11 +52,11 @@ def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) 
     the card's values unless the runs show otherwise.
 
     Args:
-        directories: ``output_dir`` of runs, with ``config.yaml`` and ``metrics.jsonl``.
-        target: where to write the card; None: nowhere.
+        directories: the ``output_dir`` of each run, with ``config.yaml`` and ``metrics.jsonl``.
+        target: the file to write the card to; None writes no file.
 
     Raises:
-        ConfigError: a directory is not that of a run, or the run has too few steps.
+        ConfigError: a directory does not belong to a run, or the run has too few steps.
     """
     runs = [_observed(Path(name), cluster.card) for name in directories]
     fitted = _fitted(cluster, runs)

@@ -27,7 +27,7 @@ _MICRO = 1e-6
 
 
 class Card(Section):
-    """One accelerator and the links of the node it is in."""
+    """One accelerator and the links of its node."""
 
     name: Text
     """Its name on the command line."""
@@ -114,9 +114,9 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
     """Load the shipped card called ``name``, or the only card in the YAML file ``name``.
 
     Args:
-        name: of the card or file.
-        key: the option or configuration key that named it, for messages.
-        asked_in: where that key was set: ``file:line`` or ``-o override 2``.
+        name: the card's name, or the path of the file.
+        key: the option or configuration key with this name, for messages.
+        asked_in: the place where that key was set: ``file:line`` or ``-o override 2``.
 
     Raises:
         ConfigError: there is no such card or file, or the file does not describe a card.

@@ -44,14 +44,14 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
 
 @dataclass(frozen=True)
 class Failures:
-    """The cost of failures and checkpoints to a run.
+    """The time that failures and checkpoints cost a run.
 
     Attributes:
         mtbf: mean seconds between two failures of the job.
         save: seconds that the job waits for a checkpoint.
         interval: the best interval between two checkpoints, in seconds of work.
         steps: the best interval in steps.
-        lost: share of the time that goes to checkpoints, repeated work and restarts.
+        lost: share of the time lost to checkpoints, repeated work and restarts.
     """
 
     mtbf: float
@@ -65,7 +65,7 @@ def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: 
     """The best checkpoint interval (Young 1974, refined by Daly 2006, equation 37) and what it costs.
 
     Args:
-        prediction: the step.
+        prediction: the prediction for one step.
         node_mtbf: mean seconds between two failures of one node; the job stops when any node fails.
         save: seconds that the job waits for a checkpoint.
         restart: seconds from a failure to the first step after it.
@@ -92,7 +92,7 @@ def checkpoint_bytes(job: Job) -> float:
 
 
 def ramp_seconds(job: Job, cluster: Cluster, ramp: BatchRamp) -> tuple[float, float]:
-    """The seconds for the sequences of a batch ramp, and the seconds for them with the full batch.
+    """The seconds that the sequences of a batch ramp take, with the ramp's batches and with the full batch.
 
     Raises:
         ValueError: a batch of the ramp cannot be split among the data ranks.
