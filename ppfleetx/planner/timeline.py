@@ -127,9 +127,7 @@ class _Stages:
         self._num_stages = len(forward)
         self._last = self._num_stages * len(forward[0]) - 1
         self._clock = [0.0] * self._num_stages
-        self._gone = [
-            [0.0, 0.0] for _ in forward
-        ]  # the times at which a stage's last gradient and last output have left
+        self._gone = [[0.0, 0.0] for _ in forward]  # when a stage's last gradient and output have left
         # arrival of the input of (is forward, chunk, micro batch)
         self._arrived: dict[tuple[bool, int, int], float] = {}
         self._spans: list[Span] = []
@@ -182,7 +180,7 @@ class _Stages:
 
 
 def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tuple[bool, int, int]]:
-    """The order of passes as in :func:`_order`, but for ZB-H1, where weight gradients have no virtual stage."""
+    """The order of passes for ZB-H1, like :func:`_order`; weight gradients have no virtual stage."""
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return [(part == "F", _WEIGHTS if part == "W" else 0, micro) for part, micro in order]
 
@@ -207,7 +205,7 @@ def _order(
 
 
 def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tuple[int, int]:
-    """The virtual stage and micro batch of the k-th pass. Groups of ``num_stages`` micro batches take turns."""
+    """The virtual stage and micro batch of pass k. Groups of ``num_stages`` micro batches take turns."""
     if num_chunks == 1:
         return 0, k
     group, within = divmod(k, num_stages * num_chunks)
