@@ -150,7 +150,9 @@ def _fragments(job: Job) -> float:
 
 
 def least_memory(job: Job, cluster: Cluster) -> float:
-    """A lower bound on the fullest rank's memory for any micro batch and recompute. A search checks it first."""
+    """A lower bound on the fullest rank's memory for any micro batch and recompute. Searches check it
+    first.
+    """
     precision, states = job.precision, 0.0
     if not job.plan.sharding_offload:
         states = precision.master_bytes + 4 * job.moments

@@ -21,7 +21,7 @@ GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full"
 
 @dataclass(frozen=True)
 class PlanOption:
-    """The plan, micro batch and recompute of ``--plan``. The last two are None if the option leaves them out."""
+    """The plan, micro batch and recompute of ``--plan``. The last two are None if it leaves them out."""
 
     plan: ParallelPlan
     micro: int | None

@@ -180,7 +180,7 @@ def recipe(dial: Dial, per_node: int = 8) -> Recipe:
 
 
 def _suits_muon(prediction: Prediction) -> bool:
-    """Whether Muon can use the plan. It updates whole matrices, which must not be assembled in host memory."""
+    """Whether Muon can use the plan: it updates whole matrices and must not assemble them in host memory."""
     plan = prediction.job.plan
     return plan.mp == 1 or not plan.sharding_offload
 

@@ -454,7 +454,7 @@ _HOST_SECONDS_PER_PARAMETER = 11e-9
 
 
 def _update_seconds(job: Job, cluster: Cluster, held: Held) -> float:
-    """The seconds of norm, scaling and update. Each state is read and written once; gradients are read twice."""
+    """The seconds of norm, scaling and update. They read and write each state once, and gradients twice."""
     p, precision = held.owned, job.precision
     if job.plan.sharding_offload:
         return p * _HOST_SECONDS_PER_PARAMETER

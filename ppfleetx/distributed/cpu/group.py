@@ -93,7 +93,7 @@ class CpuProcessGroup(Member):
         return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
-        """Gather ``tensor``, of which member i holds the i-th of ``num`` parts, into ``out`` on every member."""
+        """Gather the parts of ``tensor``, the i-th of ``num`` from member i, into ``out`` on each member."""
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]

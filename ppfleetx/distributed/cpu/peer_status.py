@@ -83,7 +83,7 @@ class EndedRanks:
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
 
     def farewell(self) -> tuple[str, int]:
-        """This process's last message to the others: its error, and the rank whose loss caused it (-1: none)."""
+        """The last message to the others: this process's error, and the rank that caused it (-1: none)."""
         if self._cause is not None:
             return self._cause[1][:_LONGEST], self._cause[0]
         failure = getattr(sys, "last_value", None)  # the error that Python prints at the end

@@ -90,7 +90,7 @@ def make_header(
     length: int = 0,
     address: int = 0,
 ) -> bytes:
-    """Make the header of a frame whose payload has ``length`` bytes, at ``address`` in the sender's memory."""
+    """Make the header of a frame. Its payload has ``length`` bytes at ``address`` of the sender's memory."""
     operation, dtype, nbytes, root = signature or (0, 0, 0, -1)
     return HEADER.pack(kind, operation, dtype, phase, root, group, number, nbytes, length, address)
 
