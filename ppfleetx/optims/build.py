@@ -26,13 +26,13 @@ def build_optimizer(
     """Build the optimizer of section `Optimizer` over (canonical name, parameter) pairs.
 
     Args:
-        cfg_optimizer: the section.
-        named_params: parameters; frozen ones (`stop_gradient`) are left out.
-        place: where and how it works.
-        num_layers: blocks of the whole model, for layer-wise decay.
+        cfg_optimizer: the configuration section.
+        named_params: (canonical name, parameter) pairs; frozen parameters (`stop_gradient`) are left out.
+        place: where the optimizer's states live, and how it updates.
+        num_layers: the number of blocks of the whole model, for layer-wise decay.
 
     Raises:
-        ConfigError: the optimizer is not known, or is not what it was registered as.
+        ConfigError: the optimizer is unknown, or differs from its registered kind.
     """
     place = place or UpdatePlace()
     groups = optimizer_groups(cfg_optimizer)
@@ -49,10 +49,10 @@ def build_optimizer(
 
 
 def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
-    """The parameter groups of section ``Optimizer``: first those of ``groups``, then those of the
-    registered optimizer.
+    """The parameter groups of section ``Optimizer``: first the groups of the key ``groups``, then the groups
+    of the registered optimizer.
 
-    A parameter that a group of the section names leaves the registered optimizer's group for it.
+    A parameter that belongs to a group of the section is not in a group of the registered optimizer.
     """
     groups = []
     for number, own in enumerate(cfg.groups):
