@@ -32,9 +32,7 @@ ORDER_VERSION = 1
 """Changes when equal arguments would give other maps than before; part of cache names and fingerprints."""
 
 _CHUNK = 1 << 22  # documents handled at a time, to limit temporary memory to about 100 MB
-_SEPARATE_BELOW = (
-    0.80  # the last epoch is shuffled separately if less than this share of its samples is needed
-)
+_SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this share is needed
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,9 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
-    """Return the registered entry: a rule for all parameters, or a function that returns groups."""
+    """Return the parameter groups of the registered optimizer, which is a rule for all parameters or a
+    function that returns groups.
+    """
     part = OPTIMIZERS.load(cfg.name)
     if not isinstance(part, type):
         groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)

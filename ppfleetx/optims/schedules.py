@@ -119,9 +119,7 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
     `checkpoint` takes the saved schedule, `config` the configured one. `strict` requires both to be equal; if
     they are not, it raises a CheckpointError that names each difference.
     """
-    if (
-        isinstance(saved, Mapping) and saved.get("init_lr") == 0.0
-    ):  # a field of older checkpoints that is always 0
+    if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints
         saved = {name: value for name, value in saved.items() if name != "init_lr"}
     if policy == "config":
         if saved != configured.state():

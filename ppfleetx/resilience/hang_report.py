@@ -166,9 +166,7 @@ class Report:
         return report
 
 
-_READER = TypeAdapter(
-    Report
-)  # created now, because a thread that reports while an import hangs must not import
+_READER = TypeAdapter(Report)  # created now: a thread that reports while an import hangs must not import
 
 
 @dataclass(frozen=True)

@@ -381,9 +381,7 @@ class TiktokenEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        return self._exact.encode_marked(
-            text, spans, special=special
-        )  # tiktoken does not say which text a token covers
+        return self._exact.encode_marked(text, spans, special=special)  # tiktoken has no offsets
 
     def _encode_text(self, text: str, continues: bool) -> np.ndarray:
         if _has_long_run(text):
