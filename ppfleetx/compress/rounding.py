@@ -188,8 +188,9 @@ class Stored:
 
 
 def method_of_scales(form: Form) -> ScaleMethod:
-    """Choose how scales are computed: with few bits, clipping the largest numbers reduces the error; with
-    8 it does not."""
+    """Choose how scales are computed. With few bits, clipping the largest numbers reduces the error; with 8
+    bits it does not.
+    """
     return "mse" if form.bits < 8 else "absmax"
 
 
@@ -223,7 +224,8 @@ def nearest(weight: np.ndarray, form: Form) -> Stored:
 
 
 def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
-    """GPTQ (Frantar et al., 2022): round one input feature after the other; later ones make up for the error.
+    """Apply GPTQ (Frantar et al., 2022): round one input feature after another, and let later features make
+    up for the error.
 
     Features are processed in descending order of the Hessian's diagonal; scales are as in :func:`nearest`.
 
@@ -256,13 +258,15 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
     """The upper triangular U for which ``U^T U`` is the inverse of the damped Hessian."""
     damped = hessian.astype(np.float64)
     diagonal = np.diag(damped)
-    added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # what was never seen may be anything
+    added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # unused features may have any value
     damped[np.diag_indices_from(damped)] += added
     return np.linalg.cholesky(np.linalg.inv(damped)).T
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
-    """The root mean square of the rounding error, relative to that of the matrix; 0 for a zero matrix."""
+    """The root mean square of the rounding error, relative to the root mean square of the matrix; 0 for a
+    zero matrix.
+    """
     size = float(np.linalg.norm(weight.astype(np.float64)))
     return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
 
@@ -278,8 +282,7 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
 def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
-    """The linear's weight ``[k, n]`` as training rounded it. None if training did not round it, or rounded
-    it to more bits than are stored.
+    """The linear's weight ``[k, n]`` as training rounded it.
 
     None if training did not round it, or rounded it to more bits than are stored.
 
@@ -309,7 +312,7 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """SmoothQuant: change the norms and linears of one block in place.
+    """Apply SmoothQuant: change the norms and linears of one block in place.
 
     Args:
         parameters: the block's parameters by canonical name.

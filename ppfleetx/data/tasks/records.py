@@ -193,7 +193,7 @@ class GlueDataset(RecordDataset):
     Args:
         task: the task.
         cfg: the configuration section, with directory and part.
-        tokenizer: makes the tokens.
+        tokenizer: the tokenizer.
         length_multiple: see :class:`RecordDataset`.
         with_labels: whether to read labels, or only the texts.
 
@@ -275,7 +275,7 @@ class PromptResponseDataset(RecordDataset):
 
     Args:
         cfg: the configuration section, with directory, part and field names.
-        tokenizer: makes the tokens.
+        tokenizer: the tokenizer.
         length_multiple: see :class:`RecordDataset`.
 
     Raises:

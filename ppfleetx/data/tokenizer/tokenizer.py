@@ -60,7 +60,7 @@ class ByteStreamDecoder:
 
     Args:
         table: the bytes of each id. Other ids have none.
-        skipped: ids that give nothing.
+        skipped: ids that produce no text.
     """
 
     def __init__(self, table: Mapping[int, bytes], skipped: Collection[int]) -> None:
@@ -81,7 +81,7 @@ class TextStreamDecoder:
     Args:
         decode: a function that returns the text of ids.
         tokens: the text of each token in the vocabulary.
-        skipped: ids that give nothing.
+        skipped: ids that produce no text.
         after: the ids before the first decoded one.
     """
 

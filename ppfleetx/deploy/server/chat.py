@@ -130,7 +130,7 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
 
 class ChatAnswer(Answer):
-    """An answer to a :class:`ChatRequest`. It has further arguments:
+    """An answer to a :class:`ChatRequest`, with further arguments.
 
     Args:
         texts: gives the text of tokens.

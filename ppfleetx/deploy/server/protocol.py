@@ -52,7 +52,7 @@ class ApiError(Exception):
 
 
 class JsonResponse(Response):
-    """JSON in ASCII, so that a lone surrogate in a client's text comes back as it was sent."""
+    """A response of JSON in ASCII, so that a lone surrogate in a client's text comes back unchanged."""
 
     media_type = "application/json"
 
@@ -129,8 +129,9 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters of both routes that generate; those of ``TokenOptions`` have the ranges of OpenAI's
-    interface where it has them."""
+    """The parameters of both routes that generate text. Parameters of ``TokenOptions`` that OpenAI's
+    interface also has are limited to its ranges.
+    """
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
@@ -142,7 +143,7 @@ class GenerationRequest(Request, TokenOptions):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: Annotated[StructuredOutputs | None, BeforeValidator(_format)] = None
-    # For the operator's information; they do not change the answer.
+    # These inform the operator and do not change the answer.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -168,7 +169,7 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def token_limit(self) -> int | None:
-        """The limit of new tokens; None: as many as there is room for."""
+        """The limit of new tokens; None means as many as fit."""
         raise NotImplementedError
 
     @property
@@ -178,7 +179,7 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def num_top(self) -> int | None:
-        """The number of alternatives to list for each token; None: no token scores at all."""
+        """The number of alternatives to list for each token; None means no token scores at all."""
         raise NotImplementedError
 
     @property
@@ -215,7 +216,7 @@ def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
 def _without_nulls(body: bytes, kind: type[Request]) -> bytes | str:
     try:
         data = from_json(body)
-    except ValueError:  # pydantic says what is wrong with it
+    except ValueError:  # pydantic reports the mistake
         return body
     if not isinstance(data, dict) or None not in data.values():
         return body

@@ -50,9 +50,9 @@ class Scheduler:
     ) -> None:
         self._model, self._tokenizer, self._cfg, self._metrics = model, tokenizer, cfg, metrics
         self.end_ids = end_ids
-        self._changed = threading.Condition()  # guards the next four
+        self._changed = threading.Condition()  # guards the next four attributes
         self._waiting: deque[Waiting] = deque()
-        self._num_rows = 0  # waiting and running rows, for the limit
+        self._num_rows = 0  # number of waiting and running rows, for the limit
         self._closing_at: float | None = None
         self._died = False
         self._prefixes = PrefixStore(cfg.prefix_cache_tokens)
@@ -70,7 +70,7 @@ class Scheduler:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the thread is running, or has ended on request."""
+        """Whether the thread is running, or has ended because it was asked to."""
         return not self._died
 
     @property
@@ -86,7 +86,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ApiError: 429 the queue is full; 503 no more requests are accepted.
+            ApiError: 429 if the queue is full; 503 if no more requests are accepted.
         """
         with self._changed:
             if self._died:
@@ -113,7 +113,7 @@ class Scheduler:
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Accept no more requests, and end within ``seconds``; requests that are unfinished by then fail.
+        """Accept no more requests, and end within ``seconds``. Requests that are unfinished by then fail.
 
         A signal handler may call this, because the lock is reentrant.
         """
@@ -177,7 +177,9 @@ class Scheduler:
         self._deliver(events)
 
     def _next_logits(self, *, has_newcomers: bool) -> paddle.Tensor:
-        """Logits ``[1 + s, b, V]`` after the last token of each row and each of its up to s guesses."""
+        """Compute logits ``[1 + s, b, V]`` after the last token of each row and after each of its up to s
+        guesses.
+        """
         most = self._cfg.prompt_lookup_num_tokens
         if has_newcomers or not most or len(self._rows) > MOST_ROWS:
             return self._batch.next_logits().unsqueeze(0)
@@ -187,8 +189,9 @@ class Scheduler:
         return self._batch.logits_with_guesses([row.guesses for row in self._rows])
 
     def _choose(self, logits: paddle.Tensor) -> tuple[list[list[int]], list[tuple[Work, Event]]]:
-        """Choose the new tokens of each row by ``logits [1 + s, b, V]``: its correct guesses and one more.
-        Also returns the events for the clients."""
+        """Choose the new tokens of each row from ``logits [1 + s, b, V]``: its correct guesses and one more
+        token. Also returns the events for the clients.
+        """
         new: list[list[int]] = [[] for _ in self._rows]
         events: list[tuple[Work, Event]] = []
         active = list(range(len(self._rows)))
@@ -227,7 +230,7 @@ class Scheduler:
         return scores
 
     def _score_prompts(self, admitted: list[Waiting]) -> list[Waiting]:
-        """Deliver scores and embeddings of prompts, and return the prompts that are to be continued."""
+        """Deliver scores and embeddings of prompts, and return the prompts to continue."""
         going_on, events = [], []
         for one in admitted:
             try:
@@ -279,7 +282,7 @@ class Scheduler:
         return admitted
 
     def _keep(self, kept: list[bool]) -> None:
-        """Drop all sequences but those ``kept``."""
+        """Drop all sequences except the ``kept`` ones."""
         if not all(kept):
             places = [place for place, stays in enumerate(kept) if stays]
             self._batch.select(places)
@@ -289,13 +292,15 @@ class Scheduler:
         self._metrics.running.set(len(self._rows))
 
     def _fail_step(self) -> None:
-        """The model raised an error: fail the requests of this step; the others continue with a new batch."""
+        """Fail the requests of this step after an error of the model. Other requests continue with a new
+        batch.
+        """
         get_logger().exception("a step of %d sequences has failed", len(self._rows))
         failed = list(dict.fromkeys(row.work for row in self._rows))
         self._batch = ContinuousBatch(self._model, self._prefixes)
         with self._changed:
             for work in failed:
-                work.cancelled = True  # its other prompts need not begin
+                work.cancelled = True  # the request's other prompts need not begin
             self._num_rows -= len(self._rows)
         self._rows = []
         self._metrics.running.set(0)
