@@ -193,10 +193,7 @@ def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
         "ffn_hidden_size": sizes.num_units,
     }
     if len(sizes.layers) < model.num_layers:
-        values |= {
-            "recompute_layers": None,
-            "no_recompute_layers": None,
-        }  # these keys refer to layers by number
+        values |= {"recompute_layers": None, "no_recompute_layers": None}  # they name layers by number
     return ModelConfig(**{**model.model_dump(), **values})
 
 

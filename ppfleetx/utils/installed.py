@@ -1,4 +1,4 @@
-"""Which libraries are installed, and what to tell the user if one is missing."""
+"""Find installed libraries, and tell the user what to install if one is missing."""
 
 from __future__ import annotations
 

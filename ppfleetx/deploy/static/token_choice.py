@@ -77,9 +77,7 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     size = (falling > 0).astype("int64").sum(-1, keepdim=True)
     count = paddle.maximum(paddle.minimum(count, size), paddle.ones_like(count))
     smallest = paddle.take_along_axis(falling, count - 1, axis=1)
-    has_equals = (
-        (falling == smallest).astype("int64").sum(-1) > 1
-    ).any()  # of equal probabilities, the lower ids are kept
+    has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()  # lower ids are kept
     # Cumulative sums on a GPU may decrease, which can lead to an empty bucket.
     if paddle.logical_or(has_equals, (smallest <= 0).any()):
         kept = nucleus(probabilities, top_p)
