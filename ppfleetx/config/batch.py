@@ -23,10 +23,10 @@ class BatchRamp:
     ``--rampup-batch-size``).
 
     Attributes:
-        start: sequences per step at first.
-        increment: sequences added at each stage.
-        samples: sequences after which the batch is full.
-        full: sequences per step from then on.
+        start: the number of sequences per step at first.
+        increment: the number of sequences added at each stage.
+        samples: the number of sequences after which the batch is full.
+        full: the number of sequences per step from then on.
     """
 
     start: int
@@ -48,11 +48,11 @@ class BatchRamp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch of a step: sequences of the whole job, of one data rank and of one forward pass, and the
+    """The batch of a step: the sequences of the whole job, of one data rank and of one forward pass, and the
     number of forward passes.
 
     Attributes:
-        ramp: how the batch grows to ``global_batch_size``; None: it is constant.
+        ramp: the growth of the batch to ``global_batch_size``; None if it is constant.
     """
 
     global_batch_size: int
@@ -66,7 +66,7 @@ class BatchPlan:
         return self.global_batch_size if self.ramp is None else self.ramp.size_at(consumed)
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
-        """Sequences used in total, ``steps`` steps after ``consumed`` sequences."""
+        """The total number of sequences used, ``steps`` steps after ``consumed`` sequences."""
         while steps > 0 and self.ramp is not None and consumed < self.ramp.samples:
             consumed += self.ramp.size_at(consumed)
             steps -= 1
@@ -82,15 +82,15 @@ def resolve_batch(
     data_size: int,
     ramp: tuple[int, int, int] | None = None,
 ) -> BatchPlan:
-    """Derive all batch sizes from those that are set.
+    """Derive all batch sizes from the ones that are set.
 
     Args:
-        global_size, local_size, micro_size, accumulate_steps: what the configuration says, None where open.
+        global_size, local_size, micro_size, accumulate_steps: the configured values; None if unset.
         data_size: number of data ranks, dp x sharding.
         ramp: start, increment and samples of a :class:`BatchRamp`.
 
     Raises:
-        RuleError: sizes that contradict each other or do not divide, or none given.
+        RuleError: the sizes contradict each other or do not divide, or none is given.
     """
     local = _local_size(global_size, local_size, micro_size, accumulate_steps, data_size)
     if micro_size is None:
@@ -113,7 +113,9 @@ def resolve_batch(
 
 
 def _check_ramp(ramp: BatchRamp, per_pass: int) -> None:
-    """Check Megatron-LM's rules: the increments lead to the full batch, and each batch can be divided."""
+    """Check Megatron-LM's rules: the increments must reach the full batch, and each batch must be
+    divisible.
+    """
     if ramp.start >= ramp.full or (ramp.full - ramp.start) % ramp.increment:
         raise RuleError(
             (_RAMP, _GLOBAL),

@@ -20,7 +20,7 @@ def glue_task(cfg: RunConfig) -> str | None:
 
 
 def num_outputs(cfg: RunConfig) -> int:
-    """The outputs of the classification head: the configured number, or else the task's."""
+    """The number of outputs of the classification head: the configured number, or else the task's."""
     return cfg.Model.num_classes or GLUE_OUTPUTS[glue_task(cfg)]
 
 
@@ -90,7 +90,7 @@ def _others(cfg: RunConfig) -> str:
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
     """The tokens per sequence, by key, of every dataset that a program reads under this configuration.
 
-    ``Data.Test`` is read for a GLUE task alone, and an offline evaluation reads its own file alone.
+    ``Data.Test`` is read only for a GLUE task, and an offline evaluation reads only its own file.
     """
     if cfg.Model.task.offline_evaluation:
         return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
@@ -107,7 +107,7 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
     """The sizes of model and data that a plan must divide.
 
-    Of the lengths it is their greatest common divisor: what divides that divides each of them.
+    For sequence lengths, it has their greatest common divisor: a number that divides it divides each length.
     """
     model = cfg.Model
     return Workload(
@@ -215,7 +215,7 @@ Reason = tuple[tuple[str, ...], str]
 
 
 def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
-    """Fused products with weights that a 16-bit run cannot use on any device, and why."""
+    """The fused products with weights that a 16-bit run cannot use on any device, and the reason."""
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
         return {}
