@@ -118,10 +118,10 @@ def pipeline(
         task: ``text_generation``.
         model: a directory, or a loaded model.
         tokenizer: the tokenizer to use instead of the model's own. A loaded model object keeps its own.
-        options: as for calling the pipeline.
+        options: default options, as for calling the pipeline.
 
     Raises:
-        ConfigError: another task, or an unknown option.
+        ConfigError: the task is another one, or an option is unknown.
         UserError: there is no model in the directory.
     """
     check_task(task)
@@ -157,14 +157,15 @@ class Trainer:
         task: ``text_generation``.
         model: a directory with the initial weights; or the name of a shipped configuration (``ppfleetx
             configs``), whose model starts from random weights.
-        train_dataset, eval_dataset: as ``train_data`` and ``eval_data`` of :class:`ppfleetx.Trainer`.
+        train_dataset, eval_dataset: the data, as for ``train_data`` and ``eval_data`` of
+            :class:`ppfleetx.Trainer`.
         tokenizer: tokenizer for the texts; None: the model's.
         args: overrides of the configuration: a mapping or texts ``Section.key=value``.
         callbacks: as for :class:`ppfleetx.Trainer`.
         output_dir: directory of the run.
 
     Raises:
-        ConfigError: another task, or ``model`` is neither a directory nor a configuration.
+        ConfigError: the task is another one, or ``model`` is neither a directory nor a configuration.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         """Start a new run from the weights of a checkpoint, with step 0 and a fresh optimizer. With the
-        configuration of a model's directory the defaults are those of ``ppfleetx finetune``.
+        configuration of a model's directory, the defaults are the same as in ``ppfleetx finetune``.
 
         Args:
             finetune_checkpoint: the directory of the checkpoint; None: the model's directory.

@@ -39,7 +39,7 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
         data: the prefix of a pair, a text file or a folder of text files (also JSON lines), a list of texts,
             or records with a text under ``text``, such as a ``datasets.Dataset``.
         tokenizer: encodes the texts; each document ends with its end-of-document token.
-        directory: where to write the corpus.
+        directory: the directory to write the corpus to.
 
     Raises:
         DataError: there is no such file, no text in it, or no tokenizer.

@@ -97,7 +97,7 @@ def open_resolved(path: str | Path) -> Checkpoint:
     """Open a directory that `resolve_checkpoint` returned, with a checkpoint in our format or FleetX's.
 
     Raises:
-        CheckpointError: as `open_checkpoint` and `read_fleetx` do.
+        CheckpointError: `open_checkpoint` or `read_fleetx` raises it.
     """
     path = Path(path)
     if not _has_manifest(path) and foreign_formats().is_readable(path):

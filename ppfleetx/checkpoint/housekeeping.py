@@ -84,7 +84,7 @@ def output_lock(output_dir: Path) -> Iterator[None]:
     """Lock `output_dir` against saves by other threads and processes. A process that dies releases the lock.
 
     Raises:
-        CheckpointError: another process holds it for too long.
+        CheckpointError: another process holds the lock for too long.
     """
     with _thread_locks_guard:
         thread_lock = _thread_locks.setdefault(output_dir.resolve(), threading.Lock())
@@ -118,7 +118,7 @@ def make_way(target: Path, ownership: Ownership | None) -> None:
     A damaged checkpoint, whose owner cannot be determined, is renamed with a warning.
 
     Raises:
-        CheckpointError: the run may not replace what is there.
+        CheckpointError: the run may not replace the existing checkpoint.
     """
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):
         return
@@ -162,7 +162,7 @@ def publish(saved: Path, target: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint. If the process is killed midway, the rest does not look like a checkpoint."""
+    """Delete a checkpoint so that a process killed midway leaves nothing that looks like one."""
     hidden = path.with_name(f"{DELETING}{path.name}")
     storage.rename(path, hidden)
     remove_tree(hidden)

@@ -55,7 +55,7 @@ class KeptTensor:
 
     Args:
         tensor: the tensor.
-        readings: how often it will be used.
+        readings: the number of times it will be used.
     """
 
     def __init__(self, tensor: LazyTensor, readings: int) -> None:

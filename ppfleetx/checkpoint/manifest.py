@@ -222,14 +222,14 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Parse and check.
+        """Parse and check a manifest.
 
         Args:
             content: the file's content.
-            where: its name, for messages.
+            where: the file's name, for messages.
 
         Raises:
-            CheckpointError: it has another format or version, or is inconsistent.
+            CheckpointError: the manifest has another format or version, or is inconsistent.
         """
         document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:

@@ -56,7 +56,7 @@ class Checkpoint:
         return list(dict.fromkeys(name for name, _ in self.keys(kind)))
 
     def keys(self, kind: str = MODEL) -> list[tuple[str, str]]:
-        """(canonical name, state name) of all tensors of this kind, in the order saved."""
+        """The (canonical name, state name) of all tensors of this kind, in the order saved."""
         return [(entry.name, entry.state) for entry in self.manifest.tensors.values() if entry.kind == kind]
 
     def entry(self, name: str, kind: str = MODEL, state: str = "") -> TensorEntry:
@@ -95,7 +95,7 @@ class Checkpoint:
         """The content of a document; None if the checkpoint has no document at this path.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the document is damaged.
         """
         entry = self.manifest.documents.get(relative)
         return None if entry is None else storage.read_document(self.path, relative, entry)

@@ -43,7 +43,7 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from what `gather_rng_state` returned.
+    """Restore this rank's generators from the result of `gather_rng_state`.
 
     If the plan has the same degrees, each rank gets its own state. Otherwise all ranks get the default
     generators of rank 0, and the named streams of Paddle's tracker keep their seeds. Dropout is unaffected:

@@ -3,7 +3,7 @@
 Each rank writes its slices; the first rank writes the manifest. For a save in the background, a thread copies
 the state during the next forward and backward passes, which only read parameters and optimizer state, and
 writes the copy. `wait_for_copy` is called before the update that would change the state. Ranks communicate
-only in the main thread, so that their collectives cannot interleave with those of training.
+only in the main thread, so that their collectives cannot interleave with the collectives of training.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ class HostCopier:
 
 
 class Task:
-    """Two functions that run in a daemon thread, one after the other. Callers can wait for the first one
+    """Two functions that run in a daemon thread, one after another. Callers can wait for the first one
     separately.
     """
 

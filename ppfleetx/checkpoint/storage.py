@@ -123,7 +123,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
-    """Raise CheckpointError unless the file has its size and its header."""
+    """Raise CheckpointError unless the file has the size and header of its entry."""
     path = directory / relative
     with opened(path) as file:
         header = file.read(entry.header_bytes)
@@ -186,7 +186,7 @@ def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterato
 def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None:
     """Read a whole piece through `scratch` (CHUNK_BYTES long) to compare its checksums.
 
-    Fresh memory would cost several times what the checksum does.
+    Fresh memory would cost several times as much as the checksum.
     """
     sizes = (min(CHUNK_BYTES, piece.num_bytes - at) for at in range(0, piece.num_bytes, CHUNK_BYTES))
     _read_chunks(directory / piece.file, piece, 0, (scratch[:size] for size in sizes))

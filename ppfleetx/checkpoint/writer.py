@@ -63,7 +63,7 @@ def save_checkpoint(
     Args:
         tensors: slices that together cover every tensor.
         state: the trainer's own state: any JSON value.
-        plan, config, fingerprints, vocab_size: see Manifest.
+        plan, config, fingerprints, vocab_size: see :class:`Manifest`.
         rank_dir: the directory of this rank's files; None: the directory of rank (0, 0, 0).
         documents: the content of each document (`checkpoint/documents.py`), by path.
         ownership: the run that saves. Its checkpoint of the same name is replaced, and its oldest checkpoints

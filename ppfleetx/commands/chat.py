@@ -168,7 +168,8 @@ def _options(cfg: RunConfig) -> GenerationConfig:
     """The ``Generation`` section to use for answers.
 
     Raises:
-        ConfigError: it asks for several continuations or beam search, or sets an option that has no effect.
+        ConfigError: the section asks for several continuations or beam search, or sets an option that has no
+            effect.
     """
     check_options(cfg)
     section = cfg.Generation

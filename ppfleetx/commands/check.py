@@ -103,7 +103,7 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
 
 
 def human_count(number: int) -> str:
-    """``174_615_846_912`` -> ``174.6 B``."""
+    """Format a count: ``174_615_846_912`` becomes ``174.6 B``."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -285,7 +285,7 @@ def _offload_lines(cfg: RunConfig) -> list[str]:
 
 
 def _binary(num_bytes: int) -> str:
-    """``2_000_000_000`` -> ``1.9 GiB``."""
+    """Format a number of bytes: ``2_000_000_000`` becomes ``1.9 GiB``."""
     unit, name = next(
         (u for u in ((1 << 30, "GiB"), (1 << 20, "MiB")) if num_bytes >= u[0]), (1 << 10, "KiB")
     )

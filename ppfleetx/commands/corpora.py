@@ -51,7 +51,7 @@ class InspectData(Command):
 
 
 def show(prefix: str, as_json: bool) -> None:
-    """Print what the corpus holds."""
+    """Print the contents of the corpus."""
     from ppfleetx.data.prepare.token_files import summary, summary_text
 
     facts = summary(prefix)

@@ -313,7 +313,7 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def read_prompts(cfg: RunConfig) -> list[str]:
-    """Read the prompts: ``Generation.prompt``, or those in ``Generation.prompt_file``, or
+    """Read the prompts: ``Generation.prompt``, the prompts in ``Generation.prompt_file``, or
     :data:`DEFAULT_PROMPT`.
 
     A ``.jsonl`` file holds one text, or one object with a text under ``prompt``, per line; any other file,

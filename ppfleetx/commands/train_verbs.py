@@ -1,4 +1,4 @@
-"""The verbs that train, and those that examine a job before or after it runs.
+"""The verbs that train, and the verbs that examine a job before or after it runs.
 
 ``--help`` imports only this file: each verb imports its program when it runs.
 """
@@ -335,7 +335,7 @@ examples:
     json: bool = switch("print one JSON object")
 
     def run(self) -> None:
-        """Read the reports, join them, and print what they say."""
+        """Read the reports, join them, and print the result."""
         from ppfleetx.commands.hang_report import print_report
 
         print_report(self.directory, as_json=self.json)

@@ -115,8 +115,8 @@ def sizes_after(
 
     Args:
         model: the network.
-        ratio: from 0 to below 1.
-        part: what to prune.
+        ratio: the share to remove, from 0 to below 1.
+        part: the kind of parts to prune.
         multiple: round the number of kept parts up to a multiple of this (for a later tensor-parallel
             degree).
         drop_layers: layers to remove.
@@ -219,7 +219,7 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
     Args:
         values: a matrix, or some of its parts; bfloat16 as its bits in uint16.
         dtype: type of its elements, as checkpoints name it.
-        parts: how the matrix is divided.
+        parts: the division of the matrix.
         criterion: whether to sum magnitudes or squares.
     """
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))

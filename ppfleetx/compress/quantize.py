@@ -65,7 +65,7 @@ class Options:
     """The options for quantising a checkpoint.
 
     Attributes:
-        weights: how to store weights.
+        weights: the storage format of weights.
         method: round to nearest, or GPTQ. GPTQ and ``smooth`` need samples.
         smooth: whether to move outliers of activations into the weights first.
         trained: the settings of quantisation-aware training, whose grid rounding to nearest then uses; None
@@ -116,7 +116,7 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
     Matrices that no group size divides are not quantised, with a warning.
 
     Raises:
-        ConfigError: no group size divides any of them.
+        ConfigError: no group size divides the input features of any matrix.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     odd = {layer: n for layer, n in wanted.items() if n % GROUP_MULTIPLE}
@@ -157,7 +157,7 @@ class Quantizer:
     Args:
         checkpoint: the weights.
         model: the ``Model`` section.
-        options: how to quantise.
+        options: the options for quantising.
         room: an empty directory for tensors that are ready to be written.
         samples: text for calibration and measurement; None skips both.
     """
@@ -375,8 +375,9 @@ class _Walk:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer) -> None:
-        """Advance all activations by one layer: those of the original model through the original layer, the
-        others through its quantised version."""
+        """Advance all activations by one layer: the original model's through the original layer, the
+        quantised model's through the quantised layer.
+        """
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             for number, state in enumerate(states):
                 states[number] = through(state)

@@ -66,7 +66,8 @@ def scales_of(
     Args:
         weight: ``[k, n]``.
         bits: bits of the grid.
-        per_tensor: one scale for the whole matrix; otherwise one per output channel and group.
+        per_tensor: whether to use one scale for the whole matrix; otherwise there is one per output channel
+            and group.
         group_size: input features per group; None: all.
         method: the grid ends at the largest magnitude (``absmax``), or where the squared error of the rounded
             values is smallest (``mse``, which tries 26 ends from the largest magnitude down to half of it).
@@ -232,7 +233,7 @@ def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
     Args:
         weight: ``[k, n]``.
         hessian: ``X^T X [k, k]`` of the matrix's inputs, float64.
-        form: how the matrix is stored.
+        form: the storage format of the matrix.
     """
     scale = scales_of(weight, form.bits, group_size=form.group_size, method=method_of_scales(form))
     size = weight.shape[0]
@@ -289,7 +290,7 @@ def on_trained_grid(
     Args:
         weight: the trained weight.
         linear: canonical name.
-        form: how the matrix is stored.
+        form: the storage format of the matrix.
         cfg: the settings it was trained with.
         checkpoint: source of the learned clip, if there is one.
     """

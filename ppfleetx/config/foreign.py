@@ -1,6 +1,6 @@
 """Refuse configurations of other toolkits, and suggest our keys for theirs.
 
-The names are those of Megatron-LM, NeMo, DeepSpeed, Transformers, PaddleNLP, MindFormers and nanoGPT. Nothing
+The known toolkits are Megatron-LM, NeMo, DeepSpeed, Transformers, PaddleNLP, MindFormers and nanoGPT. Nothing
 is translated here; ``ppfleetx translate`` does that.
 """
 

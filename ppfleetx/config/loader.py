@@ -113,7 +113,7 @@ def load_config(
             ``dp_degree`` is derived from it; with None, an unset ``dp_degree`` is 1.
 
     Raises:
-        ConfigError: anything wrong, with key, value, place and rule.
+        ConfigError: something is wrong; the message has key, value, place and rule.
     """
     cfg, origins, warnings = read_config(path, overrides)
     return resolve(cfg, origins, warnings, world_size)
@@ -128,7 +128,7 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
         world_size: as in :func:`load_config`.
 
     Raises:
-        ConfigError: anything wrong, with key, value, place and rule.
+        ConfigError: something is wrong; the message has key, value, place and rule.
     """
     cfg, origins = validate(tree, RunConfig)
     return resolve(cfg, origins, tuple(warnings), world_size)

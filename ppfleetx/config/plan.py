@@ -376,7 +376,7 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
     Changing the data-parallel degree costs least, because it does not cut the model differently. Plans with
     the options of ``plan`` are preferred. Only the nearest few thousand plans are tried; if none of them is
-    legal, the result is the plan with data parallelism alone.
+    legal, the result is the plan with only data parallelism.
     """
     nearest_first = heapq.nsmallest(_MAX_TRIED, _distances(plan, world_size), key=itemgetter(0))
     near = [degrees for _, degrees in nearest_first]

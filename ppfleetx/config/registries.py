@@ -99,7 +99,7 @@ class NormTraits:
     """Facts about a norm.
 
     Attributes:
-        parameters: the ones of ``weight`` and ``bias`` that it has, each with the normalised width.
+        parameters: its parameters, out of ``weight`` and ``bias``; each has the normalised width.
         zero_centered: whether the gain is ``1 + weight``.
     """
 

@@ -25,7 +25,7 @@ def num_outputs(cfg: RunConfig) -> int:
 
 
 def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """The contradictions of ``cfg`` about finetuning."""
+    """The rules on finetuning that ``cfg`` breaks."""
     yield from _texts(cfg)
     if cfg.Engine.save_load.keep_best and not (cfg.Data.Eval is not None and cfg.Engine.eval_freq):
         yield RuleError(
@@ -158,7 +158,7 @@ _SECTION = "Compress.Quantization"
 
 
 def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """The contradictions of ``cfg`` about compression."""
+    """The rules on compression that ``cfg`` breaks."""
     quantization = cfg.Compress.Quantization
     try:
         if quantization is not None:

@@ -206,7 +206,7 @@ class _Download:
 
     @contextmanager
     def _errors_as_ours(self, file: str | None = None) -> Iterator[None]:
-        """Turn errors of the library into ours."""
+        """Turn errors of the library into our own error classes."""
         errors, what = self._errors, str(self.name) if file is None else f"{self.name}: {file}"
         login = "log in with `hf auth login`, or set HF_TOKEN"
         page = f"{self.endpoint}/{self.name.repo}"

@@ -82,7 +82,7 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
     """The largest difference between two arrays of logits.
 
     Raises:
-        CheckpointError: it is above TOLERANCE (times the largest logit if that is above 1).
+        CheckpointError: the difference is above TOLERANCE (times the largest logit if that is above 1).
     """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(

@@ -86,7 +86,7 @@ def plan_epochs(
     Args:
         tokens_per_epoch: tokens of the split, at least 1.
         sequence_length: tokens the model sees per sample.
-        num_samples: samples asked for.
+        num_samples: the requested number of samples.
         at_least: the minimum number of samples. If the plan for ``num_samples`` has fewer, the plan is made
             for this number.
     """

@@ -150,7 +150,7 @@ def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tup
 
     Args:
         path: the file.
-        see: called with all bytes in order, to hash them.
+        see: a function called with all bytes in order, to hash them.
 
     Raises:
         DataError: as in `TextFile`, or a line is longer than `MAX_LINE_BYTES`.
@@ -185,7 +185,7 @@ def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[t
 
     Args:
         path: the file, compressed or not.
-        see: called with all bytes in order, to hash them.
+        see: a function called with all bytes in order, to hash them.
 
     Raises:
         DataError: as in `read_lines`, or the array is not JSON. Lines are not parsed yet.

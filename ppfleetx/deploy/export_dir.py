@@ -1,4 +1,4 @@
-"""The directory of an exported model: its manifest, its checks, and what its program can do.
+"""The directory of an exported model: its manifest, its checks, and the abilities of its program.
 
 ::
 
@@ -222,10 +222,10 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
     """Check that an exported program can decode as the ``Generation`` section says.
 
     Args:
-        places: where the keys were set.
+        places: the places where the keys were set.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the program or the machine cannot do so.
     """
     key, rule = None, ""
     if section.decode_strategy == "beam_search":
@@ -260,10 +260,10 @@ def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str
 
     Args:
         vocab_size: number of tokens that may be generated.
-        places: where the keys were set.
+        places: the places where the keys were set.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the program or the machine cannot do so.
     """
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
@@ -280,7 +280,7 @@ def check_inference(cfg: RunConfig, device: str) -> None:
     """Check that this machine can run an exported program as the ``Inference`` section says.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the program or the machine cannot do so.
     """
     options = cfg.Inference
     if options.mp_degree not in (None, 1):

@@ -154,10 +154,11 @@ def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def integer(value: Any, *, least: int = 1) -> int:
-    """Return ``value``, which must be an integer of at least ``least``, for conversions that compute with it.
+    """Check that ``value`` is an integer of at least ``least``, and return it, for conversions that compute
+    with it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"must be an integer of at least {least}")
@@ -165,10 +166,10 @@ def integer(value: Any, *, least: int = 1) -> int:
 
 
 def number(value: Any, *, least: float = 0.0) -> float:
-    """Return ``value``, which must be a finite number of at least ``least``.
+    """Check that ``value`` is a finite number of at least ``least``, and return it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
         raise ValueError(f"must be a number of at least {least:g}")
@@ -176,10 +177,10 @@ def number(value: Any, *, least: float = 0.0) -> float:
 
 
 def flag(value: Any) -> bool:
-    """Return ``value``, which must be true or false.
+    """Check that ``value`` is true or false, and return it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
@@ -234,7 +235,7 @@ def tables_of(
 
     Args:
         content: the content of the file, see :func:`read_file`. Only its lists of rows are tables.
-        prefixes: for some tables, the prefix of all their keys.
+        prefixes: the prefix of all keys, for the tables that need one.
     """
     return {
         name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))

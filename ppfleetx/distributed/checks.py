@@ -1,5 +1,5 @@
-"""Check that ranks agree on what they must share, read different data where they should, and compute finite
-numbers.
+"""Check that ranks agree on shared data and weights, read different samples where they should, and compute
+finite numbers.
 
 ``Engine.checks`` selects the checks. ``cheap`` compares configurations at the start, batches at every step (a
 few bytes), and copies of weights at the start and before each checkpoint. ``full`` compares copies of weights
@@ -40,7 +40,7 @@ def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) ->
     """Check that all ranks read the same configuration; ``values`` are its keys, flattened.
 
     Raises:
-        CheckFailedError: naming keys and ranks.
+        CheckFailedError: configurations differ; the message names keys and ranks.
     """
     texts = {key: repr(value) for key, value in values.items()}
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
@@ -76,7 +76,7 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
         digests: :func:`batch_digest` of every rank.
 
     Raises:
-        CheckFailedError: naming two ranks; on every rank.
+        CheckFailedError: on every rank, if the check fails; the message names two ranks.
     """
     first_of: dict[int, int] = {}
     for rank, digest in enumerate(digests):
@@ -101,7 +101,7 @@ def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
     """Check that no two data ranks read the same sample in a step.
 
     Raises:
-        CheckFailedError: naming samples and ranks; on every rank.
+        CheckFailedError: on every rank, if the check fails; the message names samples and ranks.
     """
     of_rank = gather(ctx, [int(i) for i in sample_ids])
     seen: dict[int, int] = {}
@@ -125,7 +125,7 @@ def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
     across pipeline stages for tied weights.
 
     Raises:
-        CheckFailedError: naming tensors and ranks; on every rank.
+        CheckFailedError: on every rank, if copies differ; the message names tensors and ranks.
     """
     if ctx.world_size == 1:
         return

@@ -86,7 +86,7 @@ class ParallelContext:
         return self.groups[axis]
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
-        """The process group of the ranks that differ along ``axes``; None if this rank is alone there.
+        """The process group of the ranks that differ along ``axes``; None if the group has only this rank.
 
         :meth:`with_groups` must have made groups of several axes and of the experts' axes. The exception is
         dp with sep, for which fleet has a group.

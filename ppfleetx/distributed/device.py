@@ -112,7 +112,7 @@ def choose_device(wanted: str, place: str | None = None) -> str:
     """Resolve ``Global.device`` to a kind of device that exists.
 
     Args:
-        place: where it was written, for the message.
+        place: the place where it was set, for messages.
 
     Raises:
         ConfigError: the configuration asks for cards and there are none, or this process's card does not

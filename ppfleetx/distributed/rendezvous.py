@@ -93,7 +93,7 @@ class Line:
         return value
 
     def fill(self) -> None:
-        """Read what has arrived."""
+        """Read the bytes that have arrived."""
         data = self.connection.recv(1 << 16)
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "connection closed")
@@ -256,7 +256,7 @@ class _Reception:
             self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> bool:
-        """Read the data that has arrived. Returns False if the connection is of no use.
+        """Read the data that has arrived. Returns False if the connection is useless.
 
         Raises:
             RendezvousError: a member that had arrived has left.

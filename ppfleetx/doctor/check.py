@@ -59,7 +59,7 @@ class Row:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Row:
-        """The inverse of :meth:`as_json`."""
+        """Parse the output of :meth:`as_json`."""
         known = dict(content)
         status, ranks = Status(known.pop("status")), tuple(known.pop("ranks"))
         return cls(status=status, ranks=ranks, fix=known.pop("cure"), **known)

@@ -151,7 +151,7 @@ def corpora_of(cfg: RunConfig, mode: str) -> list[TokenStore]:
 
 
 def tokenizer(target: Target) -> Iterator[Row]:
-    """Load the tokenizer, and check that its ids and those of the corpora fit the model's vocabulary."""
+    """Load the tokenizer, and check that its ids and the corpora's ids fit the model's vocabulary."""
     try:
         loaded = load_tokenizer(target.cfg)
         lines = token_id_lines(target.cfg)
@@ -338,7 +338,7 @@ def _refused(where: str, error: OSError) -> Row:
 
 
 def one_checkpoint(cfg: RunConfig) -> float | None:
-    """The size of one checkpoint of this run in bytes; None if the planner cannot tell."""
+    """The size of one checkpoint of this run in bytes; None if the planner cannot predict it."""
     prediction = run_prediction(cfg, cfg.Global.device)
     return None if prediction is None else checkpoint_bytes(prediction.job)
 

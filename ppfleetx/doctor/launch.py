@@ -184,7 +184,9 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
-    """Explain why there is no report: crashed ranks, the ends of the logs, and what this process finds."""
+    """Explain why there is no report: crashed ranks, the ends of the logs, and this process's own
+    findings.
+    """
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
         how = f"exit code {number}" if number >= 0 else _signal_words(-number)

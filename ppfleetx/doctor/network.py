@@ -54,7 +54,7 @@ def interfaces() -> list[Interface]:
 
 
 def network(target: Target) -> Iterator[Row]:
-    """List all interfaces, and check those that environment variables name."""
+    """List all interfaces, and check the ones that environment variables name."""
     found = interfaces()
     yield ok("interfaces", ", ".join(map(str, found)))
     yield from named_rows(target, found)

@@ -82,7 +82,7 @@ def _shown(pairs: Sequence[str]) -> str:
 
 
 def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """The kernels, each with the element types the plan can use it with."""
+    """The kernels, each with the element types that the plan can use it with."""
     wanted = target.float_types
     return {
         name: [dtype for dtype in kernel.used if dtype in wanted or dtype not in _FLOATS]
@@ -92,7 +92,7 @@ def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str
 
 
 def used_on_cpu(kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """The kernels a CPU needs, each with its types. A CPU does not compute in 16-bit floats."""
+    """The kernels that a CPU needs, each with its types. A CPU does not compute in 16-bit floats."""
     return {
         name: [dtype for dtype in kernel.used if dtype not in _HALF]
         for name, kernel in kernels.items()

@@ -28,7 +28,7 @@ def build_optimizer(
     Args:
         cfg_optimizer: the configuration section.
         named_params: (canonical name, parameter) pairs; frozen parameters (`stop_gradient`) are left out.
-        place: where the optimizer's states live, and how it updates.
+        place: the place of the optimizer's states, and the way it updates.
         num_layers: the number of blocks of the whole model, for layer-wise decay.
 
     Raises:

@@ -35,7 +35,7 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
 
 
 def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
-    """Return squared norms of shape [] that add up to that of all ``gradients``."""
+    """Return squared norms of shape [] whose sum is the squared norm of all ``gradients``."""
     import paddle
     from paddle import _C_ops
 

@@ -77,7 +77,7 @@ class Optimizer:
         named_params: (canonical name, parameter) pairs; frozen parameters are left out.
         decays: by canonical name, whether weight decay applies to the parameter.
         weight_decay: the weight decay until a step sets another.
-        place: where states live, and how to update.
+        place: the place of the states, and the way to update.
         layer_factor: by canonical name, a factor of the parameter's learning rate, in addition to its
             group's.
     """

@@ -113,11 +113,11 @@ class Group:
     """Parameters that share an update rule.
 
     Attributes:
-        name: of the group.
-        rule: how they move.
+        name: the name of the group.
+        rule: their update rule.
         takes: a function that decides whether a parameter belongs to the group. The first group that takes a
             parameter has it.
-        lr_factor: of the step's learning rate.
+        lr_factor: the factor of the step's learning rate.
         weight_decay: the weight decay of all its parameters in every step. None: the step's value, and 0 for
             biases and gains.
     """

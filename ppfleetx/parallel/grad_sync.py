@@ -1,7 +1,7 @@
 """Reduce the gradients of all processes to the gradients of the whole job, once per step, after the last
 micro batch.
 
-This module alone reduces gradients. Each rank differentiates a loss that is already divided by the job's
+Only this module reduces gradients. Each rank differentiates a loss that is already divided by the job's
 number of valid tokens, so every reduction is a plain sum.
 
 All copies of a parameter must get the same update to the last bit, so their gradients must be equal to the
@@ -10,7 +10,7 @@ atomics), and so may two groups that add the same numbers (NCCL's order depends 
 Therefore sums run over one group at a time, in the order of ``nn/param_spec.py``, and gradients of parameters
 that every tensor-parallel rank holds in full are made equal at the end.
 
-The set of gradients depends on the parameters alone, so that all ranks of a group send the same tensors. If
+The set of gradients depends only on the parameters, so that all ranks of a group send the same tensors. If
 the data of a step do not reach a parameter, its gradient is zero.
 """
 

@@ -30,7 +30,7 @@ class LocalRunner(StepRunner):
         factory: the factory that made the layers; it knows how the model's outputs are sliced.
         optimizer: the optimizer; None for a runner that only evaluates.
         ctx: this process's place in the job.
-        sync: sums and clips gradients; None for a process that is alone.
+        sync: sums and clips gradients; None for the only process of a job.
         options: seed, clipping and precision.
     """
 

@@ -27,7 +27,7 @@ class StepOutput:
         loss_scale: the factor of the loss (float16); None without loss scaling.
         skipped: whether the step changed neither parameters nor optimizer states, because the gradients
             overflowed or the step was refused.
-        metrics: the task's metrics by name, without those that counted nothing. If the step was repeated,
+        metrics: the task's metrics by name, without metrics that counted nothing. If the step was repeated,
             they are from its first run.
     """
 

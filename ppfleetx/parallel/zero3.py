@@ -87,7 +87,7 @@ class ParameterSharding:
         self._fetch(layer, before if id(before) in self._returns else None)
 
     def _fetch(self, layer: paddle.nn.Layer, following: paddle.nn.Layer | None) -> None:
-        """Wait for the values of ``layer``, and start to fetch those of ``following``."""
+        """Wait for the values of ``layer``, and start to fetch the values of ``following``."""
         if self._next is not None and self._next[0] is not layer:
             self.finish()
         fetch = _Fetch(layer, self._owning) if self._next is None else self._next[1]

@@ -30,7 +30,7 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """Explain in one sentence each why well-known alternatives to ``best`` lose on the same cards."""
+    """Explain, in one sentence per plan, why well-known alternatives to ``best`` lose on the same cards."""
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):

@@ -57,7 +57,7 @@ class Precision:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one gradient as it is kept and reduced."""
+        """Bytes of one gradient in the type in which it is kept and reduced."""
         return 2 if self.lowers_parameters and not self.main_grads else 4
 
 
@@ -90,12 +90,12 @@ class Job:
         accumulate: micro batches of a step.
         seq_len: tokens of a sequence.
         precision: number types.
-        recomputed: what each layer recomputes.
+        recomputed: the recomputation of each layer.
         moments: optimizer states per trained parameter (2 for AdamW, 1 for momentum, 0 for SGD; Muon's mean).
         flash: whether attention is fused.
         async_save: whether host memory holds a copy of a checkpoint while it is written.
-        kernels: which operations are counted: ours on a CPU, on a GPU or on a plugin's device, or the
-            ``fused`` operations of Megatron-LM and PaddleFleetX for published runs.
+        kernels: the operations to count: ours on a CPU, on a GPU or on a plugin's device, or the ``fused``
+            operations of Megatron-LM and PaddleFleetX for published runs.
         flat_states: whether sharding cuts states into equal parts (DeepSpeed's ZeRO, for published runs),
             while this engine assigns whole parameters to ranks.
         fragments: memory that the allocator loses, as a share of the memory it hands out; None: the default
@@ -214,7 +214,7 @@ class Job:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The block of every layer, and what it recomputes."""
+        """The block of every layer, and its recomputation."""
         return tuple(zip(self.spec.blocks, self.recomputed, strict=True))
 
     @cached_property

@@ -62,7 +62,7 @@ class Failures:
 
 
 def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: float) -> Failures:
-    """The best checkpoint interval (Young 1974, refined by Daly 2006, equation 37) and what it costs.
+    """The best checkpoint interval (Young 1974, refined by Daly 2006, equation 37) and its cost.
 
     Args:
         prediction: the prediction for one step.
@@ -124,7 +124,7 @@ class Questions:
     ramp: tuple[int, int, int] | None
 
     def as_json(self, prediction: Prediction) -> dict[str, Any]:
-        """The cost of failures as JSON data; empty if it was not asked for."""
+        """The cost of failures as JSON data; empty if it was not requested."""
         if self.node_mtbf_hours is None:
             return {}
         found = self.failures(prediction)

@@ -27,7 +27,7 @@ _FRAGMENTS = 0.02
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank, by part; :attr:`total` is the peak of a step, :attr:`peak` that of a run.
+    """Bytes of one rank, by part; :attr:`total` is the peak of a step, :attr:`peak` the peak of a run.
 
     Attributes:
         parameters: parameters in the type that the passes use.
@@ -203,7 +203,7 @@ class _Run:
 
 
 def _chunk(job: Job, stage: int) -> list[_Run]:
-    """The layers of a stage in order; with virtual stages, those of its largest chunk."""
+    """The layers of a stage in order; with virtual stages, the layers of its largest chunk."""
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:

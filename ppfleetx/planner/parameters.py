@@ -108,8 +108,8 @@ def _slices(job: Job) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fetches: bool) -> Held:
-    """Sum up what a rank holds. ``sharding`` ranks divide the ownership of parameters, ``replicas`` that of
-    experts' parameters.
+    """Sum up the parameters on a rank. Ownership is divided among ``sharding`` ranks, or among ``replicas``
+    ranks for experts' parameters.
     """
 
     def largest_share(of: Iterable[tuple[_Local, int]]) -> int:

@@ -121,7 +121,7 @@ class Dial:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A configuration and what the planner predicts for it."""
+    """A configuration and the planner's prediction for it."""
 
     dial: Dial
     values: dict[str, Any]

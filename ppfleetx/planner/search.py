@@ -1,4 +1,4 @@
-"""Search all legal plans for a number of cards and rank those that fit."""
+"""Search all legal plans for a number of cards, and rank the plans that fit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def search(job: Job, cluster: Cluster, devices: int, *, goal: str = "time", keep
         devices: number of cards.
         goal: ``time`` ranks plans by the upper end of the likely step time, ``memory`` by the memory of the
             fullest card.
-        keep: how many plans to return.
+        keep: the number of plans to return.
     """
     looking = _Search(job, cluster, goal, _Shortest(max(_SIMULATED, keep)))
     plans = _plans(job, devices, cluster.per_node)

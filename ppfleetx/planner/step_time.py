@@ -287,8 +287,9 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: PassKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """The seconds of the forward products with weights (``block`` None: those at the end of the model).
-    Each of the two backward products takes as long."""
+    """The seconds of the forward products with weights; with ``block`` None, of the products at the end of
+    the model. Each of the two backward products takes as long.
+    """
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
     return _forward([o for o in operations if o.kind == "matmul"], job, cluster).total

@@ -73,7 +73,7 @@ def simulate(
     Args:
         forward, backward: seconds of a micro batch's passes, ``[stage][virtual stage]``.
         micro_batches: number of micro batches.
-        messages: what neighbouring chunks send each other.
+        messages: the messages between neighbouring chunks.
         forwards_first: whether an interleaved schedule begins with all forward passes.
         weights: for ZB-H1, the seconds of ``backward`` that each stage spends on weight gradients; None does
             not divide backward passes.

@@ -111,7 +111,7 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
     Args:
         cfg: the configuration.
         device: the kind of device; any kind but ``cpu`` counts as a card.
-        device_name: what the driver calls the device.
+        device_name: the driver's name of the device.
 
     Returns:
         None if the FLOPs of a step are unknown: for networks other than our GPT, classifiers, adapters beside

@@ -1,4 +1,4 @@
-"""Track what the program is doing, for the watchdog."""
+"""Track the program's activity, for the watchdog."""
 
 from __future__ import annotations
 

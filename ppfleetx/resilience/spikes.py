@@ -180,10 +180,10 @@ class SpikeGuard:
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned; an empty state starts afresh.
+        """Restore the result of :meth:`state`. An empty state starts afresh.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the state is damaged.
         """
         losses, norms = state.get("losses", []), state.get("grad_norms", [])
         in_a_row = state.get("in_a_row", 0)

@@ -293,7 +293,7 @@ class Watchdog:
             one.write_summary(explain(latest(one.reports(self._began))).sentence)
 
     def _gather(self, own: Report, since: float, timeout: float) -> dict[int, Report]:
-        """The reports of all ranks, or of those that write one in time."""
+        """The reports of all ranks, or of the ranks that write one in time."""
         deadline = time.monotonic() + self._patience(timeout)
         while True:
             reports = {own.rank: own}

@@ -63,7 +63,7 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
 
 def expected_device(wanted: str, place: str | None = None) -> str:
-    """The device that ``Global.device`` selects, given what is installed.
+    """The device that ``Global.device`` selects, given the installed Paddle.
 
     Args:
         wanted: the value of ``Global.device``.

@@ -114,7 +114,7 @@ def descendants() -> list[int]:
 
 
 def end_descendants(grace: float) -> list[int]:
-    """Send SIGTERM to all descendants, and SIGKILL to those that still run ``grace`` seconds later.
+    """Send SIGTERM to all descendants, and SIGKILL to the ones that still run ``grace`` seconds later.
 
     Returns:
         The descendants that did not end even then, because the kernel holds them.

@@ -99,7 +99,7 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
     Args:
         cfg: the configuration, which names exactly the checkpoints that the run starts from.
-        start: the start of the run.
+        start: the start of the run (checkpoint and progress).
         comes_to: a function that says whether the run may save a checkpoint of a given epoch and step.
 
     Raises:

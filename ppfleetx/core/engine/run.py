@@ -67,7 +67,7 @@ class StepRecord:
         batch_cost: seconds of the whole step, including waiting.
         loss_scale: factor of the loss (float16); None without loss scaling.
         skipped: whether the gradients overflowed, so that nothing was updated.
-        metrics: the task's metrics and those of the model's layers, by name; ``source/NAME`` is the loss of
+        metrics: the metrics of the task and of the model's layers, by name; ``source/NAME`` is the loss of
             one corpus of a blend (``Engine.log_source_loss``).
         pruned: pruned share of the layers' matrices; None without ``Compress.Prune``.
     """

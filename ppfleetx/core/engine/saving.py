@@ -72,7 +72,7 @@ class Saver:
         background.
 
         Raises:
-            CheckpointError: as configured.
+            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
         """
         with self._guarded():
             self._manager.wait()
@@ -91,7 +91,7 @@ class Saver:
         save failed.
 
         Raises:
-            CheckpointError: as configured.
+            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
         """
         with self._guarded():
             self._manager.wait()
@@ -106,7 +106,7 @@ class Saver:
         """Complete the save in progress.
 
         Raises:
-            CheckpointError: as configured.
+            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
         """
         with self._guarded():
             self._manager.wait()
@@ -115,7 +115,7 @@ class Saver:
         """Advance a save in the background without waiting, and report its failure.
 
         Raises:
-            CheckpointError: as configured.
+            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
         """
         with self._guarded():
             self._manager.poll()

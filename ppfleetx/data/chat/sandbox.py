@@ -113,7 +113,7 @@ class CompiledTemplate:
 
     Raises:
         jinja2.TemplateError: the text is not a template.
-        TemplateLimitError: it is nested too deeply.
+        TemplateLimitError: the template is nested too deeply.
     """
 
     def __init__(self, source: str) -> None:
@@ -129,7 +129,7 @@ class CompiledTemplate:
         Raises:
             jinja2.TemplateError: the template has an error, or refuses the conversation
                 (:class:`AskedToStopError`).
-            TemplateLimitError: it runs too long or makes something too large.
+            TemplateLimitError: the template runs too long or makes something too large.
             TypeError, ValueError, ...: an expression of the template fails.
         """
         with self._environment.tracker.following() as (pieces, spans), bounded_steps():

@@ -139,7 +139,7 @@ class Chunk:
     """A piece of the corpus that one worker handles: whole documents of one file, or several whole files.
 
     Attributes:
-        kind: as in `Source`.
+        kind: the kind of document, as in `Source`.
         paths: the file the data are from, or the files to read.
         data: bytes of whole documents. None for kind "file"; of the other kinds, for a document that is too
             long.

@@ -264,7 +264,7 @@ def longest_first(sizes: Sequence[int], room: int) -> list[int]:
 
 
 class PromptResponseDataset(RecordDataset):
-    """Prompts with responses, for causal language modelling with the loss on the response alone.
+    """Prompts with responses, for causal language modelling with the loss on only the response.
 
     A sample is ``prompt response <|endoftext|>``. Prompt and response are tokenised separately, with nothing
     between them; special tokens in them become their ids. The tokenizer's own prefix (BOS, or nothing) comes

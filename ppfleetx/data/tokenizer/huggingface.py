@@ -2,8 +2,8 @@
 
 ``tokenizer.json`` is not enough: transformers adds the tokens that ``tokenizer_config.json``,
 ``special_tokens_map.json`` and ``added_tokens.json`` name, and some of its classes replace parts of the file.
-`as_transformers` does what ``AutoTokenizer`` of version 5 does for GPT-2 and Llama; token ids are compared in
-``tests/data/tokenizer/test_tokenizer_hf.py``.
+`as_transformers` does the same as ``AutoTokenizer`` of version 5 for GPT-2 and Llama; token ids are compared
+in ``tests/data/tokenizer/test_tokenizer_hf.py``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def train_tokenizer(
         texts: documents, or pieces of them.
         vocab_size: the largest number of tokens. There are fewer if no remaining pair of neighbours occurs
             ``min_frequency`` times.
-        min_frequency: how often a pair must occur to be merged.
+        min_frequency: the number of times that a pair must occur to be merged.
         special_tokens: the special tokens; the first one ends documents.
 
     Raises:

@@ -53,7 +53,7 @@ class TextLogprobs:
     Offsets count the characters of all tokens in order, even of BOS, which does not appear in the text.
 
     Args:
-        texts: gives the text of tokens.
+        texts: the source of the tokens' texts.
     """
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -178,8 +178,8 @@ class RowAnswer:
 
     Attributes:
         texts: its text in pieces.
-        scores: the scores of its tokens, if requested, including that of the end token, which is not in the
-            text.
+        scores: the scores of its tokens, if requested, including the score of the end token, which is not in
+            the text.
         reason: the reason why it ended.
     """
 

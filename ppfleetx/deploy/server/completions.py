@@ -86,7 +86,7 @@ class CompletionAnswer(Answer):
     """An answer to a :class:`CompletionRequest`, with further arguments.
 
     Args:
-        texts: gives the text of tokens.
+        texts: the source of the tokens' texts.
         echoes: the prompts as ``echo`` returns them.
         end_ids: tokens that end an answer but are not part of it.
     """

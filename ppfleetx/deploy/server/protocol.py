@@ -18,7 +18,7 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: what is wrong, and how to fix it.
+        message: the mistake, and how to fix it.
         param: the wrong parameter.
         code: a short name for programs.
         headers: HTTP headers.
@@ -86,8 +86,9 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _nothing(value: Any) -> None:
-    """Refuse an unsupported parameter of OpenAI's API, unless its value changes nothing: some clients send
-    those."""
+    """Refuse an unsupported parameter of OpenAI's API, unless its value changes nothing, because some clients
+    send such values.
+    """
     if value not in (0, {}, "", False, []):
         raise ValueError("is not supported; leave it out")
 
@@ -97,7 +98,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
 class StreamOptions(BaseModel):
-    """Options for what a stream contains in addition to text."""
+    """Options for additional contents of a stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -181,7 +181,9 @@ def make_weights(blocks: ProgramBlocks | None) -> None:
 def run_blocks(
     blocks: ProgramBlocks, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: LoopCache | RoomCache
 ) -> paddle.Tensor:
-    """Run all blocks on ``hidden [s, b, h]``, whose positions ``[b, s]`` follow those in ``cache``."""
+    """Run all blocks on ``hidden [s, b, h]``, whose positions ``[b, s]`` follow the positions in
+    ``cache``.
+    """
     fused = blocks.fused
     column, penalty, memory = cache.place(fused.window, hidden.shape[0])
     out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)

@@ -266,7 +266,7 @@ def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) 
 
 
 def checkpoints(run: Translation) -> None:
-    """Translate where a run is saved, and what it starts from."""
+    """Translate where a run is saved, and the checkpoint that it starts from."""
     prefix, save, load = "Engine.save_load", run.text("save"), run.text("load")
     if save is None:
         run.notes.append("without --save a run is saved anyway, at its end, in ./output")

@@ -56,8 +56,8 @@ class TensorMemory:
     Strided tensors (such as transposed gradients) are communicated through a contiguous copy.
 
     Attributes:
-        takes_strided: False refuses strided tensors, as NCCL does. Tests set it to find on a CPU what would
-            fail on a GPU.
+        takes_strided: False refuses strided tensors, as NCCL does. Tests set it to find, on a CPU, code that
+            would fail on a GPU.
     """
 
     takes_strided = True

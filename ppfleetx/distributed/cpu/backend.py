@@ -2,7 +2,7 @@
 
 This is a backend for development and continuous integration: Paddle's Gloo groups lack half of the operations
 that fleet uses, and they collide with each other. With a CUDA build ``install()`` does nothing, and NCCL is
-used. ``docs/cpu_backend.md`` explains how the backend works and what it promises; ``patches.py`` lists every
+used. ``docs/cpu_backend.md`` explains how the backend works and its guarantees; ``patches.py`` lists every
 attribute of Paddle that is replaced.
 """
 

@@ -176,7 +176,7 @@ class Member:
         return np.split(array, self._size)
 
     def _rows(self, array: np.ndarray, sizes: Sequence[int] | None, width: int) -> list[np.ndarray]:
-        """``array`` split into ``sizes`` rows of ``width`` elements; without ``sizes`` into equal parts."""
+        """Split ``array`` into ``sizes`` rows of ``width`` elements; without ``sizes``, into equal parts."""
         if not sizes:
             return self._equal(array)
         return np.split(array, np.cumsum(np.asarray(sizes) * width)[:-1])

@@ -30,7 +30,7 @@ class Operation:
         group, number: the group, and the number of the operation in it; -1 for a message between two ranks.
         signature: the properties that all participants must agree on.
         background: whether the background thread advances it while the program computes.
-        takes_memory: whether it needs memory for what it receives.
+        takes_memory: whether it needs memory for received data.
 
     Attributes:
         busy: whether a thread is advancing it; set and reset under the mesh's ``state``.

@@ -27,7 +27,7 @@ class EndedRanks:
 
     Args:
         rank: rank of this process.
-        names: names of the others, for messages.
+        names: the names of the other ranks, for messages.
     """
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
@@ -197,7 +197,7 @@ class Inquiry:
         return suspicion + 1 if waiting else 0
 
     def describe(self, operation: Operation) -> str:
-        """Name the ranks that ``operation`` waits for, and what they last said they were doing."""
+        """Name the ranks that ``operation`` waits for, and their last reported activities."""
         missing = operation.missing()
         known = [f"rank {r} was in {self._answers[r][2]}" for r in missing if r in self._answers]
         names = ", ".join(self._peers[rank].name for rank in missing)

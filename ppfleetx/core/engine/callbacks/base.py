@@ -71,6 +71,7 @@ class Callback:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned. Called before ``on_fit_start`` on every rank where the
+        """Restore the result of :meth:`state`. Called before ``on_fit_start`` on every rank where the
         callback runs, whatever the plan of the run that saved it; not called if the checkpoint has no state
-        for it."""
+        for it.
+        """

@@ -278,7 +278,9 @@ class LogWriters(Recorder):
 
     @classmethod
     def visual_dl(cls, setup: CallbackSetup) -> LogWriters | None:
-        """Create VisualDL alone, for training, if it is installed and ``Engine.loggers`` does not name it."""
+        """Create a writer for VisualDL only, for training, if it is installed and ``Engine.loggers`` does not
+        name it.
+        """
         named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
         if named or not setup.trains or not visual_dl_is_installed():
             return None
