@@ -22,7 +22,7 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.utils.files import is_taken, refuse_unwritable
 
 BASE = "base"
-"""Key of the base's fingerprint in the checkpoints of adapters alone."""
+"""The key of the base's fingerprint in checkpoints that hold only adapters."""
 
 _ROWS, _COLUMNS = 8, 64
 
@@ -88,7 +88,7 @@ def refuse_without_base(checkpoint: Checkpoint) -> None:
 
 
 _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
-"""Input features in one row of a quantised matrix, by its element type."""
+"""The number of input features in one row of a quantised matrix, by its element type."""
 
 
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:

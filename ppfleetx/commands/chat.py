@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ppfleetx.generation.generator import TextGenerator
 
 DEFAULT_NEW_TOKENS = 512
-"""Most tokens of an answer where -o Generation.max_dec_len does not say."""
+"""The most tokens of an answer if -o Generation.max_dec_len sets no limit."""
 _QUOTES = '"""'
 HELP = """\
 /system TEXT  set the system message and start over; without TEXT: none

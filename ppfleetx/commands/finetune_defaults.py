@@ -17,7 +17,7 @@ from ppfleetx.utils.log import configure_logging, get_logger
 
 EPOCHS = 3
 BATCH = 8
-"""Fewest sequences of a step on each data-parallel rank."""
+"""The smallest number of sequences per step on each data-parallel rank."""
 FULL_RATE, ADAPTER_RATE = 5e-5, 5e-4
 _LENGTH_KEYS = ("Engine.max_steps", "Engine.run_mode", "Engine.num_train_epochs")
 _BATCH_KEYS = (

@@ -21,9 +21,9 @@ MAX_COUNT = 2**63 - 1
 MAX_PATH, MAX_NAME = 3500, 200
 """Bytes of a path, and of one name in it: systems take 4095 and 255."""
 MAX_LAYERS = 10_000
-"""The deepest networks that were ever trained have about 1000."""
+"""The deepest networks ever trained have about 1000 layers."""
 MAX_RANKS = 2**20
-"""Processes of one job."""
+"""The largest number of processes of a job."""
 
 
 class Section(BaseModel):

@@ -160,7 +160,7 @@ _NAMES = {
 }
 
 OURS = {name: key for key, names in _NAMES.items() for name in names.split()}
-"""Another toolkit's name -> the key here."""
+"""Our key for each name of another toolkit."""
 
 
 def our_key(name: str) -> str | None:

@@ -96,7 +96,7 @@ def _base_items(node: Node | None) -> list[Node]:
 CONFIG_FILE = "config.yaml"
 
 ConfigSource = str | Path | MadeFile | Sections
-"""What a configuration is read from."""
+"""The source of a configuration."""
 
 
 def load_config(

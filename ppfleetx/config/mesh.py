@@ -29,7 +29,7 @@ class View:
 
 DENSE = View(AXES, tensor="mp", replicas=("dp", "sep"), owners="sharding")
 EXPERTS = View(("edp", "pp", "ep", "emp"), tensor="emp", replicas=("edp", "ep"), owners="edp")
-"""Experts add no axis: the ranks of a pipeline stage, in their order, are divided anew."""
+"""The view of the experts divides the ranks of a pipeline stage, in order, in another way."""
 
 SUM_ORDER = ("mp", "emp", "dp", "sep", "edp", "ep", "pp")
 """Gradients are summed over axes in this order."""

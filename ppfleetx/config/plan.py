@@ -43,7 +43,7 @@ CONFIG_KEYS = {
     "seq_len": "Data.Train.dataset.max_seq_len",
     "accumulate_steps": "Engine.accumulate_steps",
 }
-"""Where each number of a plan, or of what it is applied to, stands in the configuration."""
+"""The configuration key for each number of a plan or of its workload."""
 
 DEGREE_WORDS = {
     **{axis: axis for axis in ("dp", "mp", "pp", "sharding", "sep")},
@@ -53,7 +53,7 @@ DEGREE_WORDS = {
     "emp": "expert_mp",
 }
 PLAN_WORDS = (*DEGREE_WORDS, "micro", "sp", "offload", "zb", "recompute")
-"""What `ppfleetx plan --plan` takes, as ``word=value``; the degrees with their fields of ParallelPlan."""
+"""The words of `ppfleetx plan --plan`, as ``word=value``. Degrees have their fields of ParallelPlan."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ LEGAL: tuple[PlanRule, ...] = (
         "exchanges sequence parts for heads",
     ),
 )
-"""Every condition, with its reason. Data parallelism and sharding go with everything."""
+"""All conditions, with their reasons. Data parallelism and sharding can be combined with everything."""
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def _distillation(cfg: RunConfig) -> Iterator[RuleError]:
 _MIXED = "Engine.mix_precision."
 
 Reason = tuple[tuple[str, ...], str]
-"""Keys that decide, and why in words."""
+"""The keys that decide, and the reason in words."""
 
 
 def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:

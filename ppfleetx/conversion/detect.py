@@ -49,7 +49,7 @@ _SUFFIXES = {
         "of Megatron-LM (--from megatron)",
     ),
 }
-"""What a single file of weights is, by its suffix."""
+"""The kind of a single file of weights, by its suffix."""
 
 
 def is_hugging_face(path: Path) -> bool:

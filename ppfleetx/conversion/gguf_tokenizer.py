@@ -55,9 +55,9 @@ _OTHER_NAMES = {
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), "qwen2"),
 }
 _WITH_BOS = ("llama-bpe", "llama")
-"""Those that put BOS before a text where the file does not say."""
+"""The tokenizers that put BOS before a text if the file does not say whether to."""
 _WHOLE_WORDS_FIRST = ("llama-bpe",)
-"""A piece that is a token as a whole is not merged from its parts."""
+"""The tokenizers in which a piece that is a token is not merged from its parts."""
 
 
 # ---- in

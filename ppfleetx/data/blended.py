@@ -16,7 +16,7 @@ from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, Sample
 from ppfleetx.data.index_map import load_or_build
 
 BLEND_VERSION = 1
-"""Changes when equal weights would give another order than before."""
+"""Increased when equal weights would give a different order than before."""
 
 MAX_CORPORA = int(np.iinfo(np.int16).max)
 

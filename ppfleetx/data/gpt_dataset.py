@@ -61,7 +61,7 @@ def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple
 Sample = dict[str, np.ndarray]
 
 PADDING = -1
-"""Index of a sample that fills up a batch and counts nowhere."""
+"""The index of a sample that fills up a batch and does not count."""
 
 _MANY_EPOCHS = (
     4  # beyond this, repeated text helps little (Muennighoff et al. 2023, "Data-constrained scaling")

@@ -29,7 +29,7 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import available_bytes
 
 ORDER_VERSION = 1
-"""Changes when equal arguments would give other maps than before; part of cache names and fingerprints."""
+"""Increased when equal arguments would give different maps; part of cache names and fingerprints."""
 
 _CHUNK = 1 << 22  # documents handled at a time, to limit temporary memory to about 100 MB
 _SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this share is needed

@@ -16,7 +16,7 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.utils.foreign_files import opened
 
 MAX_LINE_BYTES = 64_000_000
-"""Longest line of a file of records."""
+"""The longest line of a file of records."""
 
 _PACKED = (".gz", ".zst")
 _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip", ".7z", ".z")

@@ -30,7 +30,9 @@ import yaml
 from ppfleetx.config.errors import shown, shown_key
 
 Convert = Callable[[Any], Mapping[str, Any] | Any]
-"""From the value of a key to native values: a mapping of native keys, or the one value of ``Key.to``."""
+"""Converts the value of a key to native values: a mapping of native keys, or a single value for
+``Key.to``.
+"""
 
 
 class Kind(StrEnum):
@@ -219,7 +221,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "window": _window,
     "betas": _betas,
 }
-"""Functions from the value of a key to native values; None leaves the native key open."""
+"""Functions that convert the value of a key to native values. None leaves the native key unset."""
 
 
 def read_file(dialect: str) -> dict[str, Any]:

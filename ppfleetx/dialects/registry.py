@@ -19,7 +19,7 @@ _MODULES: tuple[str, ...] = (
     "mindspeed.dialect",
     "paddleformers.dialect",
 )
-"""Modules of this package that hold a ``DIALECT``, in the order in which they are asked."""
+"""Modules of this package with a ``DIALECT``, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)

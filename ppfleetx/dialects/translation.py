@@ -274,7 +274,7 @@ def _one_line(text: str) -> str:
 
 
 Rule = Callable[[Translation], None]
-"""Reads keys that decide native values together, and puts those into the translation."""
+"""A function that reads keys that together decide native values, and puts these into the translation."""
 
 
 def translate(

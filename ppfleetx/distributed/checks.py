@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paddle import Tensor, nn
 
 MAX_NAMED = 4
-"""Names listed in a message."""
+"""The most names listed in a message."""
 
 
 class CheckFailedError(UserError):

@@ -10,11 +10,12 @@ from paddle import distributed
 from paddle.autograd import PyLayer
 
 BUCKET_BYTES = 64 << 20
-"""Tensors are packed up to this size: few messages, little extra memory."""
+"""Tensors are packed up to this size, for few messages and little extra memory."""
 
 ALIGNMENT = 256
-"""Bytes at whose multiples tensors begin that live in a flat one, as in memory of their own: kernels for many
-tensors load vectors of them, and do not look whether they may."""
+"""Tensors within a flat tensor begin at multiples of this many bytes, as in their own memory. Kernels for
+many tensors load vectors, and do not check the alignment.
+"""
 
 
 def begins_of(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:

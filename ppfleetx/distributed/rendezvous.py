@@ -29,7 +29,7 @@ from ppfleetx.utils.log import get_logger
 Address = tuple[str, int]
 
 MARGIN_SECONDS = 10.0
-"""How much longer the others wait than the first process, which knows who is missing."""
+"""The extra time that other processes wait after the first one, which knows which process is missing."""
 _LOG_AFTER_SECONDS = 10.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 _ANSWER_SECONDS = 10.0

@@ -10,7 +10,7 @@ import paddle
 from paddle.base import core
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
-"""With "0" in it, NVIDIA's libraries never use TF32, whatever a program asks for."""
+"""If this variable is "0", NVIDIA's libraries never use TF32, whatever a program asks for."""
 
 # Paddle has had these switches since 2.0; in a GPU build with these flags, the flags decide.
 _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")

@@ -23,9 +23,9 @@ _ALIGNMENT = 256  # bytes, like Paddle's own allocations
 _LOOKS_SECONDS = 1e-3  # how often a card is asked for its progress
 
 _on_their_way: deque[tuple[Any, Any]] = deque()
-"""(event behind a copy, the host's memory), oldest first: memory must stay until its copy is done."""
+"""(event after a copy, the host's memory), oldest first. Memory must stay alive until its copy is done."""
 _begun: deque[Any] = deque()
-"""An event at the beginning of each micro batch that the card may not have come to, oldest first."""
+"""An event at the beginning of each micro batch that the card may not have reached, oldest first."""
 
 
 def upload(array: np.ndarray) -> paddle.Tensor:

@@ -130,7 +130,7 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
     "send and receive": (_send_receive, lambda member, inputs: inputs[member.place - 1]),
     "uneven all_to_all": (_uneven_all_to_all, _uneven_parts),
 }
-"""The last one is for ranks that divide experts."""
+"""The operations to try. The last one is for ranks that divide experts."""
 
 
 def examine_groups(

@@ -102,7 +102,7 @@ def import_row() -> Row | None:
 
 
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
-"""Names the directory where the ranks of a machine leave their reports for the process that started them."""
+"""The variable that names the directory in which ranks leave reports for the process that started them."""
 _REPORT, _LOG = "report.*.json", "launcher.log"
 _END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _ALONE_SECONDS = 90.0

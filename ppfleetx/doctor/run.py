@@ -34,7 +34,7 @@ LOCAL_SECONDS = 1200.0
 _CHECK_SECONDS = 360.0  # seconds, longer than any single check may take
 _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 ALONE = "meeting"
-"""Name of the row of a rank that did not meet the others."""
+"""The name of the row for a rank that did not meet the others."""
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
 # After a failure under one of these headings the process groups would fail or hang.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)

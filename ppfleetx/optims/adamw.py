@@ -17,7 +17,7 @@ from ppfleetx.distributed.device import moves_powers
 from ppfleetx.optims.rule import ParamView, Rule, StateSpec, as_tensor
 
 _CHUNK = 1 << 16
-"""Elements that one block of threads works through."""
+"""The number of elements that one block of threads processes."""
 _LARGEST = (1 << 31) - 1
 """The fused kernel counts a tensor's elements in 32 bits."""
 STATES = ("moment1", "moment2", "beta1_pow", "beta2_pow")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paddle import Tensor
 
 _SMALL = 1 << 16
-"""Elements below which a gradient's norm takes less time than its launch on a GPU."""
+"""A gradient with fewer elements takes less time for its norm than for the launch on a GPU."""
 
 
 def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tensor:

@@ -23,7 +23,7 @@ WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
     "cosine": lambda u: 0.5 * (1.0 + math.cos(math.pi * u)),
     "minus_sqrt": lambda u: 1.0 - math.sqrt(u),
 }
-"""Part of ``max_lr - min_lr`` that is left of it, of the part u of the final decay that is done."""
+"""The share of ``max_lr - min_lr`` that is left after the share u of the final decay."""
 
 
 def cosine(n: int, schedule: Schedule) -> float:

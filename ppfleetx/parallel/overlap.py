@@ -27,7 +27,7 @@ Start = Callable[[paddle.Tensor], Any]
 
 
 BUCKETS_IN_SIZE = 2
-"""``Distributed.bucket_size`` holds this many buckets: one is on its way while the next one fills up."""
+"""``Distributed.bucket_size`` holds this many buckets: one is in transit while the next one fills up."""
 
 _NEARLY_FULL = 0.75
 

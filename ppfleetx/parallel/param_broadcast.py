@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding
 
 SMALL_BYTES = 256 << 10
-"""Parameters below this travel packed: a message of that size costs more than its bytes."""
+"""Smaller parameters are packed, because a message of this size costs more than its bytes."""
 
 
 class NewValues:

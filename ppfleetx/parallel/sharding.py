@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
 
 UNWAITED_MESSAGES = 2
-"""How many messages of stages 2 and 3 may be under way: those to two owners use both directions of a link.
-More would keep gradients whose memory these stages are meant to save."""
+"""The most messages of stages 2 and 3 in transit: messages to two owners use both directions of a link. More
+would keep gradients in memory that these stages are meant to save.
+"""
 
 
 class Sharding:

@@ -30,8 +30,9 @@ _OTHERS = {
     ("network_latency_us",): 0.05,
 }
 """Weight of the squared logarithm of each constant's scale factor (ridge regression): a few runs do not
-determine all constants, and those they do not determine keep the card's values. Latencies of small operations
-depend on the host and are known least; a network's speed is stated by its vendor."""
+determine all constants, and the other constants keep the card's values. Latencies of small operations depend
+on the host and are the least certain; the vendor states a network's speed.
+"""
 _SWEEPS = 6
 
 

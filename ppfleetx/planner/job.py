@@ -19,11 +19,12 @@ from ppfleetx.nn.cost import Kernels, Recompute, Work
 from ppfleetx.planner.cards import Card
 
 Layer = tuple[BlockSpec, Recompute]
-"""A block, and what the backward pass recomputes of it."""
+"""A block, and the part of it that the backward pass recomputes."""
 
 EXPERT_IMBALANCE = 1.5
-"""Margin of memory under expert parallelism: the rank whose experts have most rows, in the layer and micro
-batch where that is worst, has this many times the mean."""
+"""Margin of memory under expert parallelism: in the worst layer and micro batch, the rank whose experts get
+the most rows gets this many times the mean.
+"""
 
 
 @dataclass(frozen=True)

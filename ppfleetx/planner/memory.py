@@ -22,7 +22,7 @@ from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 _BUCKET_BYTES = 64 << 20  # size of the buckets that sums are packed into (distributed/collectives.py)
 _GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # generators of a rank and of mp, as text
 _FRAGMENTS = 0.02
-"""Memory the allocator loses to fragmentation, as a share of what it hands out."""
+"""Memory that the allocator loses to fragmentation, as a share of the memory it hands out."""
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,9 @@ _LOW, _HIGH = 0.93, 1.10
 """Ends of the interval around the predicted step, from the errors on published runs (``docs/planner.md``):
 nine of ten measurements lie within it."""
 _HIGH_PER_DOUBLING = 0.12
-"""Added to the high end for each doubling of the tensor-parallel groups that share a node's network
-(:func:`ppfleetx.planner.network.rival_groups`)."""
+"""The increase of the high end for each doubling of the tensor-parallel groups that share a node's network
+(:func:`ppfleetx.planner.network.rival_groups`).
+"""
 
 
 def spread(job: Job, cluster: Cluster) -> tuple[float, float]:

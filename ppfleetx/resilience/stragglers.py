@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 LEAST_COST = 0.05
-"""Share of a step from which a slow rank is reported."""
+"""A slow rank is reported if it costs at least this share of a step."""
 _UNLIKE = 1.5  # tolerance towards other stages, which may have less work
 
 

@@ -23,7 +23,8 @@ NPU = "npu"
 _PLUGIN = "paddle-custom-"
 PLUGINS_ROOT = "CUSTOM_DEVICE_ROOT"
 """Environment variable with a directory of plugins that Paddle loads. The names of their files usually, but
-not always, say for which device they are."""
+not always, name the device.
+"""
 _PLUGINS_FOLDER = "paddle_custom_device"
 # Found in Paddle's errors while it is imported.
 _NOT_OPENED = re.compile(r"Fail to open library: (\S+) with error: (?:\1: )?(.*)")

@@ -17,7 +17,7 @@ LIBRARIES = {
     "tokenizers": "tokenizers",
     "zstandard": "zstandard",
 }
-"""Import name -> name of the distribution, for requirements.txt without Paddle."""
+"""The name of the distribution for each import name, for requirements.txt without Paddle."""
 
 
 class NotInstalledError(UserError):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Loader = Iterable[Sequence[MicroBatch]]
 EvalSets = Mapping[str | None, Loader]
-"""Evaluation sets by name, in this order; the name is None where ``Data.Eval.sets`` names none."""
+"""The evaluation sets by name, in order. The name is None if ``Data.Eval.sets`` names no set."""
 
 NO_TRAINING = TrainingLength(max_steps=0)
 

@@ -16,7 +16,7 @@ from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import Runner
 
 SOURCE = "source/"
-"""Prefix of metrics that are the loss of one corpus of a blend."""
+"""The prefix of metrics for the loss of one corpus of a blend."""
 
 
 class Run(Protocol):

@@ -19,7 +19,7 @@ from ppfleetx.utils.cli import EXIT_HUNG
 from ppfleetx.utils.peers import ended_peer_in, ends_this_process
 
 HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
-"""Directories of reports. Evaluation and generation have their own because they may run beside training."""
+"""Directories of reports. Evaluation and generation have their own, because they may run during training."""
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:

@@ -26,9 +26,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 3_000_000
-"""Lines of compiled template code; a conversation of a hundred turns takes some thousands."""
+"""The most lines of compiled template code to run. A conversation of a hundred turns takes a few thousand."""
 MAX_SIZE = 1 << 24
-"""Characters of a text, or elements of a list."""
+"""The most characters of a text, or elements of a list."""
 _MAX_NUMBER = 1_000_000  # for an argument of a filter or a function
 _MAX_BITS = 1 << 16
 

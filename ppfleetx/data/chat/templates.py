@@ -47,7 +47,7 @@ PLAIN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
 """
-"""The template of models that have none: ``User: ...``, ``Assistant: ...``, an empty line between."""
+"""The template for models without one: ``User: ...``, ``Assistant: ...``, with an empty line between."""
 
 
 class ChatError(UserError):

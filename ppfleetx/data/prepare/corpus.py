@@ -114,7 +114,7 @@ def paragraphs(text: bytes) -> Iterator[bytes]:
 
 CHUNK_BYTES = 2 << 20
 MAX_SKIPPED_IN_A_ROW = 300_000
-"""Lines without a document, one after the other. A file with more is of another kind than assumed."""
+"""The most consecutive lines without a document. A file with more must be of another kind."""
 _BOM = b"\xef\xbb\xbf"
 
 

@@ -26,7 +26,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 SPLITS = ("train", "valid", "test")
 _ENDINGS = ("tokens", "raw")
 _MAX_BYTES = 1 << 32
-"""Largest file; that of WikiText-103 has half a gigabyte."""
+"""The size of the largest file. WikiText-103 has half a gigabyte."""
 
 
 @dataclass(frozen=True)

@@ -161,9 +161,10 @@ class SpecialTokens:
             yield text[begin:]
 
 
-# How ByteLevel(use_regex=True) splits text, that is 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+|
-# ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+ rewritten so that tiktoken needs less backtracking: first the white space at
-# the end of the text, then a run without its last character, then that character.
+# How ByteLevel(use_regex=True) splits text, that is
+#   's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+# rewritten so that tiktoken needs less backtracking: first the white space at the end of the text, then a run
+# without its last character, then that character.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s"
 _WHOLE_TEXT = r"(?s:.+)"
 # Patterns of a Split step that match the same in both libraries and cover the whole text.

@@ -22,7 +22,7 @@ GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinj
 SIDE_FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
 """Files beside the definition that belong to the tokenizer."""
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Directory of further chat templates, one file each, named after them."""
+"""The directory of further chat templates, with one file per template, named after it."""
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_TEMPLATES = 32
 _SENTENCEPIECE_FILE = "tokenizer.model"

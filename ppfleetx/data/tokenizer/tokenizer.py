@@ -160,7 +160,7 @@ class Tokenizer:
         self.special_token_texts = made.named
         """Texts of the tokens that have a name in transformers, such as ``bos_token``."""
         self.definition = made.definition
-        """What a ``tokenizer.json`` of it holds, the tokens of the files beside it included."""
+        """The dictionary that its ``tokenizer.json`` holds, including tokens of the files beside it."""
         self._engine: Engine = build_engine(made.definition, place)
         added = made.definition.get("added_tokens") or []
         self._special = {entry["content"]: entry["id"] for entry in added if entry.get("special")}

@@ -70,7 +70,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 MOST_TOP = 20
-"""Limit of alternatives listed for each token."""
+"""The largest number of alternatives listed for each token."""
 _MAX_STOPS = 4
 _MAX_STOP_LENGTH = 256
 _MAX_QUOTED = 64

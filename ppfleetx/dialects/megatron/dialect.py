@@ -22,7 +22,7 @@ _FILE = read_file("megatron")
 FLAGS = frozenset(_FILE["flags"].split())
 """Options that take no value and are true when they are given."""
 MANY = frozenset(_FILE["many"].split())
-"""Options that take every word up to the next option."""
+"""Options that take all words up to the next option."""
 TABLES = tables_of(_FILE, {"deepspeed": f"{_DEEPSPEED}."})
 ALL_KEYS = KeyTable([key for keys in TABLES.values() for key in keys], normal_name)
 OPTIONS = frozenset(key.name for name, keys in TABLES.items() if name != "deepspeed" for key in keys)

@@ -16,7 +16,7 @@ _DEEPSPEED = (
     "moe_eval_capacity_factor", "moe_min_capacity", "disable_moe_token_dropping", "moe_expert_parallel_size",
     "enable_expert_tensor_parallelism",
 )  # fmt: skip
-"""Arguments that Megatron-DeepSpeed alone has."""
+"""Arguments that only Megatron-DeepSpeed has."""
 _LOSSES = {
     "aux_loss": "switch",
     "seq_aux_loss": "sequence",

@@ -25,7 +25,7 @@ _FIRST = {
     "load_checkpoint": "resume_or_finetune_checkpoint",
     "profile": "profile",
 }
-"""Flags that ``--options`` may change again, and the keys that they set."""
+"""Flags that ``--options`` may override, and the keys that they set."""
 
 _LAST = {
     "epochs": "runner_config.epochs",
@@ -33,10 +33,10 @@ _LAST = {
     "sink_mode": "runner_config.sink_mode",
     "predict_data": "input_data",
 }
-"""Flags that stand above ``--options``."""
+"""Flags that override ``--options``."""
 
 _OF_DATASET = {"dataset_dir": "data_loader.dataset_dir", "num_samples": "data_loader.num_samples"}
-"""Flags that set a key of ``train_dataset``, and with ``run_mode: eval`` of ``eval_dataset``."""
+"""Flags that set a key of ``train_dataset`` or, with ``run_mode: eval``, of ``eval_dataset``."""
 
 
 def _flag(name: str) -> Key:

@@ -33,7 +33,7 @@ def _megatron_names() -> dict[str, str]:
 
 
 ALIASES: dict[str, str] = _megatron_names() | _FILE["aliases"]
-"""A dotted name of MindSpeed-Core-MS -> the argument of Megatron that says the same."""
+"""The argument of Megatron for each dotted name of MindSpeed-Core-MS with the same meaning."""
 
 
 def plain(name: str) -> str:

@@ -13,7 +13,7 @@ from ppfleetx.distributed.cpu.wire import Signature
 Steps = Generator[list[Receive], None, None]
 
 STARTED_SUMS = 2
-"""How many sums of a group may be in progress: while one waits for its messages, the next one sends."""
+"""The most sums of a group in progress: while one waits for its messages, the next one sends."""
 
 
 class Operation:
