@@ -1,10 +1,13 @@
 """Mixed precision: 16-bit compute, float32 master weights, loss scaling.
 
-O1: parameters and gradients are float32; ``auto_cast`` runs the operations of its list in 16 bits. O2:
-parameters and, unless the model says otherwise, activations are 16-bit; the optimizer updates float32 master
-weights from float32 gradients. Loss and softmax are float32 in both. On a CPU both levels are the same,
-because Paddle has no 16-bit kernels there: products with weights round their operands to bfloat16 and sum in
-float32, and everything else, parameters and gradients included, is float32.
+O1: parameters and gradients are float32; ``auto_cast`` runs the operations of its list in 16 bits.
+
+O2: parameters and, unless the model says otherwise, activations are 16-bit; the optimizer updates float32
+master weights from float32 gradients. Loss and softmax are float32 in both.
+
+On a CPU both levels are the same, because Paddle has no 16-bit kernels there: products with weights round
+their operands to bfloat16 and sum in float32, and everything else, parameters and gradients included, is
+float32.
 
 float16 has a small exponent range, so the loss is multiplied by a scale before the backward pass, and the
 gradients are divided by it afterwards. bfloat16 has the exponent range of float32 and needs no scale.
