@@ -6,7 +6,7 @@
     print(model.generate("Once upon a time").text)
 
 Importing the package imports neither Paddle nor anything else that is slow; its names are looked up when they
-are asked for. docs/api.md describes them.
+are used. docs/api.md describes them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""``python -m ppfleetx``: the command ``ppfleetx``. Also the script of each rank of ``--nproc``, because
-Paddle's launcher takes the path of a script and no module."""
+"""``python -m ppfleetx``: the command ``ppfleetx``. It is also the script of each rank of ``--nproc``,
+because Paddle's launcher takes the path of a script, not a module.
+"""
 
 import sys
 
@@ -8,14 +9,14 @@ def main() -> None:
     """The console script."""
     try:
         from ppfleetx.commands.main import main as run
-    except KeyboardInterrupt:  # later ones are reported by the command itself
+    except KeyboardInterrupt:  # the command itself reports later errors
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     run()
 
 
 def main_of_rank() -> None:
-    """:func:`main` in a process that was started with this file's path."""
+    """Run :func:`main` in a process that was started with this file's path."""
     from pathlib import Path
 
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # the package whose command started the ranks

@@ -1,4 +1,4 @@
-"""``from ppfleetx.pipeline import pipeline``: MindFormers' spelling."""
+"""``from ppfleetx.pipeline import pipeline``: the same import path as in MindFormers."""
 
 from ppfleetx.api.text_generation import TextGenerationPipeline, pipeline
 

@@ -1,4 +1,4 @@
-"""``from ppfleetx.trainer import Trainer``: MindFormers' spelling; ``ppfleetx.Trainer`` is our own."""
+"""``from ppfleetx.trainer import Trainer``: MindFormers' trainer. ``ppfleetx.Trainer`` is our own."""
 
 from ppfleetx.api.text_generation import Trainer
 

@@ -23,7 +23,7 @@ def settings_of(overrides: Overrides | None) -> list[Override]:
     """Read overrides from a mapping of dotted keys or sections, or from texts ``key=value``.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the overrides are in neither form.
     """
     if isinstance(overrides, Mapping):
         return [Setting(key, value, "overrides") for key, value in _leaves(overrides, "")]
@@ -53,7 +53,7 @@ def config_source(config: Configuration) -> ConfigSource:
 
 
 def _written(section: Section, prefix: str, cfg: RunConfig) -> dict[str, Any]:
-    """The values of a section, except derived ones, which will be derived again."""
+    """The values of a section, except derived values, which will be derived again."""
     values = section.model_dump()
     for name in type(section).model_fields:
         key, value = f"{prefix}{name}", getattr(section, name)

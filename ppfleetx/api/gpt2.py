@@ -66,7 +66,7 @@ class GPT2LMHeadModel:
         """Load the model in a directory in our own, Hugging Face's or FleetX's format.
 
         Raises:
-            UserError: there is none. Nothing is downloaded, and no weight is ever initialised at random.
+            UserError: there is no model. Nothing is downloaded, and no weight is ever initialised at random.
         """
         return cls(GPT.from_pretrained(directory))
 
@@ -132,10 +132,10 @@ class GPT2Tokenizer:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load the tokenizer in a directory, or that of a checkpoint in it.
+        """Load the tokenizer in a directory, or the tokenizer of a checkpoint in the directory.
 
         Raises:
-            DataError: there is none. Nothing is downloaded.
+            DataError: there is no tokenizer. Nothing is downloaded.
         """
         directory = local_directory(directory)
         try:
@@ -145,7 +145,7 @@ class GPT2Tokenizer:
                 try:
                     place = resolve_model(directory, stack, with_config=False)
                 except CheckpointError:
-                    raise error from None  # it is not a model either, so the first error stands
+                    raise error from None  # it is not a model either, so the first error is raised
                 if place.tokenizer is None:
                     raise
                 return cls(Tokenizer.load(place.tokenizer))
@@ -169,11 +169,11 @@ class GPT2Tokenizer:
 
         Args:
             text: a text or a list of texts; for a list, the first dimension of every value is the batch.
-            add_special_tokens: put the end-of-document token before and after each text. MindFormers does so
-                by default; here the default is that of transformers.
-            padding: ``max_length``: pad on the right up to ``max_length``.
+            add_special_tokens: whether to put the end-of-document token before and after each text.
+                MindFormers does so by default; here the default is the same as in transformers.
+            padding: ``max_length`` pads on the right up to ``max_length``.
             max_length: length of the longest sequence.
-            truncation: cut off the ends of longer texts; otherwise they are an error.
+            truncation: whether to cut off the ends of longer texts; otherwise longer texts are an error.
             return_tensors: ``np`` for arrays, ``pd`` (or ``ms``) for Paddle tensors; None: lists.
 
         Raises:

@@ -95,7 +95,7 @@ class GPT:
         network: the Paddle layer; its ``state_dict`` has the parameters.
         tokenizer: the model's tokenizer; None if the directory has none.
         generation: default options of :meth:`generate`.
-        epoch, step: how far it was trained.
+        epoch, step: the epoch and step up to which it was trained.
 
     ``checkpoint`` is the checkpoint the weights were loaded from, if any.
     """
@@ -112,7 +112,7 @@ class GPT:
     ) -> None:
         self.cfg, self.network, self.tokenizer = cfg, network, tokenizer
         self.generation, self.epoch, self.step = cfg.Generation, epoch, step
-        # What the weights came with, and the element types that they had: to be kept when they are saved.
+        # Facts about the source of the weights, and their element types, kept for saving.
         self._source: Mapping[str, Any] = {}
         self._stored: dict[str, str] = {}
         if checkpoint is not None:
@@ -132,10 +132,10 @@ class GPT:
         """Load a model: a run, a checkpoint, a Hugging Face or FleetX model, or a GGUF file.
 
         Args:
-            directory: its path; or ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION`` for a model on the
-                Hugging Face hub, which is downloaded.
-            config: used instead of the checkpoint's own configuration.
-            overrides: change single values, e.g. ``{"Global.device": "cpu"}``.
+            directory: the path of the model; or ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION`` for a model on
+                the Hugging Face hub, which is downloaded.
+            config: a configuration to use instead of the checkpoint's own.
+            overrides: changes of single values, e.g. ``{"Global.device": "cpu"}``.
 
         Raises:
             UserError: there is no such directory, it does not hold an intact model, or the model cannot run
@@ -173,7 +173,7 @@ class GPT:
             checkpoint=start.checkpoint,
         )
 
-    # ---- what it is
+    # ---- properties of the model
 
     @property
     def config(self) -> ModelConfig:
@@ -198,7 +198,7 @@ class GPT:
     def train(self, mode: bool = True) -> Self:
         """Switch dropout on, to write your own training loop."""
         self.network.train() if mode else self.network.eval()
-        self._generator = None  # it holds copies of the weights, which may change now
+        self._generator = None  # the generator holds copies of the weights, which may change now
         return self
 
     def eval(self) -> Self:
@@ -206,12 +206,14 @@ class GPT:
         return self.train(False)
 
     def with_tokenizer(self, tokenizer: Tokenizer) -> Self:
-        """A new object with the same network and another tokenizer; this one keeps its own."""
+        """Make a new object with the same network and another tokenizer. This object keeps its own
+        tokenizer.
+        """
         other = copy(self)
         other.tokenizer, other._generator = tokenizer, None
         return other
 
-    # ---- what it does
+    # ---- computing with the model
 
     def __call__(self, tokens: Tokens) -> paddle.Tensor:
         """Logits ``[b, s, V]`` float32 after each token, without columns of vocabulary padding.
@@ -327,7 +329,7 @@ class GPT:
 
     @property
     def generator(self) -> Any:
-        """The generator behind :meth:`generate`. It uses the weights as they are at its first use."""
+        """The generator behind :meth:`generate`. It uses the weights from the time of its first use."""
         from ppfleetx.commands.generate import assistants_for
         from ppfleetx.generation.generator import Generator
 
@@ -337,7 +339,7 @@ class GPT:
             )
         return self._generator
 
-    # ---- where it is kept
+    # ---- saving the model
 
     def save(self, directory: str | Path) -> Path:
         """Write a checkpoint of the weights into ``directory``, for :func:`load` and all programs.
@@ -348,7 +350,7 @@ class GPT:
             The directory of the checkpoint, ``directory/epoch_E_step_S``.
 
         Raises:
-            CheckpointError: it exists already, or cannot be written.
+            CheckpointError: the checkpoint exists already, or cannot be written.
         """
         from dataclasses import asdict
 
@@ -394,12 +396,12 @@ class GPT:
 def load(
     directory: str | Path, *, config: Configuration | None = None, overrides: Overrides | None = None
 ) -> GPT:
-    """Load a model; arguments and errors are those of :meth:`GPT.from_pretrained`."""
+    """Load a model, with the arguments and errors of :meth:`GPT.from_pretrained`."""
     return GPT.from_pretrained(directory, config=config, overrides=overrides)
 
 
 def ready(cfg: RunConfig) -> ParallelContext:
-    """Import Paddle, and select the device. The state of random generators is not changed.
+    """Import Paddle, and select the device. The state of random generators does not change.
 
     Raises:
         ConfigError: there is no such device, or the model cannot run there.

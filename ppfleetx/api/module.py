@@ -118,7 +118,7 @@ def build_module(cfg: RunConfig) -> GenerationModule:
     """Build the network of ``cfg`` (see ``ppfleetx.load_config``) without weights.
 
     Raises:
-        ConfigError: it cannot run here or in one process, or it is not a language model.
+        ConfigError: the network cannot run here or in one process, or it is not a language model.
     """
     if cfg.Model.task.classifies:
         raise ConfigError("a classifier has no next token", key="Model.module", value=cfg.Model.module)

@@ -1,4 +1,6 @@
-"""MindFormers' task ``text_generation``: its ``pipeline`` and ``Trainer``, implemented with ours."""
+"""MindFormers' task ``text_generation``: its ``pipeline`` and ``Trainer``, implemented with our own
+classes.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ class TextGenerationPipeline:
         return [{RESULT: [prompt + self._continued(prompt, chosen)]} for prompt in prompts]
 
     def _of_strategy(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """Drop sampling options from ``chosen`` if ``do_sample`` is False; MindFormers ignores them, too.
+        """Drop sampling options from ``chosen`` if ``do_sample`` is False, because MindFormers ignores them
+        too.
 
         Raises:
             ConfigError: there is a sampling option, but sampling was not requested.
@@ -114,11 +117,11 @@ def pipeline(
     Args:
         task: ``text_generation``.
         model: a directory, or a loaded model.
-        tokenizer: used instead of the model's own tokenizer. A loaded model keeps its own.
-        options: as for calling the pipeline.
+        tokenizer: the tokenizer to use instead of the model's own. A loaded model object keeps its own.
+        options: default options, as for calling the pipeline.
 
     Raises:
-        ConfigError: another task, or an unknown option.
+        ConfigError: the task is another one, or an option is unknown.
         UserError: there is no model in the directory.
     """
     check_task(task)
@@ -154,14 +157,15 @@ class Trainer:
         task: ``text_generation``.
         model: a directory with the initial weights; or the name of a shipped configuration (``ppfleetx
             configs``), whose model starts from random weights.
-        train_dataset, eval_dataset: as ``train_data`` and ``eval_data`` of :class:`ppfleetx.Trainer`.
+        train_dataset, eval_dataset: the data, as for ``train_data`` and ``eval_data`` of
+            :class:`ppfleetx.Trainer`.
         tokenizer: tokenizer for the texts; None: the model's.
         args: overrides of the configuration: a mapping or texts ``Section.key=value``.
         callbacks: as for :class:`ppfleetx.Trainer`.
         output_dir: directory of the run.
 
     Raises:
-        ConfigError: another task, or ``model`` is neither a directory nor a configuration.
+        ConfigError: the task is another one, or ``model`` is neither a directory nor a configuration.
     """
 
     def __init__(
@@ -219,11 +223,11 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         """Start a new run from the weights of a checkpoint, with step 0 and a fresh optimizer. With the
-        configuration of a model's directory the defaults are those of ``ppfleetx finetune``.
+        configuration of a model's directory, the defaults are the same as in ``ppfleetx finetune``.
 
         Args:
-            finetune_checkpoint: a directory; None: that of the model.
-            auto_trans_ckpt: has no effect: a checkpoint always fits every plan.
+            finetune_checkpoint: the directory of the checkpoint; None: the model's directory.
+            auto_trans_ckpt: has no effect, because a checkpoint fits every plan.
             resume: resume the run in ``output_dir``.
 
         Raises:
@@ -246,10 +250,11 @@ class Trainer:
 
     def evaluate(self, eval_checkpoint: str | Path | None = None) -> dict[str, float]:
         """Evaluate on ``eval_dataset``, or on the part of ``train_dataset`` that is set aside. Returns
-        ``{"loss", "ppl"}``, for the first evaluation set if the configuration names several.
+        ``{"loss", "ppl"}``; if the configuration names several evaluation sets, for the first one.
 
         Args:
-            eval_checkpoint: the model to evaluate; None: the trained model, or else that of the directory.
+            eval_checkpoint: the model to evaluate; None: the trained model, or else the model in the
+                directory.
         """
         place = eval_checkpoint or (None if self._trainer is not None else self._place)
         overrides = [*self._args]
@@ -268,7 +273,8 @@ class Trainer:
         """Continue texts.
 
         Args:
-            predict_checkpoint: a directory; None: the trained model, or else that of the directory.
+            predict_checkpoint: the directory of a checkpoint; None: the trained model, or else the model in
+                the directory.
             input_data: a prompt, a list of prompts, or a file with one prompt per line.
             options: as for :class:`TextGenerationPipeline`.
         """
@@ -283,8 +289,9 @@ class Trainer:
         return pipeline(TASK, model, self._tokenizer)(input_data, **options)
 
     def _native(self, overrides: list[Override], *, starts: bool = True) -> NativeTrainer:
-        """Make our own trainer. With ``starts``, it starts from the weights in the model's directory by
-        default."""
+        """Make our own trainer. With ``starts``, it starts by default from the weights in the model's
+        directory.
+        """
         config: Configuration = str(self._place)
         tokenizer = self._tokenizer
         if Path(self._place).exists():
@@ -302,7 +309,7 @@ class Trainer:
         )
 
     def _found(self, place: str | Path) -> ModelPlace:
-        """Find the model in a directory; temporary files for it live as long as this trainer."""
+        """Find the model in a directory. Temporary files for it live as long as this trainer."""
         if str(place) not in self._places:
             self._places[str(place)] = resolve_model(place, self._scratch)
         return self._places[str(place)]

@@ -39,7 +39,7 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
         data: the prefix of a pair, a text file or a folder of text files (also JSON lines), a list of texts,
             or records with a text under ``text``, such as a ``datasets.Dataset``.
         tokenizer: encodes the texts; each document ends with its end-of-document token.
-        directory: where to write the corpus.
+        directory: the directory to write the corpus to.
 
     Raises:
         DataError: there is no such file, no text in it, or no tokenizer.
@@ -49,7 +49,7 @@ def corpus_prefix(data: Any, tokenizer: Tokenizer | None, directory: Path) -> st
     if tokenizer is None:
         raise DataError("texts need a tokenizer: Trainer(..., tokenizer=DIR), or Data.tokenizer.dir")
     if isinstance(data, Iterator):
-        data = list(data)  # it is read twice
+        data = list(data)  # it will be read twice
     digest = hashlib.sha256(tokenizer.fingerprint.encode())
     for text in texts_of(data):
         digest.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
@@ -63,7 +63,7 @@ def texts_of(data: Any) -> Iterator[str]:
     """The texts in ``data`` that are not empty.
 
     Raises:
-        DataError: there are none, or something is not a text.
+        DataError: there are no texts, or something is not a text.
     """
     found = False
     for text in _entries(data):
@@ -103,12 +103,12 @@ class Trainer:
 
     Args:
         config: a YAML file, the name of a shipped configuration, nested sections, or a ``RunConfig``.
-        overrides: change single values: ``{"Engine.max_steps": 100}`` or ``["Engine.max_steps=100"]``.
-        train_data: replaces ``Data.Train.dataset.input_dir``: a list of texts, a text file or folder (also
-            JSON lines), the prefix of a ``.bin/.idx`` pair, or a ``datasets.Dataset`` with a column ``text``.
-            Texts are encoded into ``output_dir/data``.
-        eval_data: the same for evaluation, or several by name: ``{"wiki": ..., "code": ...}``. Without it, if
-            the configuration has an evaluation set, that uses its share of ``train_data``
+        overrides: changes of single values: ``{"Engine.max_steps": 100}`` or ``["Engine.max_steps=100"]``.
+        train_data: the training data, instead of ``Data.Train.dataset.input_dir``: a list of texts, a text
+            file or folder (also JSON lines), the prefix of a ``.bin/.idx`` pair, or a ``datasets.Dataset``
+            with a column ``text``. Texts are encoded into ``output_dir/data``.
+        eval_data: the evaluation data in the same forms, or several by name: ``{"wiki": ..., "code": ...}``.
+            Without it, an evaluation set of the configuration uses its share of ``train_data``
             (``Data.Eval.dataset.split``).
         tokenizer: tokenizer for the texts: a directory, or a :class:`Tokenizer`; None: ``Data.tokenizer``.
         output_dir: directory of the run (``Engine.save_load.output_dir``).
@@ -116,7 +116,7 @@ class Trainer:
 
     Attributes:
         cfg: the whole configuration.
-        history: what the run reported: ``{"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}`` for
+        history: the records of the run: ``{"kind": "train", "step", "epoch", "loss", "lr", "grad_norm"}`` for
             each step, ``{"kind": "eval", "step", "loss", "ppl"}`` for each evaluation (with ``"set"`` if the
             set has a name).
 
@@ -184,7 +184,7 @@ class Trainer:
         return {record.name: record for record in records} if cfg.Data.Eval.sets else records[0]
 
     def predict(self, prompts: Any, **options: Any) -> Any:
-        """Continue prompts with the trained model; arguments are those of :meth:`GPT.generate`."""
+        """Continue prompts with the trained model, with the arguments of :meth:`GPT.generate`."""
         return self.model.generate(prompts, **options)
 
     @property
@@ -192,7 +192,7 @@ class Trainer:
         """The trained model, still in memory after :meth:`fit`, or else loaded from the last checkpoint.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no trained model.
         """
         if self._model is None:
             place = self._with_checkpoint().Engine.save_load.ckpt_dir
@@ -225,12 +225,12 @@ class _History(Callback):
 
 
 def _is_whole(plan: ParallelPlan) -> bool:
-    """Whether each process has a whole model."""
+    """Whether each process holds the whole model."""
     return plan.mp == plan.pp == plan.sep == 1 and not (plan.sharding > 1 and plan.sharding_stage == 3)
 
 
 def _tokenizer_dir(tokenizer: Tokenizer | str | Path, home: Path) -> str:
-    """The directory of the tokenizer's files; a tokenizer in memory is written next to the data."""
+    """The directory of the tokenizer's files. A tokenizer in memory is written next to the data."""
     if not isinstance(tokenizer, Tokenizer):
         return str(tokenizer)
     place = home / f"tokenizer-{tokenizer.fingerprint[:16]}"

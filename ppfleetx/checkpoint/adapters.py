@@ -1,4 +1,4 @@
-"""LoRA adapters saved without their base weights: tying them to the base, and merging them into it."""
+"""LoRA adapters saved without their base weights: checking that they fit a base, and merging them into it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ppfleetx.models.gpt.spec import parameter_shapes
 from ppfleetx.utils.files import is_taken, refuse_unwritable
 
 BASE = "base"
-"""Key of the base's fingerprint in the checkpoints of adapters alone."""
+"""The key of the base's fingerprint in checkpoints that hold only adapters."""
 
 _ROWS, _COLUMNS = 8, 64
 
@@ -33,10 +33,10 @@ def is_beside_base(name: str) -> bool:
 
 
 def base_fingerprint(checkpoint: Checkpoint, names: Iterable[str]) -> str:
-    """Hash of the element type and the first numbers of each tensor, independent of the plan.
+    """A hash of the element type and the first numbers of each tensor. It does not depend on the plan.
 
-    Training changes the first numbers of every tensor, so two models have different hashes. Damage elsewhere
-    is found by the checkpoint's own checksums.
+    Training changes the first numbers of every tensor, so two models have different hashes. The checkpoint's
+    own checksums find damage elsewhere.
 
     Raises:
         CheckpointError: a tensor is missing or damaged.
@@ -60,7 +60,7 @@ def check_base(adapters: Checkpoint, fingerprint: str, place: str) -> None:
     """Check that adapters were trained on the weights at ``place``.
 
     Raises:
-        CheckpointError: they were not, or the checkpoint holds a whole model.
+        CheckpointError: they were trained on other weights, or the checkpoint holds a whole model.
     """
     trained_on = adapters.manifest.fingerprints.get(BASE)
     if trained_on is None:
@@ -88,7 +88,7 @@ def refuse_without_base(checkpoint: Checkpoint) -> None:
 
 
 _FEATURES_IN_A_ROW = {"I8": 1, "U8": 2}
-"""Input features in one row of a quantised matrix, by its element type."""
+"""The number of input features in one row of a quantised matrix, by its element type."""
 
 
 def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = None) -> Path:
@@ -98,9 +98,9 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     quantised.
 
     Args:
-        path: checkpoint of a run with `Model.lora`; whatever `Engine.save_load.ckpt_dir` accepts.
+        path: the checkpoint of a run with `Model.lora`, in any form that `Engine.save_load.ckpt_dir` accepts.
         output: a new or empty directory.
-        base: the frozen weights of adapters saved alone; None: those they were trained on.
+        base: the frozen weights for adapters saved alone; None: the weights they were trained on.
 
     Raises:
         CheckpointError: there are no adapters, or they were trained on another base.
@@ -185,7 +185,7 @@ def _frozen(path: str | Path, model: ModelConfig, base: str | Path | None) -> di
 def _with_adapters(
     tensors: Mapping[str, LazyTensor], names: Iterable[str]
 ) -> Iterator[tuple[str, LazyTensor, tuple[LazyTensor, LazyTensor] | None]]:
-    """(name, tensor, its A and B or None) for each of ``names`` in ``tensors``."""
+    """Yield (name, tensor, its A and B or None) for each of ``names`` in ``tensors``."""
     for name in names:
         if name in tensors:
             linear = name.removesuffix(".weight")
@@ -203,12 +203,12 @@ def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scale: float) -> Lazy
 
 
 def _widened(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """``tensors`` without scales and with quantised weights as float32, read on demand.
+    """Return ``tensors`` without scales, and with quantised weights as float32, read on demand.
 
     Args:
-        tensors: by canonical name. ``X.weight``, int8 ``[k, n]`` or pairs uint8 ``[k / 2, n]``, has
-            ``X.scale``: ``[g, n]`` for g groups of input features, or ``[k, 1]`` for the rows of a table.
-            Those of experts have one dimension more in front.
+        tensors: tensors by canonical name. A quantised ``X.weight``, int8 ``[k, n]`` or pairs in uint8 ``[k /
+            2, n]``, has a scale ``X.scale``: ``[g, n]`` for g groups of input features, or ``[k, 1]`` for the
+            rows of a table. Tensors of experts have one more dimension in front.
     """
     scales = {
         name: f"{name.removesuffix('.weight')}.scale"

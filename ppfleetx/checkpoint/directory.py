@@ -1,4 +1,4 @@
-"""Finds checkpoints: those of a configuration or a path, the complete ones, the newest good one."""
+"""Find checkpoints: named by a configuration or a path, all complete ones, or the newest good one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ppfleetx.utils.log import get_logger
 
 
 def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
-    """Key and value of every checkpoint that a configuration takes weights from."""
+    """The key and value of every checkpoint that a configuration takes weights from."""
     options, lora = cfg.Engine.save_load, cfg.Model.lora
     for key, place in (
         ("Engine.save_load.ckpt_dir", options.ckpt_dir),
@@ -35,10 +35,10 @@ def weight_sources(cfg: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def named_checkpoint(cfg: RunConfig) -> str:
-    """``Engine.save_load.ckpt_dir``, for programs that need one.
+    """Return ``Engine.save_load.ckpt_dir``, for programs that need a checkpoint.
 
     Raises:
-        ConfigError: it is not given.
+        ConfigError: the key is not set.
     """
     if cfg.Engine.save_load.ckpt_dir is None:
         raise ConfigError(
@@ -54,11 +54,11 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
     """The step directory that `path` refers to.
 
     `path` is a step directory, a rank directory in one, an output directory, or the file `latest` or `best`
-    of an output directory. An output directory stands for what its `latest` names, or for its newest complete
-    checkpoint if it has no such file. A directory of FleetX (`model.pdparams`, or rank directories with one)
-    stands for itself, and an output directory of FleetX for its last step.
+    of an output directory. An output directory stands for the checkpoint that its `latest` names, or for its
+    newest complete checkpoint if it has no such file. A directory of FleetX (`model.pdparams`, or rank
+    directories with one) stands for itself, and an output directory of FleetX stands for its last step.
 
-    Marker, manifest, file sizes and headers are checked; with `verify` all data too.
+    This checks marker, manifest, file sizes and headers, and with `verify` all data too.
 
     Raises:
         CheckpointError: there is no sound checkpoint; the message names the newest good one, or says how to
@@ -80,24 +80,24 @@ def resolve_checkpoint(path: str | Path, *, verify: bool = False) -> Path:
 
 
 def _resolve_other(path: Path, step: Path, verify: bool) -> Path:
-    """Resolve a directory that holds no complete checkpoint of ours."""
+    """Resolve a directory without a complete checkpoint in our format."""
     is_readable = foreign_formats().is_readable
     if is_readable(path):
         return path
     if steps := [child for child in step_directories(path) if is_readable(child)]:
         return max(steps, key=lambda child: parse_step_directory(child.name))
     if parse_step_directory(step.name):
-        return _sound(step, step.parent, verify)  # raises: it is incomplete
+        return _sound(step, step.parent, verify)  # raises, because it is incomplete
     what = foreign_formats().described(path)
     raise CheckpointError(what or f"there is no complete checkpoint in {path}")
 
 
 @os_errors(CheckpointError)
 def open_resolved(path: str | Path) -> Checkpoint:
-    """Open a directory that `resolve_checkpoint` returned, ours or FleetX's.
+    """Open a directory that `resolve_checkpoint` returned, with a checkpoint in our format or FleetX's.
 
     Raises:
-        CheckpointError: as `open_checkpoint` and `read_fleetx` do.
+        CheckpointError: `open_checkpoint` or `read_fleetx` raises it.
     """
     path = Path(path)
     if not _has_manifest(path) and foreign_formats().is_readable(path):
@@ -110,7 +110,7 @@ def _has_manifest(path: Path) -> bool:
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """The complete checkpoint saved last in `output_dir`, or None. Looks at the markers only."""
+    """The complete checkpoint saved last in `output_dir`, or None. This reads only the markers."""
     complete = complete_checkpoints(output_dir)
     return complete[-1] if complete else None
 
@@ -132,8 +132,8 @@ def newest_good(
 ) -> Checkpoint | None:
     """The undamaged checkpoint that was saved last; with `verify` all its data is read.
 
-    Only those for which `counts` is true are considered. Damaged ones that are newer, or of unknown age, are
-    skipped with a warning each.
+    Only checkpoints for which `counts` is true are considered. Damaged checkpoints that are newer, or of
+    unknown age, are skipped with a warning each.
     """
     found, damage = _search_good(Path(output_dir), verify, counts)
     for error in damage:
@@ -177,7 +177,7 @@ def _follow(pointer: Path, verify: bool) -> Path:
         raise CheckpointError(f"{pointer} names {target.name}, which does not exist{_instead(path)}")
     resolved = _sound(target, path, verify)
     if read_marker(resolved)["manifest_sha256"] != fields["manifest_sha256"]:
-        # The run was killed after replacing a checkpoint of this name and before writing the file.
+        # The run was killed after it replaced a checkpoint of this name, before it wrote the file.
         get_logger().warning(
             f"{target} is not the checkpoint that {pointer} was written for, but it is complete"
         )
@@ -200,7 +200,7 @@ def _instead(output_dir: Path, bad: Path | None = None) -> str:
 
 
 def _newest(output_dir: Path, bad: Path | None = None) -> str:
-    """The end of a sentence that names the newest good checkpoint other than ``bad``; "" without one."""
+    """The end of a sentence that names the newest good checkpoint other than ``bad``; "" if there is none."""
     good, _ = _search_good(output_dir, verify=True)
     if good is None or (bad is not None and good.path.resolve() == bad.resolve()):
         return ""
@@ -211,7 +211,7 @@ def _newest(output_dir: Path, bad: Path | None = None) -> str:
 
 
 def step_directories(output_dir: Path) -> list[Path]:
-    """Directories with the name of a checkpoint, whatever is in them."""
+    """Directories with the name of a checkpoint, whatever they contain."""
     if not output_dir.is_dir():
         return []
     return [path for path in output_dir.iterdir() if path.is_dir() and parse_step_directory(path.name)]

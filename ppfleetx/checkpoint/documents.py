@@ -1,7 +1,7 @@
 """The documents of a checkpoint: `config.yaml` and the tokenizer's files, beside the manifest.
 
-The configuration describes the model and not the machines of the run: it has no plan, device, kernels or
-output directories. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
+The configuration describes the model, not the machines of the run: it has no plan, device, kernels or output
+directories. With it, `ppfleetx generate CHECKPOINT "text"` needs nothing else.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HEAD = """\
 # Nothing here depends on the plan or the machines of the run. The tokenizer lies beside this file.
 #   ppfleetx generate THIS_DIRECTORY "Once upon a time"
 """
-# Vocabulary padding changes no result, but the shapes of an export.
+# Vocabulary padding changes the shapes of an export, but no result.
 _KEPT = ("vocab_size_divisible_unit", "lora")
 PORTABLE_SECTIONS = ("Optimizer", "Generation", "Offline_Eval")
 """Sections that are independent of plan and machine; so are parts of `Model` and `Data`."""
@@ -52,14 +52,14 @@ OF_ONE_CALL = ("prompt", "prompt_file", "seed")
 
 
 def documents_of(cfg: RunConfig, tokenizer: Tokenizer | None) -> dict[str, bytes]:
-    """The documents of a model with this configuration: path in the checkpoint -> content."""
+    """The documents of a model with this configuration, as {path in the checkpoint: content}."""
     texts = {} if tokenizer is None else {**tokenizer.files(), **_learnt_template(cfg, tokenizer)}
     documents = {f"{TOKENIZER_DIR}/{name}": text.encode() for name, text in texts.items()}
     return {CONFIG_FILE: portable_config(cfg, tokenizer).encode(), **documents}
 
 
 def _learnt_template(cfg: RunConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """The chat template that the model is trained with, unless it is the tokenizer's own."""
+    """The chat template that the model is trained with, as a document; empty if it is the tokenizer's own."""
     dataset = None if cfg.Data.Train is None else cfg.Data.Train.dataset
     if dataset is None or dataset.name != CHAT_DATASET:
         return {}
@@ -76,7 +76,7 @@ def documents_in(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
-    """``cfg`` as YAML, without what belongs to a plan, a machine or one call."""
+    """``cfg`` as YAML, without keys that belong to a plan, a machine or one call."""
     plain = cfg.model_dump(mode="json")
     data = {key: value for key, value in plain["Data"].items() if value is not None}
     plugins = {"plugins": list(cfg.Global.plugins)} if cfg.Global.plugins else {}
@@ -90,7 +90,7 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
     }
     for key in OF_ONE_CALL:
         del tree["Generation"][key]
-    # Distillation and pruning are history; quantisation describes the weights.
+    # Distillation and pruning are over; quantisation still describes the weights.
     compress = {**plain["Compress"], "Distill": None, "Prune": None}
     if compress != type(cfg.Compress)().model_dump(mode="json"):
         tree["Compress"] = compress
@@ -98,7 +98,7 @@ def portable_config(cfg: RunConfig, tokenizer: Tokenizer | None) -> str:
 
 
 def portable_model(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``Model`` section without unknown keys and those that affect only speed and memory."""
+    """A ``Model`` section without unknown keys and without keys that only affect speed and memory."""
     return {
         key: value
         for key, value in section.items()

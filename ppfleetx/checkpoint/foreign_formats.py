@@ -1,4 +1,4 @@
-"""Other programs' checkpoints, as far as native ones know them: whoever reads those formats says so here."""
+"""Hooks for other programs' checkpoint formats: modules that can read such a format register it here."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ if TYPE_CHECKING:
 
 
 class ForeignFormats(Protocol):
-    """What can be done with a directory or file that holds no checkpoint of ours."""
+    """The operations on a directory or file that holds no checkpoint in our format."""
 
     def described(self, path: Path) -> str | None:
-        """What ``path`` is and how to convert it, in sentences that begin with the path; None if unknown."""
+        """Sentences, beginning with the path, that say what ``path`` is and how to convert it; None if
+        unknown.
+        """
 
     def is_readable(self, path: Path) -> bool:
         """Whether ``path`` can be opened without a conversion."""
@@ -37,11 +39,11 @@ _formats: ForeignFormats = _None()
 
 
 def foreign_formats() -> ForeignFormats:
-    """The formats that :func:`read_also` has named; none at first."""
+    """The formats registered with :func:`read_also`; none at first."""
     return _formats
 
 
 def read_also(formats: ForeignFormats) -> None:
-    """Let programs that load checkpoints read these formats, or say how to convert them."""
+    """Register formats, so that programs that load checkpoints can read them or say how to convert them."""
     global _formats
     _formats = formats

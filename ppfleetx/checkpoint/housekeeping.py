@@ -29,8 +29,8 @@ from ppfleetx.config.errors import CheckpointError
 from ppfleetx.utils.files import atomic_write, remove_unfinished
 from ppfleetx.utils.log import get_logger
 
-# A checkpoint being written, one being replaced, one being deleted. The dot hides them from every search:
-# under its plain name a checkpoint is always complete.
+# Names of a checkpoint that is being written, replaced or deleted. The dot hides it from every search, so a
+# checkpoint under a plain name is always complete.
 SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
 _LOCK_FILE = ".lock"
 _LOCK_SECONDS = 60.0
@@ -44,7 +44,7 @@ def write_latest(output_dir: Path, name: str) -> None:
 
 
 def write_best(checkpoint: Path, ownership: Ownership) -> None:
-    """Make `best` point to a complete checkpoint, which `keep_newest` then spares instead of the former best.
+    """Make `best` point to a complete checkpoint, which `keep_newest` then keeps instead of the former best.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -68,7 +68,7 @@ def _write_pointer(path: Path, name: str) -> None:
 def repair_latest(checkpoint: Checkpoint) -> None:
     """Make `latest` point to the newest good checkpoint, after a killed save or damage.
 
-    The run that continues from it calls this, since it may have nothing left to save.
+    The run that continues from this checkpoint calls this, because it may have nothing left to save.
     """
     output_dir, name = checkpoint.path.parent, checkpoint.path.name
     latest = output_dir / LATEST_FILE
@@ -81,10 +81,10 @@ def repair_latest(checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def output_lock(output_dir: Path) -> Iterator[None]:
-    """Lock `output_dir` for saving against threads and processes; a process that dies releases the lock.
+    """Lock `output_dir` against saves by other threads and processes. A process that dies releases the lock.
 
     Raises:
-        CheckpointError: another process holds it for too long.
+        CheckpointError: another process holds the lock for too long.
     """
     with _thread_locks_guard:
         thread_lock = _thread_locks.setdefault(output_dir.resolve(), threading.Lock())
@@ -99,7 +99,9 @@ def output_lock(output_dir: Path) -> Iterator[None]:
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove leftovers of interrupted saves and deletions. The caller holds the lock, so none is in use."""
+    """Remove leftovers of interrupted saves and deletions. The caller holds the lock, so nothing uses
+    them.
+    """
     for path in sorted(output_dir.glob(f"{REPLACED}*")):
         original = output_dir / path.name.removeprefix(REPLACED)
         if not original.exists():  # killed between two renames
@@ -116,7 +118,7 @@ def make_way(target: Path, ownership: Ownership | None) -> None:
     A damaged checkpoint, whose owner cannot be determined, is renamed with a warning.
 
     Raises:
-        CheckpointError: the run may not replace what is there.
+        CheckpointError: the run may not replace the existing checkpoint.
     """
     if not (target.exists() or target.is_symlink()) or (ownership and ownership.covers(target)):
         return
@@ -144,7 +146,9 @@ def is_damaged(path: Path) -> bool:
 
 
 def publish(saved: Path, target: Path) -> None:
-    """Rename a complete checkpoint to its final name; one that has the name already is deleted afterwards."""
+    """Rename a complete checkpoint to its final name, then delete the checkpoint that had this name
+    before.
+    """
     if not target.exists():
         storage.rename(saved, target)
         return
@@ -158,17 +162,17 @@ def publish(saved: Path, target: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint so that, killed midway, nothing is left that looks like one."""
+    """Delete a checkpoint so that a process killed midway leaves nothing that looks like one."""
     hidden = path.with_name(f"{DELETING}{path.name}")
     storage.rename(path, hidden)
     remove_tree(hidden)
 
 
 def keep_newest(output_dir: Path, ownership: Ownership) -> None:
-    """Delete all complete checkpoints of a run but the newest `keep_max`, the best, and those to be spared.
+    """Delete all complete checkpoints of a run except the newest `keep_max`, the best, and the spared ones.
 
     Incomplete directories and the checkpoints of other runs are not touched. A checkpoint that cannot be
-    deleted is reported and left: the new one is safe, and training goes on.
+    deleted is reported and left: the new checkpoint is safe, and training continues.
     """
     if ownership.keep_max is None:
         return
@@ -186,19 +190,19 @@ def keep_newest(output_dir: Path, ownership: Ownership) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a hidden directory; what cannot be deleted is left for the next save."""
+    """Delete a hidden directory. Files that cannot be deleted are left for the next save."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # either may mean that another process has it
+    except (BlockingIOError, PermissionError):  # either may mean that another process holds it
         return False
     return True
 
 
 def describe_os_error(error: OSError) -> str:
-    """An operating system error in words, with the file it is about."""
+    """Describe an operating system error in words, with the file it concerns."""
     where = f" ({os.fsdecode(error.filename)})" if error.filename else ""
     return f"{error.strerror or error}{where}"

@@ -24,12 +24,12 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor in which two checkpoints differ.
+    """A tensor that differs between two checkpoints.
 
     Attributes:
         key: (kind, name, state).
         what: the difference in words.
-        largest: largest absolute difference, if both have it in the same shape.
+        largest: the largest absolute difference, if the tensor has the same shape in both.
     """
 
     key: tuple[str, str, str]
@@ -38,18 +38,18 @@ class Difference:
 
 
 def open_for_inspection(path: str | Path) -> Checkpoint:
-    """Open whatever `Engine.save_load.ckpt_dir` accepts. Raises CheckpointError."""
+    """Open anything that `Engine.save_load.ckpt_dir` accepts. Raises CheckpointError."""
     return open_resolved(resolve_checkpoint(path))
 
 
 def tensors_of(checkpoint: Checkpoint, pattern: Pattern[str] | None = None) -> list[TensorEntry]:
-    """Tensors in whose `label` the pattern is found; all without a pattern."""
+    """Tensors whose `label` contains the pattern; without a pattern, all tensors."""
     entries = checkpoint.manifest.tensors.values()
     return [entry for entry in entries if pattern is None or pattern.search(label(entry))]
 
 
 def label(entry: TensorEntry) -> str:
-    """`name` of a parameter, `name/state` of optimizer state."""
+    """The label of a tensor: `name` for a parameter, `name/state` for optimizer state."""
     return f"{entry.name}/{entry.state}" if entry.state else entry.name
 
 
@@ -90,7 +90,7 @@ def _time(nanoseconds: int) -> str | None:
 
 
 def summary_text(facts: Mapping[str, Any]) -> str:
-    """The facts of `summary` for people, one a line."""
+    """The facts of `summary` as text, one per line."""
     lines = []
     for key, value in facts.items():
         if value is None or value == {} or value == []:
@@ -108,7 +108,7 @@ def summary_text(facts: Mapping[str, Any]) -> str:
 
 
 def table(entries: list[TensorEntry]) -> str:
-    """Tensors, one a line: label, shape, element type, size, number of slices and of files."""
+    """A table of tensors, one per line: label, shape, element type, size, number of slices and of files."""
     rows = [("tensor", "shape", "dtype", "size", "slices", "files")]
     for entry in entries:
         files = {piece.file for piece in entry.slices}
@@ -124,9 +124,9 @@ def table(entries: list[TensorEntry]) -> str:
 def differences(
     one: Checkpoint, other: Checkpoint, pattern: Pattern[str] | None = None
 ) -> Iterator[Difference]:
-    """Tensors that differ in any bit between two checkpoints; one tensor of each is in memory at a time.
+    """Tensors that differ in any bit between two checkpoints. Only one tensor of each is in memory at a time.
 
-    Vocabulary padding is not compared, since it depends on `Model.vocab_size_divisible_unit`.
+    Vocabulary padding is not compared, because it depends on `Model.vocab_size_divisible_unit`.
     """
     mine = {entry.key: entry for entry in tensors_of(one, pattern)}
     theirs = {entry.key: entry for entry in tensors_of(other, pattern)}

@@ -1,4 +1,4 @@
-"""Rewriting a checkpoint: merged into one rank directory, or divided for a plan."""
+"""Rewrite a checkpoint: merge it into one rank directory, or divide it for a plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 def merge(path: str | Path, output: str | Path) -> Path:
     """Write a checkpoint into one rank directory, with one file of weights and one of optimizer state.
 
-    Everything else is kept, so that training can go on from it.
+    Everything else is kept, so that training can continue from it.
 
     Returns:
         The new checkpoint.
@@ -61,7 +61,7 @@ def merge(path: str | Path, output: str | Path) -> Path:
 def reshard(path: str | Path, output: str | Path, plan: ParallelPlan) -> Path:
     """Write a checkpoint into the rank directories of a tensor- and pipeline-parallel plan.
 
-    Any plan reads any checkpoint; after this, each rank finds its share in its own files.
+    Any plan can read any checkpoint; after this, each rank finds its share in its own files.
 
     Returns:
         The new checkpoint.
@@ -125,7 +125,9 @@ def _box(
 
 
 def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) -> Iterator[TensorSlice]:
-    """The part of a tensor that a tensor-parallel rank holds; the first one holds those that are not cut."""
+    """The part of a tensor that a tensor-parallel rank holds. The first rank holds all tensors that are not
+    cut.
+    """
     dim = cut_dim(entry.name)
     if dim is not None and _follows(checkpoint, entry):
         if entry.shape[dim] % degree:
@@ -141,21 +143,21 @@ def _pieces(checkpoint: Checkpoint, entry: TensorEntry, rank: int, degree: int) 
 
 
 def _follows(checkpoint: Checkpoint, entry: TensorEntry) -> bool:
-    """Whether a tensor is cut like its parameter, as moments and master weights are."""
+    """Whether a tensor is cut like its parameter; moments and master weights are."""
     parameter = checkpoint.manifest.tensors.get((MODEL, entry.name, ""))
     return parameter is not None and parameter.shape == entry.shape and prod(entry.shape) > 1
 
 
 def cut_dim(name: str) -> int | None:
-    """The dimension in which tensor parallelism cuts the parameter of this canonical name, if it does."""
-    fused = re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name)  # which FleetX can store apart
-    fused = re.sub(r"\.mlp\.(?:experts\.\d+|shared)\.", ".mlp.", fused)  # and Megatron each expert
+    """The dimension along which tensor parallelism cuts the parameter with this canonical name, or None."""
+    fused = re.sub(r"\.attention\.[qkv]\.", ".attention.qkv.", name)  # which FleetX can store separately
+    fused = re.sub(r"\.mlp\.(?:experts\.\d+|shared)\.", ".mlp.", fused)  # as Megatron can store each expert
     return _cut_dims().get(_LAYER_NUMBER.sub(".", fused))
 
 
 @cache
 def _cut_dims() -> dict[str, int]:
-    """Dimension by name, as the parameters are declared; names without the numbers of layers."""
+    """The dimension by parameter name, as declared. Names have no layer numbers."""
     sizes = {"vocab_size": 2, "hidden_size": 2, "num_layers": 1, "num_attention_heads": 1}
     model = ModelConfig(**sizes, tie_word_embeddings=False, add_head_bias=True)
     placements = {name: spec.lies("mp") for name, spec in parameter_specs(model).items()}

@@ -20,12 +20,12 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read on demand. bfloat16 comes as its bits in uint16.
+    """A tensor that is read on demand. bfloat16 is read as its bits, in uint16.
 
     Attributes:
-        dtype: element type, a key of NUMPY_OF_DTYPE.
+        dtype: the element type, a key of NUMPY_OF_DTYPE.
         shape: its shape.
-        load: reads it; the array may have any strides.
+        load: a function that reads the tensor; its array may have any strides.
     """
 
     dtype: str
@@ -55,7 +55,7 @@ class KeptTensor:
 
     Args:
         tensor: the tensor.
-        readings: how often it will be used.
+        readings: the number of times it will be used.
     """
 
     def __init__(self, tensor: LazyTensor, readings: int) -> None:
@@ -83,7 +83,7 @@ def derive(
 
 
 def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
-    """Elements in another element type; bfloat16 on either side as bits in uint16."""
+    """Convert elements to another element type. bfloat16, before or after, is held as bits in uint16."""
     if stored == wanted:
         return values
     if stored == "BF16":
@@ -94,7 +94,7 @@ def cast(values: np.ndarray, stored: str, wanted: str) -> np.ndarray:
 
 
 def finite(tensor: LazyTensor, name: str, place: str) -> LazyTensor:
-    """The same tensor, but reading it raises CheckpointError if a number is NaN or infinite."""
+    """The same tensor, but a read raises CheckpointError if a number is NaN or infinite."""
 
     def load() -> np.ndarray:
         with np.errstate(over="ignore"):  # an overflowing cast is found below
@@ -116,7 +116,7 @@ def _is_finite(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
-    """A range of a file as uint8. Raises CheckpointError when it cannot be read."""
+    """Read a range of a file as uint8. Raises CheckpointError if this fails."""
     with opened(path) as file:
         if start + length > file.seek(0, os.SEEK_END):  # before memory is allocated
             raise CheckpointError(f"{path} ends too early")
@@ -128,7 +128,7 @@ def read_bytes(path: Path, start: int, length: int) -> np.ndarray:
 
 
 def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16 bits, rounding to nearest, ties to even; NaN stays NaN."""
+    """Convert float32 to bfloat16 bits, rounding to nearest, ties to even. NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

@@ -56,7 +56,7 @@ DocumentPath = Annotated[
 
 @dataclass(frozen=True)
 class SliceEntry:
-    """Where one piece of a tensor lies.
+    """The place of one piece of a tensor in the files.
 
     `start` is the position of its first byte in `file`; `crc32` has one checksum for each
     `CHUNK_BYTES` of its bytes (the last chunk may be shorter). Nothing uses `flat`, a key of the format.
@@ -80,7 +80,7 @@ class SliceEntry:
 
 @dataclass(frozen=True)
 class DocumentEntry:
-    """A small file that describes the model: `config.yaml`, or one of the tokenizer's."""
+    """A small file that describes the model: `config.yaml`, or a file of the tokenizer."""
 
     __pydantic_config__ = _EXACTLY
 
@@ -90,7 +90,9 @@ class DocumentEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the model or of the optimizer, and its pieces. `vocab_dim` as in TensorSlice."""
+    """A tensor of the model or of the optimizer, and its pieces. `vocab_dim` means the same as in
+    TensorSlice.
+    """
 
     __pydantic_config__ = _EXACTLY
 
@@ -104,7 +106,7 @@ class TensorEntry:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """(kind, name, state), which no other tensor of a checkpoint has."""
+        """The tensor's key, (kind, name, state), which is unique in a checkpoint."""
         return self.kind, self.name, self.state
 
     @property
@@ -139,7 +141,7 @@ def check_together(files: Mapping[str, FileEntry], tensors: Sequence[TensorEntry
 
 
 def _problem(entry: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
-    """Why the entry of a tensor is impossible; None if it is not."""
+    """Why the entry of a tensor is impossible; None if it is possible."""
     if entry.vocab_dim is not None and entry.vocab_dim >= len(entry.shape):
         return f"it has no dimension {entry.vocab_dim} (vocab_dim)"
     item = NUMPY_OF_DTYPE[entry.dtype].itemsize
@@ -178,18 +180,19 @@ class Manifest:
     """Contents of manifest.json.
 
     Attributes:
-        step, epoch: optimizer steps and passes over the data that are done.
-        files: by path relative to the checkpoint, with `/`.
-        tensors: by (kind, name, state).
-        state: the trainer's own state (progress, RNG, scaler, schedule, ...), any JSON.
-        plan: parallel degrees it was saved under.
-        ranks: for each rank its directory and its coordinate in the plan.
-        vocab_size: true vocabulary size, for tensors with a `vocab_dim`.
+        step, epoch: the number of finished optimizer steps and passes over the data.
+        files: the files, by path relative to the checkpoint, with `/`.
+        tensors: the tensors, by (kind, name, state).
+        state: the trainer's own state (progress, RNG, scaler, schedule, ...): any JSON value.
+        plan: the parallel degrees of the run that saved it.
+        ranks: the directory and the coordinate in the plan of each rank.
+        vocab_size: the true vocabulary size, for tensors with a `vocab_dim`.
         config: the resolved configuration.
-        fingerprints: identity of tokenizer and data.
-        run: identity of the run that saved it; None: it belongs to no run (older versions, converted).
-        documents: configuration and tokenizer (`checkpoint/documents.py`), by path; older versions saved
-            none.
+        fingerprints: hashes that identify tokenizer and data.
+        run: the identity of the run that saved it; None if it belongs to no run (older versions,
+            conversions).
+        documents: the configuration and tokenizer files (`checkpoint/documents.py`), by path; older versions
+            saved none.
     """
 
     step: int
@@ -206,7 +209,7 @@ class Manifest:
     documents: Mapping[str, DocumentEntry] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The file's content. Raises CheckpointError if the state is not JSON."""
+        """The content of the file. Raises CheckpointError if the state is not JSON."""
         document = {"format": FORMAT, "version": VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         document["tensors"] = [asdict(entry) for entry in self.tensors.values()]
         if not self.documents:  # older versions refuse keys that they do not know
@@ -219,14 +222,14 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Parse and check.
+        """Parse and check a manifest.
 
         Args:
             content: the file's content.
-            where: its name, for messages.
+            where: the file's name, for messages.
 
         Raises:
-            CheckpointError: it has another format or version, or is inconsistent.
+            CheckpointError: the manifest has another format or version, or is inconsistent.
         """
         document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
@@ -272,14 +275,15 @@ class _Document(BaseModel):
 
 
 def rank_directory(mp: int = 0, sharding: int = 0, pp: int = 0, dp: int = 0, sep: int = 0) -> str:
-    """Directory of a rank's files within a checkpoint. Replicas along dp and sep after the first write only
-    what is in the experts' view."""
+    """The directory of a rank's files within a checkpoint. Along dp and sep, replicas after the first write
+    only parameters in the experts' view.
+    """
     replica = "".join(f"_{axis}_{at:02d}" for axis, at in (("dp", dp), ("sep", sep)) if at)
     return f"mp_{mp:02d}_sharding_{sharding:02d}_pp_{pp:02d}{replica}"
 
 
 def is_rank_directory(name: str) -> bool:
-    """Whether ``name`` is that of a rank's directory (:func:`rank_directory`)."""
+    """Whether ``name`` is the name of a rank's directory (:func:`rank_directory`)."""
     return _RANK_DIR.fullmatch(name) is not None
 
 
@@ -289,18 +293,20 @@ def step_directory(epoch: int, step: int) -> str:
 
 
 def parse_step_directory(name: str) -> tuple[int, int] | None:
-    """(epoch, step), or None if `name` is not that of a checkpoint."""
+    """The (epoch, step) in the name of a checkpoint, or None if `name` is not such a name."""
     match = _STEP_DIR.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def read_sealed(path: Path) -> dict[str, str] | None:
-    """Fields of a sealed file; None if it is damaged. Raises CheckpointError if it cannot be read."""
+    """The fields of a sealed file; None if it is damaged. Raises CheckpointError if it cannot be read."""
     return unseal(read_bounded(path, _MAX_SEALED_BYTES))
 
 
 def seal(**fields: str | int) -> bytes:
-    """Content of a small file of `key value` lines whose last line is the CRC-32 of what precedes it."""
+    """The content of a small file of `key value` lines. The last line is the CRC-32 of the lines before
+    it.
+    """
     body = "".join(f"{key} {value}\n" for key, value in fields.items()).encode()
     return body + f"crc32 {zlib.crc32(body):08x}\n".encode()
 

@@ -1,7 +1,8 @@
-"""Which run owns a checkpoint. A run deletes and replaces only its own checkpoints.
+"""The ownership of checkpoints. A run deletes and replaces only its own checkpoints.
 
-A run gets a random identity when it starts. The manifests of its checkpoints and the file `run_id` of its
-output directory hold it; a run that resumes there keeps it. A checkpoint without one belongs to no run.
+A run gets a random identity when it starts. It is stored in the manifests of the run's checkpoints and in the
+file `run_id` of the output directory; a run that resumes there keeps it. A checkpoint without an identity
+belongs to no run.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Ownership:
 
     Attributes:
         run: its identity.
-        keep_max: how many checkpoints of its own it keeps beside the best one; None: all.
-        spared: step directories, with links resolved, that it never deletes or replaces: what it was started
-            from.
+        keep_max: the number of its own checkpoints that the run keeps besides the best one; None: all.
+        spared: the step directories, with links resolved, that the run was started from; it never deletes or
+            replaces them.
     """
 
     run: str
@@ -59,8 +60,9 @@ class Ownership:
             raise ValueError(f"keep_max must be 1 or more, got {self.keep_max}")
 
     def covers(self, path: Path) -> bool:
-        """Whether the run may delete or replace this checkpoint: it saved it under this name, and no file was
-        added."""
+        """Whether the run may delete or replace this checkpoint. It may if it saved the checkpoint under this
+        name and nobody added a file.
+        """
         if path.is_symlink() or path.resolve() in self.spared:
             return False
         try:
@@ -76,24 +78,25 @@ class RunRecord:
 
     Attributes:
         run: identity of the run that writes there.
-        continues: name of a checkpoint of another run there that this one went on from; None: there is none.
+        continues: the name of another run's checkpoint in this directory that the run continued from, or
+            None.
     """
 
     run: str
     continues: str | None = None
 
     def includes(self, checkpoint: Checkpoint) -> bool:
-        """Whether a run that resumes there may go on from this checkpoint."""
+        """Whether a run that resumes in the directory may continue from this checkpoint."""
         return checkpoint.manifest.run == self.run or checkpoint.path.name == self.continues
 
 
 def new_run() -> str:
-    """A new identity."""
+    """Make a new random identity."""
     return secrets.token_hex(16)
 
 
 def read_run(output_dir: Path) -> RunRecord | None:
-    """The run that writes into the directory; None if there is none, or the file is damaged."""
+    """Read which run writes into the directory; None if there is no record, or it is damaged."""
     path = output_dir / RUN_FILE
     fields = read_sealed(path) if path.is_file() else None
     return (
@@ -111,7 +114,7 @@ def write_run(output_dir: Path, record: RunRecord) -> None:
 
 
 def run_of(path: Path) -> str | None:
-    """Identity of the run that saved the checkpoint in this step directory; None if it has none.
+    """The identity of the run that saved the checkpoint in this step directory; None if it has none.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or its manifest is damaged.

@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"[0-9]{1,19}")
 class Checkpoint:
     """An open checkpoint. Marker, manifest, documents, file sizes and headers have been checked.
 
-    Data is checked as it is read, and all of it by `verify`.
+    Data is checked when it is read; `verify` checks all of it.
     """
 
     def __init__(self, path: Path, manifest: Manifest, saved_at_ns: int) -> None:
@@ -43,12 +43,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps done."""
         return self.manifest.step
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The trainer's own state, beside the tensors."""
+        """The trainer's own state, which is stored beside the tensors."""
         return self.manifest.state
 
     def names(self, kind: str = MODEL) -> list[str]:
@@ -56,11 +56,11 @@ class Checkpoint:
         return list(dict.fromkeys(name for name, _ in self.keys(kind)))
 
     def keys(self, kind: str = MODEL) -> list[tuple[str, str]]:
-        """(canonical name, state name) of all tensors of this kind, in the order saved."""
+        """The (canonical name, state name) of all tensors of this kind, in the order saved."""
         return [(entry.name, entry.state) for entry in self.manifest.tensors.values() if entry.kind == kind]
 
     def entry(self, name: str, kind: str = MODEL, state: str = "") -> TensorEntry:
-        """Description of a tensor. Raises CheckpointError if there is none of that name."""
+        """The description of a tensor. Raises CheckpointError if there is no tensor of that name."""
         try:
             return self.manifest.tensors[kind, name, state]
         except KeyError:
@@ -77,11 +77,12 @@ class Checkpoint:
         shape: Index | None = None,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """The box (offset, shape) of a tensor; by default all of it. bfloat16 comes as its bits in uint16.
+        """Read the box (offset, shape) of a tensor, by default all of it. bfloat16 is read as bits, in
+        uint16.
 
-        Only the parts of the files that hold the box are read, into `out` if given (a contiguous array
-        of the box's shape and of the stored element type). Raises CheckpointError for an unknown
-        tensor, a box outside it, or damaged bytes.
+        This reads only the parts of the files that hold the box, into `out` if given (a contiguous array of
+        the box's shape and of the stored element type). Raises CheckpointError for an unknown tensor, a box
+        outside it, or damaged bytes.
         """
         entry = self.entry(name, kind, state)
         offset, shape = _wanted_box(entry, offset, shape)
@@ -91,22 +92,22 @@ class Checkpoint:
         return result
 
     def document(self, relative: str) -> bytes | None:
-        """Content of a document; None if the checkpoint has none at this path.
+        """The content of a document; None if the checkpoint has no document at this path.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the document is damaged.
         """
         entry = self.manifest.documents.get(relative)
         return None if entry is None else storage.read_document(self.path, relative, entry)
 
     def verify(self) -> None:
-        """Read all data and compare checksums. Raises CheckpointError naming each damaged place."""
+        """Read all data and compare checksums. Raises a CheckpointError that names each damaged place."""
         damage = list(self.damage())
         if damage:
             raise CheckpointError("\n".join(damage))
 
     def damage(self) -> Iterator[str]:
-        """One sentence for each damaged tensor piece."""
+        """Read all data; return one sentence for each damaged piece of a tensor."""
         yield from damage_of(self.path, self.manifest.tensors.values())
 
     def _fill(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
@@ -166,12 +167,12 @@ def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint in step directory `path`, checking marker, manifest, documents, sizes and headers.
+    """Open the checkpoint in step directory `path`. Checks marker, manifest, documents, sizes and headers.
 
     `resolve_checkpoint` finds the step directory.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, or one of these is damaged.
+        CheckpointError: the checkpoint is incomplete, or one of the checked parts is damaged.
     """
     path = Path(path)
     marker = read_marker(path)
@@ -188,7 +189,7 @@ def read_manifest(path: Path, marker: Mapping[str, str]) -> bytes:
     """Content of the manifest in step directory `path`.
 
     Raises:
-        CheckpointError: length or hash of the manifest differ from those in its marker.
+        CheckpointError: the length or hash of the manifest differs from its marker.
     """
     manifest_path, size = path / MANIFEST_FILE, int(marker["manifest_bytes"])
     content = read_bounded(manifest_path, size)

@@ -28,7 +28,7 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
     """The generators of all ranks, as a checkpoint keeps them. Every rank calls this.
 
     Returns:
-        `rng`: state of rank 0. `rng_of_ranks`: `degrees` of the plan, and for each rank in `ranks` its
+        `rng`, the state of rank 0, and `rng_of_ranks`: the `degrees` of the plan and, in `ranks`, each rank's
         coordinate `at` on each axis and `differs`, the parts of its state that differ from rank 0's.
     """
     first, *_ = states = gather(ctx, rng_state())
@@ -43,14 +43,14 @@ def gather_rng_state(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any], ctx: ParallelContext) -> bool:
-    """Restore this rank's generators from what `gather_rng_state` returned.
+    """Restore this rank's generators from the result of `gather_rng_state`.
 
-    If the plan has the same degrees, each rank gets its own. Otherwise all ranks get the default generators
-    of rank 0, and the named streams of Paddle's tracker stay as seeded. Dropout depends on neither: its masks
-    are a function of seed and step.
+    If the plan has the same degrees, each rank gets its own state. Otherwise all ranks get the default
+    generators of rank 0, and the named streams of Paddle's tracker keep their seeds. Dropout is unaffected:
+    its masks are a function of seed and step.
 
     Returns:
-        Whether each rank got its own.
+        Whether each rank got its own state.
 
     Raises:
         CheckpointError: the checkpoint has no valid states.
@@ -76,8 +76,9 @@ def _degrees(ctx: ParallelContext) -> dict[str, int]:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of this process's generators as JSON: Python's, NumPy's, Paddle's default ones and the named
-    streams of its tracker."""
+    """The state of this process's generators as JSON: Python's, NumPy's, Paddle's default generators, and the
+    named streams of Paddle's tracker.
+    """
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -94,10 +95,10 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
-    """Restore what `rng_state` returned; the tracker's streams only with `streams`.
+    """Restore the result of `rng_state`. The tracker's streams are restored only with `streams`.
 
     Paddle has one generator for each device that a process sees. If the state was saved with other devices,
-    Paddle's generators stay as seeded, and a warning says so.
+    Paddle's generators keep their seeds, and a warning says so.
 
     Raises:
         CheckpointError: the state is not valid.
@@ -141,7 +142,7 @@ def _set_paddle_state(saved: Mapping[str, Any], *, streams: bool) -> None:
             f"{_devices(*now)}; they stay as Global.seed made them (dropout does not depend on them)"
         )
         return
-    if streams:  # first: Paddle changes the default generators on the way
+    if streams:  # first, because Paddle changes the default generators in the process
         _tracker().set_states_tracker(tracked)
     paddle.set_rng_state(default)
 

@@ -1,9 +1,9 @@
-"""Saving one checkpoint from all ranks of a job, in the foreground or while training goes on.
+"""Save one checkpoint from all ranks of a job, in the foreground or while training continues.
 
-Each rank writes its slices; the first one writes the manifest. In the background a thread copies the state
-during the next forward and backward passes, which only read parameters and optimizer state, and writes the
-copy. `wait_for_copy` is called before the update that would change them. Ranks communicate only in the main
-thread, so that their collectives cannot interleave with those of training.
+Each rank writes its slices; the first rank writes the manifest. For a save in the background, a thread copies
+the state during the next forward and backward passes, which only read parameters and optimizer state, and
+writes the copy. `wait_for_copy` is called before the update that would change the state. Ranks communicate
+only in the main thread, so that their collectives cannot interleave with the collectives of training.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def save_from_all_ranks(
 ) -> Path:
     """Save a checkpoint. Every rank calls this, with slices that no other rank writes.
 
-    The directory must be on a file system that all ranks share. Arguments are those of
+    The directory must be on a file system that all ranks share. The arguments are the same as for
     :func:`ppfleetx.checkpoint.writer.save_checkpoint`.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not write; names that rank.
+        CheckpointError: on all ranks, if a rank could not write; names that rank.
     """
     pieces = list(tensors)
     save = SharedSave(ctx, output_dir, epoch, step, state=state, ownership=ownership, **description)
@@ -62,10 +62,10 @@ def save_from_all_ranks(
 
 
 class SharedSave:
-    """The steps of one save. The ranks communicate between the steps, and not within them.
+    """The steps of one save. The ranks communicate only between the steps.
 
-    All ranks `open`, then `write`, then `publish` with the results of all ranks' `write`, and `close` in any
-    case. Arguments are those of `save_from_all_ranks`.
+    All ranks call `open`, `write`, then `publish` with the results of `write` from all ranks, and `close` in
+    any case. The arguments are the same as for `save_from_all_ranks`.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class SharedSave:
             self._stack.enter_context(saving(self._output_dir, *self._at))
 
     def write(self, pieces: Iterable[TensorSlice]) -> RankIndex | None:
-        """Write this rank's slices; None if it has none."""
+        """Write this rank's slices. Returns None if it has none."""
         pieces = list(pieces)
         place = rank_directory(**self._ctx.plan.coordinates(self._ctx.rank))
         return write_rank(self._staged, place, pieces) if pieces else None
 
     def publish(self, written: Sequence[RankIndex | None]) -> str | None:
-        """On the main rank: make a checkpoint of what the ranks wrote, and return its path."""
+        """On the main rank: make a checkpoint of the ranks' files, and return its path."""
         if not self._ctx.is_main:
             return None
         ranks = [
@@ -109,7 +109,7 @@ class SharedSave:
         return str(commit(self._staged, manifest, indices, self._ownership, self._documents))
 
     def close(self) -> None:
-        """Remove what did not become a checkpoint, and unlock the output directory."""
+        """Remove files that did not become a checkpoint, and unlock the output directory."""
         self._stack.close()
 
     @property
@@ -118,10 +118,10 @@ class SharedSave:
 
 
 def on_all_ranks(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result]:
-    """Run ``act`` on every rank and return the results of all; an error on one is raised on all.
+    """Run ``act`` on every rank and return the results of all ranks. An error on one rank is raised on all.
 
     Raises:
-        CheckpointError: on every rank, if ``act`` raised an OSError or a CheckpointError on any.
+        CheckpointError: on every rank, if ``act`` raised an OSError or a CheckpointError on any rank.
     """
     from paddle import distributed
 
@@ -150,8 +150,8 @@ class CheckpointManager:
 
     Args:
         output_dir: the directory.
-        ownership: the run that saves, and what it keeps; None: the checkpoints belong to no run, and replace
-            and delete nothing.
+        ownership: the run that saves, and the checkpoints it keeps. None: the checkpoints belong to no run,
+            and no checkpoint is replaced or deleted.
         ctx: the ranks that save together.
         description: further arguments of `save_checkpoint` that stay the same for the whole run
             (`plan`, `config`, `fingerprints`, `vocab_size`, ...).
@@ -171,7 +171,7 @@ class CheckpointManager:
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Save a checkpoint; arguments and errors are those of `save_checkpoint`.
+        """Save a checkpoint, with the arguments and errors of `save_checkpoint`.
 
         Every rank of the job calls this, with slices that no other rank writes.
         """
@@ -190,13 +190,13 @@ class CheckpointManager:
         return path
 
     def wait_for_copy(self) -> None:
-        """Return when the tensors given to `save` may change: here, at once."""
+        """Return when the tensors passed to `save` may change. Here this is at once."""
 
     def poll(self) -> Path | None:
-        """Path of a checkpoint completed since `save` returned: here, none."""
+        """The path of a checkpoint completed since `save` returned. Here there is never one."""
 
     def wait(self) -> Path | None:
-        """Like `poll`, after waiting for the save under way."""
+        """Wait for the save in progress, then return like `poll`."""
 
     def abandon(self) -> None:
         """Stop without the other ranks of the job, which may be gone."""
@@ -206,7 +206,7 @@ class BackgroundManager(CheckpointManager):
     """A manager that saves in the background: `save` returns at once. Only one save may run at a time.
 
     `poll` and `wait` say whether it succeeded. All ranks of a job call them in the same order and get the
-    same answer. The manager holds one more copy, in host memory, of what this process writes.
+    same answer. The manager keeps a second copy, in host memory, of the data that this process writes.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -221,8 +221,8 @@ class BackgroundManager(CheckpointManager):
     ) -> Path:
         """Start a save and return where the checkpoint will be.
 
-        The tensors must not change until `wait_for_copy` returns. Arguments and errors are those of
-        `CheckpointManager.save`; errors of writing are raised by `poll` and `wait`.
+        The tensors must not change until `wait_for_copy` returns. Arguments and errors are the same as for
+        `CheckpointManager.save`, but `poll` and `wait` raise the errors of writing.
         """
         assert self._task is None, "a save is still under way"
         pieces, path = list(tensors), self.output_dir / step_directory(epoch, step)
@@ -238,15 +238,15 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def wait_for_copy(self) -> None:
-        """Return when the tensors given to `save` may change."""
+        """Return when the tensors passed to `save` may change."""
         if self._task is not None:
             self._task.first_done.wait()
 
     def poll(self) -> Path | None:
-        """Advance the save under way without waiting; return its path if that completed it.
+        """Advance the save in progress without waiting. Returns its path if this completes it.
 
         Raises:
-            CheckpointError: it failed, on all ranks.
+            CheckpointError: the save failed; raised on all ranks.
         """
         if self._task is None:
             return None
@@ -267,7 +267,7 @@ class BackgroundManager(CheckpointManager):
         return _logged(Path(results[0]))
 
     def wait(self) -> Path | None:
-        """Like `poll`, but wait for the save under way, if there is one."""
+        """Like `poll`, but wait for the save in progress, if there is one."""
         path = None
         while self._task is not None:
             self._task.done.wait(beat_seconds())
@@ -278,8 +278,8 @@ class BackgroundManager(CheckpointManager):
     def abandon(self) -> None:
         """Stop without the other ranks, which may be gone.
 
-        A process that is alone completes its save. One of several waits only for its own writing, and no
-        checkpoint comes of it.
+        The only process of a job completes its save. One of several processes waits only for its own writing,
+        and no checkpoint results.
         """
         if self._task is None:
             return
@@ -319,10 +319,10 @@ class HostCopier:
         self._kept: list[np.ndarray] = []
 
     def prepare(self, pieces: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Slices of a copy, and a function that makes the copy, to be called once, in any thread.
+        """Return slices of a copy, and a function that makes the copy. Call the function once, in any thread.
 
-        Tensors whose memory the host cannot see are fetched: their copy is queued on the device now, ahead of
-        what will change them, and only the writer waits for it.
+        Tensors that are not in host memory are fetched: the device queues their copy now, before anything
+        that changes them, and only the writer waits for it.
         """
         live, copies = [], []
         for piece in pieces:
@@ -352,7 +352,9 @@ class HostCopier:
 
 
 class Task:
-    """A function that runs in a daemon thread, after a first one whose end can be waited for separately."""
+    """Two functions that run in a daemon thread, one after another. Callers can wait for the first one
+    separately.
+    """
 
     def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
         self.first_done, self.done = threading.Event(), threading.Event()

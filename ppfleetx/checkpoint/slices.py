@@ -28,7 +28,7 @@ NUMPY_OF_DTYPE = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-# The same by the names that Paddle and PyTorch both use.
+# The same types, by the names that Paddle and PyTorch share.
 DTYPE_OF_NAME = {
     "float64": "F64",
     "float32": "F32",
@@ -47,21 +47,21 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """One piece of one tensor, as a rank hands it to the writer.
+    """One piece of one tensor, as a rank passes it to the writer.
 
     Attributes:
-        name: canonical name of the parameter.
+        name: the canonical name of the parameter.
         kind: `model` or `optimizer`.
         dtype: element type, a key of NUMPY_OF_DTYPE.
         global_shape: shape of the whole tensor.
-        offset, shape: the box of the global tensor that this piece is.
-        data: an array of `shape`, or a function that makes it when it is needed, so that only one copy is
-            alive at a time. bfloat16 comes as its bits in uint16.
+        offset, shape: the box of this piece in the global tensor.
+        data: an array of `shape`, or a function that makes it when needed, so that only one copy is in memory
+            at a time. bfloat16 is held as its bits, in uint16.
         state: name of the optimizer state (`moment1`, ...); empty for model parameters.
         vocab_dim: the dimension of (padded) vocabulary entries, if there is one.
-        is_live: whether the array is the tensor's own memory, which the next update changes.
-        fetch: starts a copy from the device and returns a function that waits for it; the next update does
-            not change the copy. None: ``data`` is all there is.
+        is_live: whether the array is the tensor's own memory, so that the next update changes it.
+        fetch: a function that starts a copy from the device and returns a function that waits for it. The
+            next update does not change the copy. None if only ``data`` is available.
     """
 
     name: str
@@ -92,7 +92,7 @@ class TensorSlice:
         return self.size * NUMPY_OF_DTYPE[self.dtype].itemsize
 
     def array(self) -> np.ndarray:
-        """The elements, contiguous and in the byte order of the file."""
+        """The elements as a contiguous array, in the byte order of the file."""
         made = self.data() if callable(self.data) else self.data
         held = np.ascontiguousarray(made, dtype=NUMPY_OF_DTYPE[self.dtype])
         assert held.size == self.size, f"{self.name}: {held.size} elements where {self.size} were announced"
@@ -100,7 +100,7 @@ class TensorSlice:
 
 
 def whole(name: str, data: np.ndarray, *, kind: str = MODEL, state: str = "") -> TensorSlice:
-    """The slice that is all of a tensor; `data` is a plain array (no bfloat16)."""
+    """A slice that covers a whole tensor. `data` is a plain array (no bfloat16)."""
     data = np.asarray(data)
     shape = tuple(data.shape)
     dtype = DTYPE_OF_NUMPY[data.dtype.newbyteorder("<")]
@@ -108,7 +108,7 @@ def whole(name: str, data: np.ndarray, *, kind: str = MODEL, state: str = "") ->
 
 
 def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Index, Index] | None:
-    """Box (offset, shape) common to two boxes, or None."""
+    """The box (offset, shape) that two boxes have in common, or None."""
     starts = tuple(map(max, one[0], other[0]))
     ends = tuple(min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     if any(start >= end for start, end in zip(starts, ends, strict=True)):
@@ -119,9 +119,9 @@ def intersect(one: tuple[Index, Index], other: tuple[Index, Index]) -> tuple[Ind
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Index, Index]]) -> bool:
     """Whether boxes (offset, shape) cover every index of an array of ``shape`` exactly once.
 
-    The indicator function of a box is determined by its corners, signed by the number of far coordinates. The
-    boxes tile the array if and only if their signed corners sum to those of the array, which takes linear
-    time.
+    The corners of a box, each with a sign for the parity of its far coordinates, determine its indicator
+    function. The boxes tile the array if and only if their signed corners sum to the array's. This takes
+    linear time.
     """
     ends: Counter[Index] = Counter()
     whole = ((0,) * len(shape), tuple(shape))

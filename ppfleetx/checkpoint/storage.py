@@ -1,6 +1,6 @@
-"""Bytes to disk and back: safetensors files with checksums, durable small files, renames.
+"""Read and write on disk: safetensors files with checksums, durable small files, renames.
 
-Everything that touches the disk while saving goes through the functions of this file.
+All disk accesses of a save go through the functions of this file.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _CHECKERS = 2  # threads that compare checksums
 def write_safetensors(
     path: Path, relative: str, pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None = None
 ) -> tuple[FileEntry, list[SliceEntry]]:
-    """Write the pieces into one safetensors file and flush it to disk; only one piece is in memory at a time.
+    """Write the pieces into one safetensors file and flush it to disk. Only one piece is in memory at a time.
 
     Args:
         path: the file.
-        relative: its path in the manifest.
-        pieces: what to write.
+        relative: the file's path in the manifest.
+        pieces: the pieces to write.
         metadata: the header's `__metadata__`.
 
     Returns:
@@ -87,27 +87,27 @@ def write_documents(directory: Path, contents: Mapping[str, bytes]) -> dict[str,
 
 
 def write_bytes(file: BinaryIO, content: bytes | memoryview) -> None:
-    """Every write of a save comes through here."""
+    """Write bytes to an open file. Every write of a save goes through this function."""
     file.write(content)
 
 
 def flush(file: BinaryIO) -> None:
-    """Every flush of a save comes through here."""
+    """Flush an open file to disk. Every flush of a save goes through this function."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename and make it durable; every rename of a save comes through here."""
+    """Rename a path durably. Every rename of a save goes through this function."""
     source.rename(target)
     fsync_dir(target.parent)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two directories atomically; False if the system cannot, and nothing changed.
+    """Swap two directories atomically. Returns False, with nothing changed, if the system cannot do this.
 
     Raises:
-        OSError: the system can, but not these two.
+        OSError: the system can swap directories, but not these two.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
@@ -123,7 +123,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def check_file(directory: Path, relative: str, entry: FileEntry) -> None:
-    """Raise CheckpointError unless the file has its size and its header."""
+    """Raise CheckpointError unless the file has the size and header of its entry."""
     path = directory / relative
     with opened(path) as file:
         header = file.read(entry.header_bytes)
@@ -148,14 +148,14 @@ def read_document(directory: Path, relative: str, entry: DocumentEntry) -> bytes
 def read_range(
     directory: Path, piece: SliceEntry, start: int, end: int, into: memoryview | None = None
 ) -> memoryview:
-    """Bytes [start, end) of a piece, checked chunk by chunk.
+    """Read bytes [start, end) of a piece, checked chunk by chunk.
 
-    `into` receives them if they are the whole piece; without it, memory is allocated.
-    Raises CheckpointError if they cannot be read or are damaged.
+    If they are the whole piece, they are read into `into`; without it, memory is allocated. Raises
+    CheckpointError if they cannot be read or are damaged.
     """
     first, last = start // CHUNK_BYTES, -(-end // CHUNK_BYTES)
     begin, stop = first * CHUNK_BYTES, min(last * CHUNK_BYTES, piece.num_bytes)
-    # np.empty: a bytearray would be zeroed first, which costs as much as the read.
+    # np.empty, because a bytearray would be zeroed first, which costs as much as the read.
     buffer = memoryview(np.empty(stop - begin, np.uint8)) if into is None else into
     assert len(buffer) == stop - begin, "a given buffer has to be as long as the piece"
     chunks = (buffer[at : at + CHUNK_BYTES] for at in range(0, len(buffer), CHUNK_BYTES))
@@ -164,7 +164,7 @@ def read_range(
 
 
 def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterator[str]:
-    """Read named pieces and compare checksums; one sentence for each that is damaged."""
+    """Read named pieces and compare checksums. Returns one sentence for each damaged piece."""
     own = threading.local()
 
     def make_scratch() -> None:
@@ -186,7 +186,7 @@ def damage(directory: Path, pieces: Iterable[tuple[str, SliceEntry]]) -> Iterato
 def check_piece(directory: Path, piece: SliceEntry, scratch: memoryview) -> None:
     """Read a whole piece through `scratch` (CHUNK_BYTES long) to compare its checksums.
 
-    Fresh memory would cost several times what the checksum does.
+    Fresh memory would cost several times as much as the checksum.
     """
     sizes = (min(CHUNK_BYTES, piece.num_bytes - at) for at in range(0, piece.num_bytes, CHUNK_BYTES))
     _read_chunks(directory / piece.file, piece, 0, (scratch[:size] for size in sizes))
@@ -235,7 +235,7 @@ def _header(pieces: Sequence[TensorSlice], metadata: Mapping[str, str] | None) -
     for piece in pieces:
         key = base = f"{piece.name}/{piece.state}" if piece.state else piece.name
         number = 1
-        while key in table:  # a rank may hold several pieces of one tensor
+        while key in table:  # since a rank may hold several pieces of one tensor
             number += 1
             key = f"{base}#{number}"
         end = position + piece.num_bytes

@@ -1,4 +1,4 @@
-"""Model parameters and optimizer state between Paddle tensors and slices of a checkpoint.
+"""Convert model parameters and optimizer state between Paddle tensors and slices of a checkpoint.
 
 Parameters carry `info` (nn/stage.py): canonical name, global shape, offset and shape of the local part.
 """
@@ -29,14 +29,15 @@ _SIXTEEN_BIT, _INTEGERS = ("F16", "BF16"), ("I8", "U8")
 
 
 def model_slices(named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """One slice per parameter, read when it is written."""
+    """One slice per parameter. Its data is read when it is written."""
     for name, param in named_params:
         yield _slice(name, MODEL, "", param, param.info)
 
 
 def optimizer_slices(state: Mapping[StateKey, Tensor], named_params: NamedTensors) -> Iterator[TensorSlice]:
-    """One slice per state tensor. A state of its parameter's shape is sliced like the parameter; any other
-    (the powers of beta, one number) is the same on all ranks and stored with the first slice."""
+    """One slice per state tensor. A state with its parameter's shape is sliced like the parameter. Any other
+    state (the powers of beta, a single number) is the same on all ranks and stored with the first slice.
+    """
     params = dict(named_params)
     for (name, state_name), tensor in state.items():
         info = params[name].info
@@ -55,19 +56,21 @@ def load_model(
     allow_other_shapes: bool = False,
     model_names: Collection[str] = (),
 ) -> list[str]:
-    """Copy a checkpoint's weights into parameters, each rank its own part; return the names of those loaded.
+    """Copy a checkpoint's weights into parameters, each rank its own part. Returns the names of the loaded
+    parameters.
 
-    Element types are converted, from master weights if a 16-bit checkpoint has them. A table with other
-    padding gets the true rows and keeps its own padding.
+    Element types are converted. If a 16-bit checkpoint has master weights, these are used. A table with
+    different padding gets the true rows and keeps its own padding.
 
     Args:
         named_params: parameters by canonical name.
         checkpoint: the checkpoint.
         vocab_size: true vocabulary size of the model; must be the checkpoint's.
-        allow_missing: parameters that may be absent and then keep their values.
-        allow_extra: ignore tensors that the model does not have; or the names of those to ignore.
-        allow_other_shapes: let parameters whose shape or vocabulary differs keep their values.
-        model_names: names of the whole model, if ``named_params`` are those of one rank.
+        allow_missing: parameters that may be missing; they then keep their values.
+        allow_extra: True ignores all tensors that the model does not have; a set of names ignores these
+            tensors.
+        allow_other_shapes: whether parameters whose shape or vocabulary differs keep their values.
+        model_names: all parameter names of the whole model, if ``named_params`` belong to one rank.
 
     Raises:
         CheckpointError: the vocabulary differs, or tensors are missing, unknown or of another shape (before
@@ -105,8 +108,8 @@ def load_optimizer(
 ) -> None:
     """Copy a checkpoint's optimizer state into the live one (`Optimizer.state()`), one tensor at a time.
 
-    If the checkpoint has no master weights, because it was trained in float32, its weights are taken.
-    `model_names` are the names of the whole model, if `state` is that of one rank.
+    If the checkpoint has no master weights, because it was trained in float32, its weights are used instead.
+    `model_names` are the names of the whole model, if `state` belongs to one rank.
 
     Raises:
         CheckpointError: a state is missing, unknown or of another shape (before anything is changed), or data
@@ -141,7 +144,8 @@ def load_masters(
 ) -> None:
     """Copy a checkpoint's master weights, or its weights, into the master weights in ``state``.
 
-    :func:`load_model` loads the parameters alone; the first update would overwrite them from stale masters.
+    Call this after :func:`load_model`, which loads only the parameters: the first update would overwrite them
+    from stale masters.
 
     Raises:
         CheckpointError: data is damaged.
@@ -155,7 +159,7 @@ def load_masters(
 
 
 class _Place:
-    """The placement of a state tensor: that of its parameter if it has the same shape, else whole."""
+    """The placement of a state tensor: like its parameter if it has the same shape, otherwise whole."""
 
     def __init__(self, tensor: Tensor, info: Any) -> None:
         shape = tuple(tensor.shape)
@@ -187,16 +191,18 @@ def _slice(name: str, kind: str, state: str, tensor: Tensor, info: Any) -> Tenso
 
 
 def host_array(tensor: Tensor) -> np.ndarray:
-    """A tensor's elements in host memory, bfloat16 as its bits in uint16.
+    """The elements of a tensor in host memory; bfloat16 as its bits, in uint16.
 
-    No copy where possible (float32 on a CPU): then the array is the tensor's own memory.
+    Where possible (float32 on a CPU), the array is the tensor's own memory, not a copy.
     """
     return np.from_dlpack(tensor.detach()) if _is_host(tensor) else tensor.numpy()
 
 
 @contextmanager
 def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
-    """A tensor's elements as :func:`host_array` returns them; changes are written back to the tensor."""
+    """Context manager with a tensor's elements from :func:`host_array`; changes are written back to the
+    tensor.
+    """
     if _is_host(tensor):
         yield host_array(tensor)
         return
@@ -206,24 +212,26 @@ def changed_on_host(tensor: Tensor) -> Iterator[np.ndarray]:
 
 
 def _is_host(tensor: Tensor) -> bool:
-    """Whether NumPy can view the tensor's memory: on the host, contiguous, of a type that NumPy has."""
+    """Whether NumPy can view the tensor's memory: it is on the host, contiguous, and of a type that NumPy
+    has.
+    """
     return tensor.place.is_cpu_place() and dtype_of(tensor) != "BF16" and tensor.is_contiguous()
 
 
 def dtype_of(tensor: Tensor) -> str:
-    """Element type, as checkpoints name it."""
+    """The element type, by its name in checkpoints."""
     return DTYPE_OF_NAME[str(tensor.dtype).removeprefix("paddle.")]
 
 
 def _vocab_dim(place: Any) -> int | None:
-    """Dimension that counts vocabulary entries: rows of the word embedding, columns of an untied head."""
+    """The dimension of vocabulary entries: rows of the word embedding, columns of an untied head."""
     if place.kind == "word_embedding":
         return 0
     return len(place.global_shape) - 1 if place.kind == "head" else None
 
 
 def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any) -> None:
-    """Copy the tensor's part of a stored one into it."""
+    """Copy a tensor's part of the stored tensor into it."""
     offset, shape = tuple(place.offset), tuple(place.local_shape)
     if tuple(entry.shape) == tuple(place.global_shape):
         if entry.dtype == dtype_of(tensor) and _is_host(tensor):
@@ -243,7 +251,7 @@ def _fill(checkpoint: Checkpoint, entry: TensorEntry, tensor: Tensor, place: Any
 
 
 def _set(tensor: Tensor, values: np.ndarray) -> None:
-    """Write into a tensor in place: Paddle's `set_value` would move one in host memory to the device."""
+    """Write into a tensor in place. Paddle's `set_value` would move a tensor in host memory to the device."""
     if tensor.place.is_cpu_place():
         import paddle
 
@@ -350,7 +358,7 @@ def _check_shape(checkpoint: Checkpoint, entry: TensorEntry, place: Any) -> None
     differs = [axis for axis, (a, b) in enumerate(zip(stored, wanted, strict=False)) if a != b]
     if len(stored) == len(wanted) and differs == [dim]:
         if true_size is not None and true_size <= min(stored[dim], wanted[dim]):
-            return  # padded differently: the true entries are there
+            return  # padded differently, but all true entries are there
         raise CheckpointError(
             f"{name} has {stored[dim]} vocabulary entries in checkpoint {checkpoint.path} and {wanted[dim]} "
             f"in the model; the checkpoint's vocabulary is {true_size if true_size else 'not recorded'}; "

@@ -1,4 +1,6 @@
-"""A mixture of experts from a dense model: each expert is a copy of its MLP (Komatsuzaki et al., 2023)."""
+"""Make a mixture of experts from a dense model: each expert is a copy of the MLP (Komatsuzaki et al.,
+2023).
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ def upcycled(
 
     Args:
         dense: all parameters of the model whose ``moe`` is null, by canonical name.
-        model: the mixture. Its experts have the width of the MLP.
-        seed: of the routers' initial values and of the noise.
-        noise: standard deviation of what is added to each expert's matrices, as a share of theirs.
+        model: the mixture's configuration. Its experts have the width of the MLP.
+        seed: the seed of the routers' initial values and of the noise.
+        noise: the standard deviation of the noise added to each expert's matrices, relative to the standard
+            deviation of the matrix.
     """
     made = {}
     for name, spec in parameter_specs(model).items():

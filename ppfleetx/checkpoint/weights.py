@@ -1,4 +1,4 @@
-"""The weights of a model under our canonical names, whatever format they are read from."""
+"""The weights of a model under our canonical names, read from any format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VOCABULARY = 97  # a size that no other dimension of the model below has
 
 @cache
 def vocab_dims() -> dict[str, int]:
-    """The dimension of vocabulary entries by canonical name, as the parameters are declared."""
+    """The dimension of vocabulary entries by canonical name, from the parameters' declarations."""
     sizes = {"vocab_size": _VOCABULARY, "hidden_size": 2, "num_layers": 1, "num_attention_heads": 1}
     model = ModelConfig(**sizes, vocab_size_divisible_unit=1, tie_word_embeddings=False, add_head_bias=True)
     shapes = parameter_shapes(model)
@@ -38,13 +38,14 @@ class Weights:
     """A model's parameters, read one at a time.
 
     Attributes:
-        place: where they come from; used in messages.
-        tensors: by canonical name, in any order. Vocabulary padding may be there or not.
+        place: the source of the weights, for messages.
+        tensors: tensors by canonical name, in any order, with or without vocabulary padding.
         model: the keys of the `Model` section that the source defines.
-        vocab_size: vocabulary without padding; None if the source does not distinguish the two.
-        epoch, step: progress; 0 for formats that do not record it.
-        source: what to keep about the source (any JSON) in the checkpoint's state.
-        tokenizer_dir: directory with the tokenizer's files, if there is one.
+        vocab_size: the size of the vocabulary without padding; None if the source does not distinguish
+            padding.
+        epoch, step: progress of the training; 0 for formats that do not record it.
+        source: facts about the source (any JSON), to keep in the checkpoint's state.
+        tokenizer_dir: the directory with the tokenizer's files, if there is one.
         generation: the keys of the `Generation` section that the source defines.
         notes: warnings about how the source was read, one sentence each.
     """
@@ -61,8 +62,9 @@ class Weights:
     notes: tuple[str, ...] = ()
 
     def cast(self, dtype: str | None, keep: Collection[str] = ()) -> Weights:
-        """All tensors but those named in ``keep`` in one element type (a key of NUMPY_OF_DTYPE); None leaves
-        all as they are."""
+        """The weights with all tensors, except the ones named in ``keep``, in one element type (a key of
+        NUMPY_OF_DTYPE). None changes no tensor.
+        """
         if dtype is None:
             return self
         return self.with_tensors(
@@ -70,25 +72,25 @@ class Weights:
         )
 
     def finite(self) -> Weights:
-        """The same, but reading a tensor with a NaN or an infinity raises CheckpointError."""
+        """The same weights, but reading a tensor with a NaN or an infinity raises CheckpointError."""
         return self.with_tensors(
             {name: finite(tensor, name, self.place) for name, tensor in self.tensors.items()}
         )
 
     def with_tensors(self, tensors: Mapping[str, LazyTensor]) -> Weights:
-        """The same with other tensors."""
+        """The same weights with other tensors."""
         return replace(self, tensors=tensors)
 
     def with_tokenizer(self, directory: Path) -> Weights:
-        """The same with the tokenizer of another directory."""
+        """The same weights with the tokenizer of another directory."""
         return replace(self, tokenizer_dir=directory)
 
 
 def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
-    """The network that keys of a `Model` section describe.
+    """The network that the keys of a `Model` section describe.
 
     Raises:
-        CheckpointError: they describe none; names `place`, where they are from.
+        CheckpointError: the keys describe no network. The message names `place`, their source.
     """
     try:
         return section_of(ModelConfig, dict(keys))
@@ -121,7 +123,7 @@ def lazy(checkpoint: Checkpoint, name: str, kind: str = MODEL, state: str = "") 
 
 
 def slices_of(tensors: Mapping[str, LazyTensor]) -> Iterator[TensorSlice]:
-    """One whole slice per parameter, read when it is written."""
+    """One whole slice per parameter. Its data is read when it is written."""
     for name, tensor in tensors.items():
         yield TensorSlice(
             name,
@@ -153,7 +155,8 @@ def _counted(tensor: LazyTensor, bar: ProgressBar) -> LazyTensor:
 
 
 def in_stored_types(pieces: Sequence[TensorSlice], stored: Mapping[str, str]) -> list[TensorSlice]:
-    """``pieces`` in the element types that they were loaded from if no bit is lost, else unchanged.
+    """Convert ``pieces`` to the element types they were loaded from if no bit is lost; otherwise leave them
+    unchanged.
 
     Args:
         pieces: slices of a model in memory.
@@ -177,7 +180,7 @@ def _cast_when_read(piece: TensorSlice, wanted: str) -> Callable[[], np.ndarray]
 
 
 class ForeignCheckpoint(Checkpoint):
-    """Weights of another program as a checkpoint without optimizer state and checksums."""
+    """The weights of another program as a checkpoint, without optimizer state or checksums."""
 
     def __init__(self, path: Path, weights: Weights) -> None:
         tensors = {}
@@ -199,7 +202,7 @@ class ForeignCheckpoint(Checkpoint):
         result[...] = self._weights.tensors[entry.name].read()[box]
 
     def damage(self) -> Iterator[str]:
-        """Read every tensor: other formats have no checksums that could be compared."""
+        """Read every tensor to find errors. Other formats have no checksums to compare."""
         for name, tensor in self._weights.tensors.items():
             try:
                 tensor.read()
@@ -208,7 +211,7 @@ class ForeignCheckpoint(Checkpoint):
 
 
 def with_vocabulary(checkpoint: Checkpoint, vocab_size: int) -> Checkpoint:
-    """The checkpoint, with this vocabulary size if it does not record one."""
+    """The checkpoint, with this vocabulary size if it records none."""
     if checkpoint.manifest.vocab_size is None:
         checkpoint.manifest = replace(checkpoint.manifest, vocab_size=vocab_size)
     return checkpoint

@@ -37,12 +37,12 @@ from ppfleetx.utils.log import get_logger
 
 
 def read_ppfleetx(path: str | Path, *, masters: bool = False, few_bits: bool = False) -> Weights:
-    """Weights of one of our checkpoints.
+    """Read the weights of a checkpoint in our format.
 
     Args:
-        path: whatever `Engine.save_load.ckpt_dir` accepts.
-        masters: read float32 master weights in place of 16-bit weights, if there are any.
-        few_bits: accept quantised weights, as they are stored.
+        path: any path that `Engine.save_load.ckpt_dir` accepts.
+        masters: whether to read float32 master weights instead of 16-bit weights, if there are any.
+        few_bits: whether to accept quantised weights, as they are stored.
     """
     checkpoint = open_resolved(resolve_checkpoint(path))
     manifest = checkpoint.manifest
@@ -88,7 +88,9 @@ def model_section(manifest: Manifest) -> dict[str, Any]:
 
 
 def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """The `Generation` section of a manifest's configuration, without wrong keys and those of one call."""
+    """The `Generation` section of a manifest's configuration, without wrong keys and keys of a single
+    call.
+    """
     section = config.get("Generation") if isinstance(config, Mapping) else None
     if not isinstance(section, Mapping):
         return {}
@@ -99,7 +101,7 @@ def generation_section(config: Mapping[str, Any] | str | None) -> dict[str, Any]
 
 
 def valid_generation_keys(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """``keys`` of a `Generation` section without the wrong ones, and the errors of those."""
+    """The valid ones among ``keys`` of a `Generation` section, and the errors of the others."""
     good, errors = dict(keys), []
     while True:
         try:
@@ -183,7 +185,7 @@ def _end_ids(source: Mapping[str, Any]) -> list[int]:
 
 
 def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
-    """Write the end-of-text tokens that only ``config.json`` names where the tokenizer finds them."""
+    """Write the end-of-text tokens that only ``config.json`` names to a file that the tokenizer reads."""
     path, config = directory / GENERATION_CONFIG, source.get("config")
     if path.exists() or not isinstance(config, Mapping) or config.get("eos_token_id") is None:
         return
@@ -194,7 +196,9 @@ def _add_generation_config(directory: Path, source: Mapping[str, Any]) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer in a directory with its own end-of-document token; None if ours cannot read it."""
+    """The tokenizer in a directory, with its own end-of-document token; None if our tokenizer cannot
+    read it.
+    """
     try:
         return Tokenizer.load(directory)
     except DataError as error:
@@ -219,8 +223,8 @@ def _write_config(
     if generation:
         tree["Generation"] = dict(generation)
     if tokenizer is not None:
-        # Absolute, so that it can be used from anywhere; where the directory has been moved since, programs
-        # that load the checkpoint take the tokenizer beside it.
+        # The path is absolute, so that it works from anywhere. If the directory has been moved since,
+        # programs that load the checkpoint use the tokenizer beside it.
         place = {"dir": str((output / TOKENIZER_DIR).resolve()), "eos_token": tokenizer.eod_token}
         tree["Data"] = {"tokenizer": place}
     with atomic_write(output / CONFIG_FILE, "w") as file:

@@ -1,6 +1,6 @@
-"""Writing a checkpoint under a hidden name, checking it, then renaming it, so that it is complete or absent.
+"""Write a checkpoint under a hidden name, check it, then rename it, so that it is complete or absent.
 
-With several ranks, each calls `write_rank`, and one of them `commit` with what all ranks returned.
+With several ranks, each calls `write_rank`, and one of them calls `commit` with the results of all ranks.
 """
 
 from __future__ import annotations
@@ -61,19 +61,20 @@ def save_checkpoint(
     """Save a checkpoint of one process and return its directory `output_dir/epoch_{E}_step_{S}`.
 
     Args:
-        tensors: slices that together make up every tensor.
-        state: the trainer's own state, any JSON.
-        plan, config, fingerprints, vocab_size: see Manifest.
-        rank_dir: directory of this rank's files; that of rank (0, 0, 0) when None.
-        documents: path -> content (`checkpoint/documents.py`).
-        ownership: the run that saves. Its checkpoint of the same name is replaced, and its oldest ones beyond
-            `keep_max` are deleted. None: the checkpoint belongs to no run, and replaces and deletes nothing.
+        tensors: slices that together cover every tensor.
+        state: the trainer's own state: any JSON value.
+        plan, config, fingerprints, vocab_size: see :class:`Manifest`.
+        rank_dir: the directory of this rank's files; None: the directory of rank (0, 0, 0).
+        documents: the content of each document (`checkpoint/documents.py`), by path.
+        ownership: the run that saves. Its checkpoint of the same name is replaced, and its oldest checkpoints
+            beyond `keep_max` are deleted. None: the checkpoint belongs to no run, and no checkpoint is
+            replaced or deleted.
         max_file_bytes: files are split at tensor boundaries so as not to exceed this.
-        verify: read back and compare all checksums before the checkpoint gets its name.
+        verify: whether to read back and compare all checksums before the checkpoint gets its name.
 
     Raises:
-        CheckpointError: it could not be written (disk full, no permission, ...). Earlier checkpoints are
-            unchanged.
+        CheckpointError: the checkpoint could not be written (disk full, no permission, ...). Earlier
+            checkpoints are unchanged.
     """
     rank_dir = rank_dir or rank_directory()
     output_dir = Path(output_dir)
@@ -105,7 +106,7 @@ def save_checkpoint(
 class saving:  # noqa: N801  (a context manager reads as a verb)
     """Lock the output directory and make a directory to write a checkpoint into.
 
-    At the end, the directory is removed unless `commit` has renamed it.
+    On exit, the directory is removed unless `commit` has renamed it.
     """
 
     def __init__(self, output_dir: Path, epoch: int, step: int) -> None:
@@ -143,7 +144,7 @@ def write_rank(
     """Write one rank's slices under `staged / rank_dir`, flush them to disk, read them back and compare.
 
     Raises:
-        CheckpointError: what is read back is not what was written.
+        CheckpointError: the data read back differ from the data written.
     """
     target = staged / rank_dir
     target.mkdir()
@@ -181,11 +182,12 @@ def commit(
 ) -> Path:
     """Turn the files of all ranks into a checkpoint, point `latest` to it and delete old checkpoints.
 
-    `ownership` and `documents` are those of `save_checkpoint`; the manifest gets the run and the checksums.
+    `ownership` and `documents` are the same as for `save_checkpoint`. The run and the checksums are added to
+    the manifest.
 
     Raises:
-        CheckpointError: the ranks' slices do not make up whole tensors, what was written cannot be read back,
-            or the run may not replace what has the name already.
+        CheckpointError: the ranks' slices do not cover whole tensors, the files cannot be read back, or the
+            run may not replace the existing checkpoint of this name.
     """
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
@@ -196,7 +198,7 @@ def commit(
     storage.write_small(staged / MANIFEST_FILE, content)
     storage.write_small(staged / MARKER_FILE, marker_of(content, time.time_ns()))
     fsync_dir(staged)
-    # Its hidden name keeps it from being taken for a checkpoint, in spite of the marker.
+    # Despite the marker, its hidden name keeps it from being mistaken for a checkpoint.
     open_checkpoint(staged)
     output_dir = staged.parent
     target = output_dir / step_directory(manifest.epoch, manifest.step)
@@ -230,7 +232,7 @@ def split_into_files(
         ("model", [piece for piece in tensors if piece.kind != OPTIMIZER]),
         ("optimizer", [piece for piece in tensors if piece.kind == OPTIMIZER]),
     ):
-        # Wide elements first: then every tensor is aligned for readers that map the file.
+        # Wide elements come first, so that every tensor is aligned for readers that map the file.
         of_kind.sort(key=lambda piece: -NUMPY_OF_DTYPE[piece.dtype].itemsize)
         groups: list[list[TensorSlice]] = []
         room = 0

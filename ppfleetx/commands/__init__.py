@@ -1,4 +1,4 @@
-"""The commands. They also load FleetX checkpoints, and say how to convert those of other toolkits."""
+"""The commands. They also load FleetX checkpoints, and say how to convert checkpoints of other toolkits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _Converters:
-    """The converters, imported only when a directory is not one of our own checkpoints."""
+    """The converters. They are imported only if a directory is not a checkpoint in our format."""
 
     def described(self, path: Path) -> str | None:
         from ppfleetx.conversion.detect import described

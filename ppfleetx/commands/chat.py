@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ppfleetx.generation.generator import TextGenerator
 
 DEFAULT_NEW_TOKENS = 512
-"""Most tokens of an answer where -o Generation.max_dec_len does not say."""
+"""The most tokens of an answer if -o Generation.max_dec_len sets no limit."""
 _QUOTES = '"""'
 HELP = """\
 /system TEXT  set the system message and start over; without TEXT: none
@@ -49,8 +49,8 @@ class Conversation:
     Attributes:
         generator: continues the rendered conversation.
         template: renders it.
-        options: how text is continued; its ``max_dec_len`` is the most an answer may have.
-        seed: seed of the first answer; each further answer adds 1.
+        options: the options for continuing text; ``max_dec_len`` limits the tokens of an answer.
+        seed: the seed of the first answer. Each further answer adds 1.
     """
 
     generator: TextGenerator
@@ -70,7 +70,7 @@ class Conversation:
         KeyboardInterrupt stops an answer; the text generated so far stays.
 
         Raises:
-            ChatError: the template refuses the message, or it is too long; it is not added.
+            ChatError: the template refuses the message, or it is too long. The message is not added.
         """
         before = list(self.turns)
         self.turns.append({"role": "user", "content": text})
@@ -84,7 +84,7 @@ class Conversation:
         pieces: list[str] = []
 
         def take(_prompt: int, _copy: int, piece: str) -> None:
-            piece = piece if pieces else piece.lstrip()  # a template may end before the space
+            piece = piece if pieces else piece.lstrip()  # a template may end before a space
             if piece:
                 pieces.append(piece)
                 on_text(piece)
@@ -105,7 +105,7 @@ class Conversation:
         return Answer(left_out, was_stopped, reason == "length")
 
     def _prompt(self) -> tuple[list[int], int]:
-        """The conversation's ids, and how many of its oldest messages were dropped to make room."""
+        """The ids of the conversation, and the number of oldest messages that were dropped to make room."""
         head = [] if self.system is None else [{"role": "system", "content": self.system}]
         wanted, left_out = min(self.options.max_dec_len, self.generator.max_positions // 4), 0
         while True:
@@ -129,8 +129,8 @@ class Answer:
 
     Attributes:
         left_out: number of messages that the model no longer sees.
-        was_stopped: by Ctrl-C.
-        is_cut: it reached the length limit.
+        was_stopped: whether Ctrl-C stopped the answer.
+        is_cut: whether the answer reached the length limit.
     """
 
     left_out: int
@@ -144,7 +144,7 @@ def _stops(options: GenerationConfig) -> Sequence[str]:
 
 
 def run(chat: Chat) -> None:
-    """Talk until the input ends."""
+    """Run the conversation until the input ends."""
     with chat.job() as job:
         cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
         Terminal(sys.stdin, sys.stdout, sys.stderr).talk(_begin(cfg, chat))
@@ -168,7 +168,8 @@ def _options(cfg: RunConfig) -> GenerationConfig:
     """The ``Generation`` section to use for answers.
 
     Raises:
-        ConfigError: it asks for several continuations or beam search, or sets an option that has no effect.
+        ConfigError: the section asks for several continuations or beam search, or sets an option that has no
+            effect.
     """
     check_options(cfg)
     section = cfg.Generation
@@ -181,7 +182,7 @@ def _options(cfg: RunConfig) -> GenerationConfig:
             value=getattr(section, key),
             place=cfg.origins.get(f"Generation.{key}"),
         )
-    # A checkpoint's own number is that of its training's samples, seldom meant for answers.
+    # A checkpoint's own number was set for samples during training, and rarely suits answers.
     is_given = is_argument(cfg.origins.get("Generation.max_dec_len", ""))
     limit = section.max_dec_len if is_given else max(DEFAULT_NEW_TOKENS, section.max_dec_len)
     return section.model_copy(update={"max_dec_len": limit, "seed": None})
@@ -191,9 +192,9 @@ class Terminal:
     """Reads messages and shows answers.
 
     Args:
-        source: messages are read from it. Without a terminal, no prompt is shown.
-        output: answers are written to it.
-        notes: everything else is written to it.
+        source: the input for messages. If it is not a terminal, no prompt is shown.
+        output: the output for answers.
+        notes: the output for everything else.
     """
 
     def __init__(self, source: TextIO, output: TextIO, notes: TextIO) -> None:
@@ -273,7 +274,7 @@ class Terminal:
             yield line
 
     def _line(self, prompt: str) -> str | None:
-        """The next line; None at the end of the input. Ctrl-C drops what was typed."""
+        """The next line; None at the end of the input. Ctrl-C drops the line typed so far."""
         while True:
             try:
                 if self._is_watched:

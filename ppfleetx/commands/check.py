@@ -44,7 +44,7 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
         world_size: as in :func:`~ppfleetx.config.loader.load_config`.
 
     Raises:
-        UserError: a run would be refused.
+        UserError: a run with this configuration would be refused.
     """
     from ppfleetx.core.engine.run_directory import check_start
     from ppfleetx.data.corpus_checks import token_id_lines
@@ -66,15 +66,15 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
         device: the kind of device; None: ``Global.device``, or a GPU if that is ``auto``.
 
     Raises:
-        ConfigError: the weights named are another program's checkpoint, or a callback or a schedule
+        ConfigError: the named weights belong to another program's checkpoint, or a callback or a schedule
             cannot be built as configured.
     """
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
-        from ppfleetx.core.engine.callbacks.build import check_callbacks  # not needed by most configurations
+        from ppfleetx.core.engine.callbacks.build import check_callbacks  # seldom needed
 
         check_callbacks(cfg.Engine.callbacks)
-    if cfg.Optimizer.lr.decay_steps is not None:  # else its length is known with the data
+    if cfg.Optimizer.lr.decay_steps is not None:  # otherwise the data determine its length
         build_schedule(cfg.Optimizer, cfg.Engine.max_steps)
     device = device or (GPU if cfg.Global.device == "auto" else cfg.Global.device)
     lines = [
@@ -103,7 +103,7 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
 
 
 def human_count(number: int) -> str:
-    """``174_615_846_912`` -> ``174.6 B``."""
+    """Format a count: ``174_615_846_912`` becomes ``174.6 B``."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -160,8 +160,9 @@ def _pipeline_lines(cfg: RunConfig, plan: ParallelPlan) -> list[str]:
 
 
 def bubble_share(plan: ParallelPlan, micro_batches: int) -> float:
-    """Idle share of the total time, with equal stages: (p - 1) / (v m + p - 1) (Narayanan et al. 2021); with
-    zb_h1 (p - 1) / (3 m + p - 1), all parts of a pass being equally long (Qi et al. 2023, table 2)."""
+    """The idle share of the total time, with equal stages: (p - 1) / (v m + p - 1) (Narayanan et al. 2021);
+    with zb_h1 (p - 1) / (3 m + p - 1), if all parts of a pass are equally long (Qi et al. 2023, table 2).
+    """
     if plan.pp_schedule == "zb_h1":
         return (plan.pp - 1) / (3 * micro_batches + plan.pp - 1)
     return (plan.pp - 1) / (plan.virtual_pp_degree * micro_batches + plan.pp - 1)
@@ -273,7 +274,7 @@ def _precision(cfg: RunConfig, device: str) -> str:
 
 
 def _offload_lines(cfg: RunConfig) -> list[str]:
-    """Host memory of offloaded states, assuming that mp and pp divide all parameters evenly."""
+    """Lines on the host memory of offloaded states, if mp and pp divide all parameters evenly."""
     plan, precision = cfg.plan, cfg.Engine.mix_precision
     if not plan.sharding_offload:
         return []
@@ -296,7 +297,7 @@ def _offload_lines(cfg: RunConfig) -> list[str]:
 
 
 def _binary(num_bytes: int) -> str:
-    """``2_000_000_000`` -> ``1.9 GiB``."""
+    """Format a number of bytes: ``2_000_000_000`` becomes ``1.9 GiB``."""
     unit, name = next(
         (u for u in ((1 << 30, "GiB"), (1 << 20, "MiB")) if num_bytes >= u[0]), (1 << 10, "KiB")
     )
@@ -311,7 +312,7 @@ def _recompute(model: ModelConfig) -> str:
 
 
 def _group_lines(cfg: RunConfig) -> list[str]:
-    """The optimizer and settings of each group of parameters, if there is more than one."""
+    """Lines on the optimizer and settings of each group of parameters, if there are several groups."""
     rows = group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
     decay = cfg.Optimizer.layer_decay
     by_layer = [] if decay == 1.0 else [_line("layer decay", f"{decay:g} towards the input, of the rates")]

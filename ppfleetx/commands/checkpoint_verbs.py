@@ -1,6 +1,6 @@
 """The verbs that turn a checkpoint into another model: ``quantize``, ``prune`` and ``upcycle``.
 
-``--help`` needs this file alone: each verb imports its program when it runs.
+``--help`` imports only this file: each verb imports its program when it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
-_LONGEST = 512  # tokens of a window
+_LONGEST = 512  # tokens per window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,9 @@ def refuse_adapters(cfg: RunConfig, place: str) -> None:
 def calibration_samples(
     cfg: RunConfig, options: ShrinkingOptions, tokenizer: Tokenizer | None, fewest: int
 ) -> Samples | None:
-    """Windows of the calibration data with at least ``fewest`` tokens; None without --calibration."""
+    """Read windows of calibration data with at least ``fewest`` tokens in total; None without
+    --calibration.
+    """
     if options.calibration is None:
         return None
     from ppfleetx.compress.samples import read_samples
@@ -105,7 +107,7 @@ def calibration_samples(
 class Quantize(ShrinkingOptions):
     """Store the weights of a checkpoint in 8 or 4 bits.
 
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. The result
+    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The result
     is a checkpoint that generates, evaluates, serves and exports like any other, under any plan, but cannot
     be trained. The word embedding and the head always have 8 bits.
     """
@@ -146,11 +148,12 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Prune(ShrinkingOptions):
-    """Take attention heads, feed-forward units and layers out of a checkpoint.
+    """Remove attention heads, feed-forward units and layers from a checkpoint.
 
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Every layer
-    loses the same number of heads and units, so that the result is an ordinary model: it trains, generates,
-    converts and exports under any plan. A little training makes up for most of the loss (docs/compress.md).
+    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. Every
+    layer loses the same number of heads and units, so that the result is an ordinary model: it trains,
+    generates, converts and exports under any plan. A little training recovers most of the loss
+    (docs/compress.md).
     """
 
     examples = """\
@@ -185,11 +188,11 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycle(RewritingOptions):
-    """Make a mixture of experts of a dense model: each expert begins as a copy of the MLP.
+    """Make a mixture of experts from a dense model; each expert starts as a copy of the MLP.
 
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Routers get
-    initial values. Without noise the mixture computes what the dense model does, until training tells its
-    experts apart (docs/moe.md). -o sets other keys of Model.moe.
+    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. Routers
+    get initial values. Without noise, the mixture computes the same as the dense model until training makes
+    its experts differ (docs/moe.md). -o sets other keys of Model.moe.
     """
 
     examples = """\

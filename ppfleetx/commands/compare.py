@@ -43,7 +43,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Command):
-    """Compare the loss sequences of two runs: two plans, two commits, or two runs that exist already.
+    """Compare the losses of two runs: two plans, two commits, or two existing runs.
 
         ppfleetx compare -c FILE [-o BOTH ...] --a Distributed.mp_degree=2 --b Distributed.pp_degree=2
         ppfleetx compare -c FILE --commit-a main --commit-b HEAD --bitwise
@@ -138,14 +138,15 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr or done.stdout).strip()[-3000:]
-        said = re.sub("^error: ", "", said, flags=re.MULTILINE)  # this program writes one before the whole
+        said = re.sub("^error: ", "", said, flags=re.MULTILINE)  # this program adds one itself
         raise UserError(f"run {side} failed with code {done.returncode}:\n{said}")
     return train_records(output_dir)
 
 
 @contextlib.contextmanager
 def tree_of(commit: str | None) -> Iterator[Path | None]:
-    """A directory with the files of ``commit``; for None, the directory of this package.
+    """Context manager with a directory that holds the files of ``commit``; for None, this package's
+    directory.
 
     Raises:
         UserError: there is no repository or no such commit.
@@ -169,7 +170,7 @@ def tree_of(commit: str | None) -> Iterator[Path | None]:
 
 
 def compare(a: Sequence[Record], b: Sequence[Record]) -> list[Difference]:
-    """Largest relative differences of loss and gradient norm.
+    """Compute the largest relative differences of loss and gradient norm.
 
     Raises:
         DataError: the runs did not record the same steps.
@@ -186,7 +187,7 @@ def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
         values = number(one, key), number(other, key)
         scale = max(map(abs, values))
         relative = abs(values[0] - values[1]) / scale if scale else 0.0
-        # Written so that a NaN on either side counts as different.
+        # Written so that a NaN on either side counts as a difference.
         if not relative <= found.largest:
             found = Difference(key, relative, one["step"])
     return found

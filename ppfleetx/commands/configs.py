@@ -14,7 +14,7 @@ from ppfleetx.config.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Configs(Command):
-    """List the configurations that ship with ppfleetx, or copy one to change it.
+    """List the configurations that ship with ppfleetx, or copy one to edit.
 
     -c takes the names as they are listed here; `gpt/` may be left out.
     """
@@ -53,7 +53,7 @@ def table() -> str:
     for name, path in shipped_configs().items():
         cfg = load_config(path)
         cards = str(cfg.plan.world_size)
-        if "Distributed.dp_degree" in cfg.derived:  # as many replicas as are started
+        if "Distributed.dp_degree" in cfg.derived:  # one replica per started process
             cards = "any" if cards == "1" else f"{cards} x n"
         rows.append((name, human_count(parameter_count(cfg.Model)), cards, purpose(path)))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -92,7 +92,7 @@ examples:
     shell: Literal["bash", "zsh"] = positional(None, "which shell the script is for", default=MISSING)
 
     def run(self) -> None:
-        """Print the script; zsh reads bash's through bashcompinit."""
+        """Print the script. zsh reads the bash script through bashcompinit."""
         head = "autoload -U +X bashcompinit && bashcompinit\n" if self.shell == "zsh" else ""
         print(head + bash_script(), end="")
 

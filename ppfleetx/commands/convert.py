@@ -12,7 +12,7 @@ from ppfleetx.config.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(Command):
-    """Convert checkpoints: Hugging Face, GGUF, FleetX, Megatron-LM in; ppfleetx, Hugging Face, GGUF out.
+    """Convert checkpoints from Hugging Face, GGUF, FleetX or Megatron-LM to ppfleetx, Hugging Face or GGUF.
 
       --from hf        GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX, Mixtral, Qwen2-MoE, Qwen3-MoE,
                        GLM-4-MoE, DeepSeek-V2 and V3 of Hugging Face, Llamas of PaddleNLP and PaddleFormers
@@ -104,7 +104,7 @@ class Convert(Command):
 
 
 def parse_plan(text: str) -> dict[str, int]:
-    """`mp=2,pp=2` as numbers. Raises ConfigError."""
+    """Parse a plan such as `mp=2,pp=2`. Raises ConfigError."""
     degrees = {}
     for part in text.split(","):
         axis, _, degree = part.strip().partition("=")
@@ -121,7 +121,9 @@ def parse_plan(text: str) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Command):
-    """Add the adapters of a checkpoint trained with Model.lora to its weights: a plain checkpoint."""
+    """Merge the adapters of a checkpoint trained with Model.lora into its weights, and write a plain
+    checkpoint.
+    """
 
     checkpoint: str | None = positional("CHECKPOINT", "the directory of a run, or one of its checkpoints")
     input: str | None = option("another way to name CHECKPOINT", metavar="DIR")
@@ -130,7 +132,7 @@ class Merge(Command):
     plugin: tuple[str, ...] = plugin_option()
 
     def run(self) -> None:
-        """Merge, and print where the result is."""
+        """Merge, and print the path of the result."""
         from ppfleetx.checkpoint.adapters import merge_lora
         from ppfleetx.utils.log import configure_logging
 

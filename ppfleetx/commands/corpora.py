@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectData(Command):
-    """Show what a tokenised corpus holds, compare it with its checksums, or write checksums for it.
+    """Show the contents of a tokenised corpus, compare it with its checksums, or write checksums for it.
 
     Exit code: 0 no damage; 1 damage was found (--verify); 2 there is no readable corpus, or the command line
     is wrong.
@@ -51,7 +51,7 @@ class InspectData(Command):
 
 
 def show(prefix: str, as_json: bool) -> None:
-    """Print what the corpus holds."""
+    """Print the contents of the corpus."""
     from ppfleetx.data.prepare.token_files import summary, summary_text
 
     facts = summary(prefix)
@@ -59,7 +59,7 @@ def show(prefix: str, as_json: bool) -> None:
 
 
 def verify(prefix: str) -> int:
-    """Compare a corpus with its checksums; prints each damage."""
+    """Compare a corpus with its checksums, and print each damaged block."""
     from ppfleetx.data.corpus_checks import all_damage
 
     found, has_checksums = all_damage(prefix)
@@ -80,7 +80,7 @@ def write_checksums(prefix: str) -> None:
     from ppfleetx.data.checksums import checksums_path, compute_checksums
     from ppfleetx.data.indexed import IndexedDataset
 
-    IndexedDataset(prefix)  # what is damaged for all to see gets none
+    IndexedDataset(prefix)  # a visibly damaged corpus gets no checksums
     path = checksums_path(prefix)
     if path.exists():
         raise DataError(f"{path} exists already; if the corpus was changed on purpose, remove it first")
@@ -90,14 +90,16 @@ def write_checksums(prefix: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeData(Command):
-    """Write several .bin/.idx corpora as one, in the order given (a directory: all its corpora, by name)."""
+    """Merge several .bin/.idx corpora into one, in the order given (a directory: all its corpora, by
+    name).
+    """
 
     input: tuple[str, ...] = option("prefixes and directories", default=MISSING, metavar="PATH")
     output_prefix: str = option("path of the result without .bin/.idx", default=MISSING, metavar="PREFIX")
     overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
-        """Merge, and print what was written."""
+        """Merge, and print the size of the result."""
         from ppfleetx.data.corpus_formats import find_prefixes
         from ppfleetx.data.prepare.token_files import merge
 
@@ -115,7 +117,7 @@ class ConvertData(Command):
     overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
-        """Convert, and print what was written."""
+        """Convert, and print the size of the result."""
         from ppfleetx.data.corpus_formats import convert
         from ppfleetx.data.indexed import IndexedDataset
 
@@ -152,8 +154,8 @@ class StdlibCorpus(Command):
 class Index(ConfigOptions):
     """Build the index maps of a configuration ahead of a run; print their sizes and the hash of their order.
 
-    The run finds them in Data.<mode>.dataset.cache_dir (or beside the corpus) and starts at once. The hash is
-    what a checkpoint remembers: equal hashes mean the same samples in the same order.
+    The run finds them in Data.<mode>.dataset.cache_dir (or beside the corpus) and starts at once. Checkpoints
+    store the hash: equal hashes mean the same samples in the same order.
     """
 
     def run(self) -> None:
@@ -186,7 +188,7 @@ def refuse_unusable_cache(cfg: RunConfig, mode: str) -> None:
     """Create Data.<mode>.dataset.cache_dir. A run works without it, but this verb cannot.
 
     Raises:
-        ConfigError: it cannot be made, or nothing can be written there.
+        ConfigError: the directory cannot be created or written to.
     """
     section = getattr(cfg.Data, mode)
     if section is None or section.dataset.cache_dir is None:
@@ -198,7 +200,7 @@ def refuse_unusable_cache(cfg: RunConfig, mode: str) -> None:
 
 
 def _evaluation_parts(cfg: RunConfig) -> list[tuple[str, str, RunConfig]]:
-    """(title, ``Eval``, configuration) of each evaluation set."""
+    """Return (title, ``Eval``, configuration) of each evaluation set."""
     from ppfleetx.config.sections.root import data_sets
 
     sets = data_sets(cfg) or {None: cfg}

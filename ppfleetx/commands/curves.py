@@ -18,9 +18,9 @@ _PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of a metrics file, or those of the run in a directory.
+    """Read the records of a metrics file, or of the run in a directory.
 
-    A last line that is not whole is left out: the run is writing it, or was killed while it did.
+    An incomplete last line is left out: the run is writing it, or was killed while writing it.
 
     Raises:
         DataError: there is no such file, it is not a metrics file, or it holds no training step.
@@ -45,12 +45,12 @@ def read_records(path: Path) -> list[Record]:
 
 
 def train_records(path: Path) -> list[Record]:
-    """The records of :func:`read_records` that belong to training steps."""
+    """Read the records of training steps, as :func:`read_records` does."""
     return [record for record in read_records(path) if record["kind"] == "train"]
 
 
 def _record(line: str) -> Record | None:
-    """Parse one line as a record; None if it holds none."""
+    """Parse one line as a record; None if it is not a record."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -62,12 +62,12 @@ def _record(line: str) -> Record | None:
 
 
 def number(record: Record, key: str) -> float:
-    """A number of a record. Null, which the file has for non-finite numbers, becomes NaN."""
+    """A number of a record. Null, which the file uses for non-finite numbers, becomes NaN."""
     return math.nan if record[key] is None else float(record[key])
 
 
 def set_name(record: Record) -> str:
-    """The name of a record's curve: ``train`` or ``eval``; for a named evaluation set ``eval NAME``."""
+    """The name of a record's curve: ``train``, ``eval``, or ``eval NAME`` for a named evaluation set."""
     return f"{record['kind']} {record['set']}" if "set" in record else record["kind"]
 
 
@@ -101,10 +101,10 @@ def draw_losses(records: Sequence[Record]) -> Any:
 
 
 def save_figure(figure: Any, output: Path, option: str) -> None:
-    """Save a figure as the file named by ``option``, and close it.
+    """Save a figure to the file that ``option`` names, and close it.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     figure.tight_layout()
     try:

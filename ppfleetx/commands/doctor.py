@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _seconds(text: str) -> float:
-    """The type of an option, for argparse."""
+    """Parse an option's value in seconds, for argparse."""
     try:
         value = float(text)
     except ValueError:
@@ -32,13 +32,13 @@ def _seconds(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(LaunchOptions, OptionalConfigOptions):
-    """Look at everything a job needs before it starts: a table of what is well, what fails, and what helps.
+    """Check everything a job needs before it starts. Prints a table of findings, and how to fix failures.
 
-    Alone it looks at this machine: libraries, variables, Paddle, its kernels, the GPU, the losses of tiny
-    models. With -c it looks at what that configuration needs: data, tokenizer, output directory, memory. With
-    --nproc it starts ranks as training does, compares what they find, and tries every kind of communication
-    in each group of the plan; with --nnodes it first sees whether the machines reach each other. Exit code 1
-    when something failed, else 0.
+    Without options it checks this machine: libraries, variables, Paddle, its kernels, the GPU, the losses of
+    tiny models. With -c it also checks the needs of that configuration: data, tokenizer, output directory,
+    memory. With --nproc it starts ranks as training does, compares their findings, and tries every kind of
+    communication in each group of the plan; with --nnodes it first checks that the machines can reach each
+    other. The exit code is 1 if something failed, else 0.
     """
 
     examples = """\
@@ -57,7 +57,7 @@ examples:
     )
 
     def refuse_mistakes(self) -> None:
-        """Refuse nothing: mistakes become rows of the table."""
+        """Do nothing here, because mistakes become rows of the table."""
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
         """Check the nodes, start the ranks as separate processes, and print their findings."""
@@ -70,7 +70,7 @@ examples:
         except Exception as error:  # noqa: BLE001  (whatever a damaged library raises is a finding)
             return _show([broken_row(error)], 1, as_object=self.json)
 
-        if DIRECTORY_VARIABLE in os.environ:  # this is that process
+        if DIRECTORY_VARIABLE in os.environ:  # this process is a rank
             end_child_with_parent()
             return super().launch(verb, arguments)
         logs = None if self.log_dir is None else Path(self.log_dir)

@@ -1,6 +1,6 @@
 """The program of the verb ``eval``: the loss on ``Data.Eval``, or the metric of ``Offline_Eval``.
 
-Files and tokenizer of the latter are checked before Paddle is loaded, which takes seconds.
+The files and tokenizer of ``Offline_Eval`` are checked before Paddle is loaded, which takes seconds.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class Perplexity:
 
     Attributes:
         file: the text.
-        detokenizer: rules it was changed by before it was encoded.
-        num_tokens: tokens in the whole text.
-        num_words: words of the file, separated by single spaces.
-        loss: mean of minus the log probability of every token but the first, in nats.
+        detokenizer: the rules that changed the text before it was encoded.
+        num_tokens: the number of tokens in the whole text.
+        num_words: the number of words of the file, separated by single spaces.
+        loss: the mean negative log probability of every token but the first, in nats.
         ppl: exp(loss).
         token_ratio: (num_tokens - 1) / (num_words - 1); NaN for a text of one word.
-        adjusted_ppl: exp(loss x token_ratio), perplexity per word: it does not depend on the tokenizer.
+        adjusted_ppl: exp(loss x token_ratio), the perplexity per word, which does not depend on the
+            tokenizer.
     """
 
     file: str
@@ -76,9 +77,9 @@ class Accuracy:
 
     Attributes:
         file: the texts.
-        strict: whether all tokens of the word count, or only the last of the text.
-        num_examples: texts.
-        num_correct: texts whose last word is right; NaN when logits were not finite.
+        strict: whether all tokens of the last word must be right, or only the last token of the text.
+        num_examples: the number of texts.
+        num_correct: the number of texts whose last word is right; NaN if logits were not finite.
         accuracy: ``num_correct / num_examples``.
     """
 
@@ -101,7 +102,7 @@ def run(options: Evaluate) -> None:
 
 
 def _window(job: Job) -> list[Setting]:
-    """Limit windows to the model's number of positions, unless the user set their length."""
+    """Limit the length of windows to the model's number of positions, unless the user set it."""
     cfg, origins, _ = read_config(job.config, job.overrides)
     positions, window = cfg.Model.max_position_embeddings, cfg.Offline_Eval.max_seq_len
     if positions >= window or "Offline_Eval.max_seq_len" in overridden_keys(job.overrides):
@@ -138,10 +139,10 @@ def _run_offline(cfg: RunConfig) -> None:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Refuse a plan that splits sequences when last words are scored, which need whole sequences.
+    """Refuse a plan that splits sequences if last words are scored, which needs whole sequences.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: the plan splits sequences; the message names the key.
     """
     if cfg.Offline_Eval.cloze_eval and cfg.plan.sep > 1:
         raise ConfigError(
@@ -173,7 +174,7 @@ def make_result_dir(cfg: RunConfig) -> Path:
     """Create ``Engine.save_load.output_dir``, where the result will be written.
 
     Raises:
-        ConfigError: it cannot be made, or nothing can be written there.
+        ConfigError: the directory cannot be created or written to.
     """
     key, directory = "Engine.save_load.output_dir", Path(cfg.Engine.save_load.output_dir)
     if rule := why_not_writable(directory):
@@ -188,10 +189,10 @@ def evaluate(
     """Score ``windows`` with the checkpoint ``Engine.save_load.ckpt_dir``.
 
     Returns:
-        The result, the same on all ranks that know the loss, and what it was measured with.
+        The result, which is the same on all ranks that know the loss, and the settings of the measurement.
 
     Raises:
-        UserError: no such checkpoint, or it does not fit the model.
+        UserError: there is no such checkpoint, or it does not fit the model.
     """
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
         return _evaluate(cfg, ctx, windows)
@@ -293,7 +294,7 @@ def write(path: Path, result: Result, about: dict[str, Any]) -> None:
     """Write ``result`` as one JSON object, with null for non-finite numbers, which JSON cannot hold.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     kind = "perplexity" if isinstance(result, Perplexity) else "cloze"
     values = {"kind": kind, **asdict(result), **about}

@@ -17,7 +17,7 @@ from ppfleetx.utils.log import configure_logging, get_logger
 
 EPOCHS = 3
 BATCH = 8
-"""Fewest sequences of a step on each data-parallel rank."""
+"""The smallest number of sequences per step on each data-parallel rank."""
 FULL_RATE, ADAPTER_RATE = 5e-5, 5e-4
 _LENGTH_KEYS = ("Engine.max_steps", "Engine.run_mode", "Engine.num_train_epochs")
 _BATCH_KEYS = (
@@ -37,8 +37,8 @@ _COURSE = {
 
 
 def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Default length, batch and learning rate for finetuning a pretrained model. Values that the user gave
-    are kept.
+    """Default length, batch and learning rate for finetuning a pretrained model. The user's own values are
+    kept.
 
     Args:
         config: the configuration of the checkpoint.
@@ -78,8 +78,8 @@ def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> li
     """Settings that make a run train to step ``max_steps``, or continue an existing run to that step.
 
     Args:
-        max_steps: optimizer steps of the whole run.
-        config: the configuration's file.
+        max_steps: the number of optimizer steps of the whole run.
+        config: the file of the configuration.
         given: the user's overrides.
 
     Raises:
@@ -90,7 +90,7 @@ def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> li
     values: dict[str, Any] = {"Engine.max_steps": max_steps}
     key = "Engine.num_train_epochs"
     if cfg.Engine.run_mode == "epoch" and key not in overridden_keys(given):
-        values[key] = max(max_steps, cfg.Engine.num_train_epochs)  # an epoch has a step at least
+        values[key] = max(max_steps, cfg.Engine.num_train_epochs)  # an epoch has at least one step
     newest = None if read_run(output_dir) is None else newest_complete(output_dir)
     if newest is not None and not options.overwrite and options.ckpt_dir is None:
         if parse_step_directory(newest.name)[1] < max_steps:

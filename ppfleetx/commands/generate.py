@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from ppfleetx.generation.assistant import Assistant
     from ppfleetx.generation.generator import Generation, Generator, TextGenerator
 
-_LONGEST_PROMPT = 1 << 24  # bytes of a file that may be earlier results
+_LONGEST_PROMPT = 1 << 24  # bytes to read from a file that may hold earlier results
 DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 
 
 def run(options: Generate) -> None:
-    """Generate as the options say; results go to standard output."""
+    """Generate according to the options. Results go to standard output."""
     with options.job() as job:
         cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
         run_loaded(cfg, options.output)
@@ -63,7 +63,7 @@ def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
 
 
 def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None = None) -> None:
-    """Continue prompts and print them; ``output`` is a jsonl file to write them to as well.
+    """Continue prompts and print the results. They are also written to ``output``, a jsonl file, if given.
 
     Data-parallel ranks continue different prompts, which the main rank prints and writes, in order.
 
@@ -91,14 +91,14 @@ def continue_together(
 ) -> list[list[Generation]]:
     """Split the prompts among the data-parallel ranks; every rank gets all results, in order.
 
-    What a prompt gets does not depend on the number of ranks.
+    The result for a prompt does not depend on the number of ranks.
 
     Raises:
-        UserError: on every rank when there is one on any.
+        UserError: on every rank, if any rank raises one.
     """
     start, end = (len(prompts) * rank // ctx.data_size for rank in (ctx.data_rank, ctx.data_rank + 1))
     results: list[list[Generation]] = []
-    # Within, tensor-parallel ranks communicate: they have the same prompts and find the same mistakes.
+    # Tensor-parallel ranks communicate in here. They have the same prompts and find the same mistakes.
     with joint_errors(ctx, name_ranks=False):
         results = generator.generate(
             prompts[start:end], cfg.Generation, seed=cfg.Global.seed, first_prompt=start
@@ -121,10 +121,10 @@ def _generation(fields: dict[str, Any]) -> Generation:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Refuse a plan that generation does not run under. It need not be the plan of the checkpoint.
+    """Refuse a plan under which generation cannot run. The plan may differ from the checkpoint's.
 
     Raises:
-        ConfigError: naming the nearest plan that works.
+        ConfigError: generation cannot run under the plan; the message names the nearest plan that works.
     """
     plan = cfg.plan
     cut = [name for name, degree in (("pp_degree", plan.pp), ("sep_degree", plan.sep)) if degree > 1]
@@ -139,7 +139,8 @@ def check_plan(cfg: RunConfig) -> None:
     if plan.sequence_parallel:
         why = "does not split sequences; give -o Model.sequence_parallel=False (results are equal)"
         raise _refusal(cfg, "Model.sequence_parallel", True, why)
-    if plan.mp % (plan.ep * plan.emp):  # data ranks have other prompts, and end after other numbers of tokens
+    # Data ranks have different prompts, and end after different numbers of tokens.
+    if plan.mp % (plan.ep * plan.emp):
         why = f"divides experts among tensor-parallel ranks alone (mp_degree {plan.mp}); "
         why += (
             "give -o Distributed.ep_degree=1 -o Distributed.expert_mp_degree=null: a checkpoint of any plan "
@@ -157,7 +158,7 @@ def check_options(cfg: RunConfig) -> None:
     """Refuse a command-line option that the decoding strategy does not use.
 
     Raises:
-        ConfigError: naming the strategy that reads it.
+        ConfigError: an option is not used; the message names the strategy that uses it.
     """
     section = "Generation."
     places = {k.removeprefix(section): place for k, place in cfg.origins.items() if k.startswith(section)}
@@ -178,11 +179,10 @@ def _refusal(cfg: RunConfig, key: str, value: object, why: str) -> ConfigError:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Refuse an ``Engine.save_load.ckpt_dir`` that does not hold a text-generating model. No tensor is
-    read.
+    """Refuse an ``Engine.save_load.ckpt_dir`` that does not hold a text-generating model. Reads no tensor.
 
     Raises:
-        UserError: naming the reason.
+        UserError: the checkpoint is refused; the message gives the reason.
     """
     if not cfg.Model.task.continues_text:
         raise ConfigError(
@@ -199,8 +199,8 @@ def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
     """Refuse an output path that cannot be written to, before generating anything.
 
     Args:
-        path: a new file, an empty one, or earlier results, which are replaced.
-        mark: bytes that stand near the beginning of results.
+        path: a new file, an empty file, or a file of earlier results, which are replaced.
+        mark: bytes that occur near the beginning of results.
 
     Raises:
         ConfigError: results cannot be written there.
@@ -233,7 +233,7 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | 
     """Load the checkpoint ``Engine.save_load.ckpt_dir``, which must be set, into a generator.
 
     Args:
-        tokenizer: the checkpoint's, where it has been loaded already.
+        tokenizer: the checkpoint's tokenizer, if it has been loaded already.
 
     Raises:
         UserError: there is no such checkpoint or tokenizer, or they do not fit the model.
@@ -251,12 +251,14 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | 
     start.restore_weights(runner, cfg.Model)
     generator = Generator(runner.model, cfg.Model, tokenizer, ctx.groups.get("mp"), assistants_for(cfg))
     gc.collect()
-    gc.freeze()  # objects that live as long as the process need not be searched for garbage at every step
+    gc.freeze()  # garbage collection need not search objects that live as long as the process
     return generator
 
 
 def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
-    """Return the function that loads an assistant for a model: whole in each process, on its device."""
+    """Return the function that loads an assistant for a model. Each process holds the whole assistant on its
+    device.
+    """
 
     def load(place: str) -> Assistant:
         from ppfleetx.commands.resolve_model import resolve_model
@@ -274,14 +276,14 @@ def assistants_for(cfg: RunConfig) -> Callable[[str], Assistant]:
 
 
 def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of ``Data.tokenizer``, else the one stored in or beside the checkpoint.
+    """Load the tokenizer of ``Data.tokenizer``, else the tokenizer stored in or beside the checkpoint.
 
-    The stored one is also used where the configuration lies beside the checkpoint and its
-    ``Data.tokenizer.dir`` is gone: both were written together and have been moved since.
+    The stored tokenizer is also used if the configuration lies beside the checkpoint and its
+    ``Data.tokenizer.dir`` is gone, because both were written together and have been moved since.
 
     Raises:
-        ConfigError: there is neither.
-        DataError: its files are missing or damaged.
+        ConfigError: there is no tokenizer in either place.
+        DataError: the tokenizer's files are missing or damaged.
     """
     from ppfleetx.data.build import load_tokenizer
 
@@ -311,7 +313,8 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def read_prompts(cfg: RunConfig) -> list[str]:
-    """``Generation.prompt``, or the prompts of ``Generation.prompt_file``, or :data:`DEFAULT_PROMPT`.
+    """Read the prompts: ``Generation.prompt``, the prompts in ``Generation.prompt_file``, or
+    :data:`DEFAULT_PROMPT`.
 
     A ``.jsonl`` file holds one text, or one object with a text under ``prompt``, per line; any other file,
     and ``-`` (standard input), one prompt per line. Empty lines are skipped.
@@ -351,13 +354,13 @@ def _prompts_of_file(cfg: RunConfig, name: str) -> list[str]:
         )
     try:
         if name == "-":
-            text = "" if sys.stdin is None else sys.stdin.read()  # None: it is closed
+            text = "" if sys.stdin is None else sys.stdin.read()  # None if it is closed
         else:
             text = Path(name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"cannot be read: {why}", key=key, value=name, place=place) from error
-    # Not splitlines(): a prompt may hold form feeds and other separators that end no line of a file.
+    # Not splitlines(): a prompt may hold form feeds and other separators that do not end a line.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError("holds no prompt", key=key, value=name, place=place)
@@ -416,10 +419,10 @@ def write_generations(
     prompts: Sequence[str],
     results: Sequence[Sequence[Generation]],
 ) -> None:
-    """Let the main rank write prompts and results to a jsonl file; ``output`` None: there is none.
+    """Let the main rank write prompts and results to the jsonl file ``output``; None writes no file.
 
     Raises:
-        ConfigError: it cannot be written, on every rank.
+        ConfigError: on every rank, if the file cannot be written.
     """
     if output is None:
         return

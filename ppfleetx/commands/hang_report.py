@@ -32,11 +32,11 @@ def print_report(directory: Path, *, as_json: bool) -> None:
 
 
 def _newest(directory: Path) -> dict[int, Report]:
-    """Find the reports of the last hang in ``directory`` or in the report directories of a run below it;
+    """Find the reports of the last hang in ``directory``, or in the report directories of a run below it, and
     name files that cannot be read.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no report.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: there is no such directory")
@@ -57,7 +57,7 @@ def _newest(directory: Path) -> dict[int, Report]:
 
 
 def _facts(report: Report) -> dict[str, object]:
-    """The facts of a report, without its calls and stacks, which remain in the file."""
+    """The facts of a report, without its calls and stacks, which are in the file."""
     facts = asdict(report)
     for name in ("calls", "stacks", "counts"):
         del facts[name]

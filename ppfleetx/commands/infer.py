@@ -42,7 +42,7 @@ _SHAPE_KEYS = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads",
 
 
 def run(options: Infer) -> None:
-    """Answer the prompts. Each process answers some; the main one prints and writes all, in order."""
+    """Answer the prompts. Each process answers some; the main process prints and writes all, in order."""
     if options.export is None and options.config is None:
         raise ConfigError("give EXPORT, the directory of an exported model, or -c FILE")
     config = options.config or _config_of(options.export)
@@ -65,7 +65,7 @@ def run(options: Infer) -> None:
 
 
 def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
-    """Call :func:`open_export`, and add to its errors where the export was named."""
+    """Call :func:`open_export`, and add to its errors the place where the export was named."""
     try:
         return open_export(export, verify=False)
     except ConfigError as error:
@@ -73,16 +73,16 @@ def _open(export: str, place: str | None) -> tuple[Path, ExportManifest]:
 
 
 def _config_of(export: str) -> Sections:
-    """Build a configuration whose network is that of the export."""
+    """Build a configuration with the network of the export."""
     _, manifest = _open(export, "EXPORT")
     return Sections({**ONE_SEQUENCE, "Model": portable_model(manifest.model)}, model_in(export))
 
 
 def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output: str | None) -> None:
-    """Continue prompts and print them; ``output`` is a jsonl file to write them to as well.
+    """Continue prompts and print the results. They are also written to ``output``, a jsonl file, if given.
 
     Raises:
-        UserError: on every rank when there is one on any.
+        UserError: on every rank, if any rank raises one.
     """
     from ppfleetx.deploy.inference_engine import InferenceEngine
 
@@ -95,10 +95,10 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """The ``Generation`` section, completed with the export's settings for keys that were not given.
+    """Complete the ``Generation`` section with the export's settings for keys that were not given.
 
     Raises:
-        ConfigError: they contradict each other.
+        ConfigError: the settings contradict each other.
     """
     written = cfg.Generation.model_dump(exclude_unset=True)
     try:
@@ -110,7 +110,7 @@ def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig
 
 
 def _without_checkpoint(cfg: RunConfig) -> RunConfig:
-    """Remove from ``cfg`` the files a model is loaded from: they may not exist where the export is used."""
+    """Remove the files of the model from ``cfg``, because they may not exist where the export is used."""
     save_load = cfg.Engine.save_load.model_copy(update={"ckpt_dir": None})
     engine = cfg.Engine.model_copy(update={"save_load": save_load})
     return cfg.model_copy(update={"Engine": engine, "Model": cfg.Model.model_copy(update={"lora": None})})

@@ -14,10 +14,10 @@ from ppfleetx.config.errors import CheckpointError, ConfigError, naming
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect(Command):
-    """Show what a checkpoint holds, recompute its checksums, or compare two.
+    """Show the contents of a checkpoint, recompute its checksums, or compare two checkpoints.
 
-    Exit code: 0 all is well; 1 damage was found (--verify) or a difference (--diff); 2 there is no checkpoint
-    that could be looked at, or the command line is wrong.
+    Exit code: 0 no damage and no difference; 1 damage (--verify) or a difference (--diff) was found; 2 there
+    is no readable checkpoint, or the command line is wrong.
     """
 
     checkpoint: str | None = positional(
@@ -70,7 +70,7 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def verify(path: str) -> int:
-    """Check a whole checkpoint, and print each damage.
+    """Check a whole checkpoint, and print each damaged place.
 
     Raises:
         CheckpointError: there is no such directory.

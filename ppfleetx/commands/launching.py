@@ -1,7 +1,7 @@
 """``--nproc N``: run a verb in N processes, started by Paddle's launcher in this process.
 
-The launcher shows the log of its first rank and, when a rank fails, the end of that one's. What the other
-ranks write to their standard error is shown here as it comes, with the rank's number before each line.
+The launcher shows the log of its first rank and, if a rank fails, the end of that rank's log. This module
+shows the standard error of the other ranks as it arrives, with the rank's number before each line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
 """Each rank runs this file, with a verb and its arguments."""
 _LAUNCHER = "paddle.distributed.launch"
 _LOOK_SECONDS = 0.3
-_SAME_SECONDS = 2.0  # ranks that find the same mistake are at most so far apart
+_SAME_SECONDS = 2.0  # the longest time between ranks that find the same mistake
 _MARK = re.compile(r"^\[rank (\d+)\] ")
 _GROUP = "several processes (paddle.distributed.launch)"
 
@@ -55,10 +55,10 @@ class LaunchOptions(Command):
         return (self.nproc, self.devices, self.nnodes) != (None, None, None)
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Start the ranks and wait for them; ends this process with the launcher's exit code.
+        """Start the ranks and wait for them. Ends this process with the launcher's exit code.
 
         Args:
-            verb: what each rank does.
+            verb: the verb that each rank runs.
             arguments: the options as they were typed.
         """
         self.refuse_unusable()
@@ -83,8 +83,9 @@ class LaunchOptions(Command):
         return 0
 
     def refuse_mistakes(self) -> None:
-        """Raise once, before any rank starts, the UserError that every rank would raise: for a mistake in
-        the configuration, a missing model, or machines that cannot reach each other."""
+        """Raise the UserError that every rank would raise, once and before any rank starts: for a mistake in
+        the configuration, a missing model, or machines that cannot reach each other.
+        """
         if (self.nnodes or 1) > 1 and not (self.master or os.environ.get("PADDLE_MASTER")):
             raise ConfigError(
                 "several machines need --master HOST:PORT: the first one, and a free port there",
@@ -104,7 +105,7 @@ class LaunchOptions(Command):
             load_config(config, self.override, world_size=self.num_processes)
 
     def refuse_unusable(self) -> None:
-        """Raise ConfigError for a directory or cards with which Paddle's launcher fails or guesses."""
+        """Raise ConfigError for a directory or cards that would make Paddle's launcher fail or guess."""
         if self.log_dir is not None:
             refuse_unwritable(Path(self.log_dir), "--log-dir")
         if self.devices is not None and not all(one.strip().isdecimal() for one in self.devices.split(",")):
@@ -114,7 +115,7 @@ class LaunchOptions(Command):
 
     @property
     def num_processes(self) -> int | None:
-        """The number of processes of the whole job; None: one for each card."""
+        """The number of processes of the whole job; None means one for each card."""
         here = self.nproc or (len(self.devices.split(",")) if self.devices else None)
         return None if here is None else here * (self.nnodes or int(os.environ.get("PADDLE_NNODES") or 1))
 
@@ -131,10 +132,10 @@ class TrainingOptions(LaunchOptions):
 
 
 def _refuse_absent_cards(options: LaunchOptions) -> None:
-    """Raise if there are fewer cards than ranks; Paddle's launcher would end with a traceback."""
+    """Raise ConfigError if there are fewer cards than ranks. Paddle's launcher would end with a traceback."""
     from paddle.distributed.launch.context.device import Device
 
-    visible = Device.parse_device().labels  # empty without cards, [""] where none is visible
+    visible = Device.parse_device().labels  # empty without cards, [""] if none is visible
     there = [one for one in visible if one]
     named = [one.strip() for one in options.devices.split(",")] if options.devices else there
     absent = [one for one in named if one not in there]
@@ -167,16 +168,17 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
 
 
 class RankErrors:
-    """Shows new lines that ranks other than the first write to standard error.
+    """Shows new lines that all ranks but the first write to standard error.
 
-    The same error of several ranks is shown once: the launcher shows that of the first rank, else this does.
+    An error that several ranks have is shown once: by the launcher if the first rank has it, otherwise by
+    this.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._lock = directory, threading.Lock()
         self._read = {path: path.stat().st_size for path in self._logs()}
         self._shown: set[str] = set()  # errors
-        self._held: list[tuple[float, str]] = []  # since when, and errors that the first rank may have too
+        self._held: list[tuple[float, str]] = []  # start times, and errors that the first rank may have too
 
     def follow(self) -> None:
         """Show new lines until the process ends."""
@@ -185,11 +187,11 @@ class RankErrors:
             self.show(_SAME_SECONDS)
 
     def show(self, hold_seconds: float = 0.0) -> None:
-        """Show new lines; errors once they are ``hold_seconds`` old."""
+        """Show new lines. Errors are shown once they are ``hold_seconds`` old."""
         with self._lock:
             for path in self._logs():
                 lines = self._new_lines(path)
-                if path.suffix == ".0":  # the launcher shows this one
+                if path.suffix == ".0":  # the launcher shows this error
                     self._shown.update(filter(_is_error, map(_without_mark, lines)))
                     continue
                 for line in (line for line in lines if _MARK.match(line)):
@@ -225,7 +227,7 @@ def _without_mark(line: str) -> str:
 
 
 def mark_errors() -> None:
-    """In a rank of a job: put ``[rank N] `` before each line of standard error."""
+    """Put ``[rank N] `` before each line of standard error, in a rank of a job."""
     if os.environ.get("PADDLE_TRAINER_ID", "").isdigit():
         sys.stderr = MarkedStream(sys.stderr, int(os.environ["PADDLE_TRAINER_ID"]))
 

@@ -1,7 +1,7 @@
 """Run tasks of lm-evaluation-harness on a checkpoint (https://github.com/EleutherAI/lm-evaluation-harness,
 0.4).
 
-``lm_eval`` is an optional dependency and is imported only when it is asked for.
+``lm_eval`` is an optional dependency and is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def find_tasks(tasks: Sequence[str], include_path: str | None) -> Any:
     """Return the harness's ``TaskManager``, after checking that it knows all of ``tasks``.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not know a task.
     """
     from lm_eval.tasks import TaskManager
 
-    if include_path is not None:  # the harness's own thousands take it half a minute to list
+    if include_path is not None:  # the harness takes half a minute to list its own thousands of tasks
         manager = TaskManager(include_path=include_path, include_defaults=False)
         if all(manager.match_tasks([name]) for name in tasks):
             return manager

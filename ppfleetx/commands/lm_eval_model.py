@@ -29,14 +29,14 @@ class HarnessModel(TemplateLM):
     """The harness's interface to a model: log likelihoods and continuations of texts.
 
     Texts are encoded as the tokenizer's directory says: special tokens in them become their ids, and BOS
-    stands before them where transformers puts it there, which is the harness's own ``add_bos_token=True``.
-    What has no context begins with BOS, or the end-of-text token where there is none. Of a text that is too
-    long the model sees the end.
+    comes before them if transformers adds it, as with the harness's own ``add_bos_token=True``. A text
+    without context begins with BOS, or with the end-of-text token if there is no BOS. If a text is too long,
+    the model sees only its end.
 
     Args:
         generator: the model with its tokenizer.
         vocab_size: ``Model.vocab_size``; probabilities are over these tokens.
-        batch_size: texts per forward pass; no effect on results beyond float rounding.
+        batch_size: the number of texts per forward pass. It affects results only by float rounding.
     """
 
     def __init__(self, generator: Generator, vocab_size: int, *, batch_size: int = 8) -> None:
@@ -55,18 +55,18 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Most tokens the model sees at a time."""
+        """The largest number of tokens that the model sees at a time."""
         return self._generator.max_positions
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text without the tokens the tokenizer appends, because the text continues."""
+        """Encode a text without the tokens that the tokenizer appends, because the text continues."""
         ids = self._tokenizer.encode_prompt(string, add_special_tokens=False)
         return ids if add_special_tokens is False else [*self._tokenizer.prefix_ids, *ids]
 
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Encode contexts and continuations and score them; the harness's own method may add a second BOS."""
+        """Encode contexts and continuations and score them. The harness's own method may add a second BOS."""
         parts = []
         for context, continuation in (request.args for request in requests):
             if context:
@@ -83,8 +83,9 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Score each request's continuation, the last ids in it: its log probability, and whether each of
-        its tokens is the likeliest."""
+        """Score each request's continuation: its log probability, and whether each of its tokens is the
+        likeliest.
+        """
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         windows, numbers = [], []
         for number, (_, context, continuation) in enumerate(requests):
@@ -124,8 +125,9 @@ class HarnessModel(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log probability of each whole text: every token is scored once, after as much context as
-        fits."""
+        """The log probability of each whole text. Every token is scored once, after as much context as
+        fits.
+        """
         parts, owners = [], []
         for number, (text,) in enumerate(request.args for request in requests):
             ids = self.tok_encode(text, add_special_tokens=False)
@@ -140,7 +142,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continue each text up to, but without, the first of its stop strings."""
+        """Continue each text up to the first of its stop strings, which is left out."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -169,7 +171,7 @@ class HarnessModel(TemplateLM):
             options["stop"] = tuple(stops) or None
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
         results = self._generator.generate(prompts, _section(options), batch_rows=self._batch_size)
-        # Beam search takes no stop strings: what comes after them goes here.
+        # Beam search takes no stop strings, so cut the text at them here.
         return [_before(generations[0].text, stops) for generations in results]
 
 

@@ -1,4 +1,4 @@
-"""Generation options of lm-evaluation-harness's tasks as keys of section ``Generation``."""
+"""Translate generation options of lm-evaluation-harness's tasks to keys of section ``Generation``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[d
     """Translate the options of a task's ``generate_until`` to ``Generation`` keys and stop strings.
 
     Args:
-        asked: the task's options, names of Hugging Face ``generate``.
-        max_new_tokens: used where the task says nothing.
+        asked: the task's options, under the names of Hugging Face ``generate``.
+        max_new_tokens: the value to use if the task sets none.
 
     Raises:
-        ConfigError: an option that generation does not have.
+        ConfigError: generation does not have one of the options.
     """
     left = dict(asked)
     until = left.pop("until", None) or []
@@ -60,7 +60,7 @@ _SAME_MEANING = {
 
 
 def _renamed(left: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Move supported options out of ``left``, under our names."""
+    """Move supported options out of ``left``, and return them under our names."""
     for theirs, ours in _SAME_MEANING.items():
         if theirs in left:
             yield ours, left.pop(theirs)

@@ -1,6 +1,6 @@
 """The command ``ppfleetx VERB ...``, which is ``python -m ppfleetx VERB ...``, and the scripts in ``tools/``.
 
-Python modules are imported only for the verb that is used, so that the command itself starts at once.
+Modules are imported only for the verb in use, so that the command itself starts at once.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ def main() -> None:
 
 
 def run_program(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = None) -> None:
-    """Run :func:`call` as the whole program, as the scripts of ``tools/`` do; does not return."""
+    """Run :func:`call` as the whole program, as the scripts of ``tools/`` do. Does not return."""
     run_tool(partial(call, verb, arguments, program=program))
 
 
 def call(verb: str, arguments: Sequence[str] | None = None, *, program: str | None = PROGRAM) -> int | None:
-    """Run a verb in this process and give its exit code.
+    """Run a verb in this process and return its exit code.
 
     Args:
-        arguments: what follows the verb; None: what follows this process's program.
-        program: name before the verb in messages; None: the name of this process's program, without the verb.
+        arguments: the arguments after the verb; None: the arguments of this process.
+        program: the name before the verb in messages; None: the name of this process's program, without the
+            verb.
 
     Raises:
         UserError: a mistake of the user.
-        SystemExit: the arguments are wrong, or ``--help`` is among them.
+        SystemExit: the arguments are wrong, or contain ``--help``.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = VERBS[verb].command().parse(arguments, None if program is None else f"{program} {verb}")

@@ -1,6 +1,6 @@
 """The verbs that use a trained model: a checkpoint with its own configuration, or ``-c FILE``.
 
-``--help`` needs this file alone: each verb imports its program when it runs.
+``--help`` imports only this file: each verb imports its program when it runs.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def job_of(
     Args:
         checkpoint: the model's directory.
         config: replaces the configuration that the model comes with.
-        overrides: the user's.
-        key: what is to name the checkpoint.
-        option: how the checkpoint is given, for the message.
+        overrides: the user's overrides.
+        key: the configuration key that will name the checkpoint.
+        option: the option that names the checkpoint, for messages.
 
     Raises:
-        UserError: neither is given, or there is no model in the directory.
+        UserError: neither ``checkpoint`` nor ``config`` is given, or there is no model in the directory.
     """
     if checkpoint is None and config is None:
         raise ConfigError(f"give {option}, the directory of a model, or -c FILE")
@@ -89,9 +89,9 @@ def job_of(
 class Generate(LaunchOptions, ModelOptions):
     """Continue prompts with a checkpoint.
 
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. How text is
-    continued is what the checkpoint says; -o Generation.KEY=VALUE changes it. Prompts are also taken from
-    Generation.prompt and .prompt_file.
+    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The
+    checkpoint also has the generation settings; -o Generation.KEY=VALUE changes them. Prompts may also come
+    from Generation.prompt and .prompt_file.
     """
 
     examples = """\
@@ -108,11 +108,11 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(ModelOptions):
-    """Talk with a model, in the terminal or over a pipe.
+    """Chat with a model, in the terminal or over a pipe.
 
-    CHECKPOINT is the directory of a run, of one of its checkpoints, of Hugging Face or of FleetX. Its chat
-    template is used, and its settings say how answers are made; -o Generation.KEY=VALUE changes them.
-    Each line is a message; /help lists the commands.
+    CHECKPOINT is a directory: a run, one of its checkpoints, or a model of Hugging Face or FleetX. The chat
+    uses its template and its generation settings; -o Generation.KEY=VALUE changes the settings. Each line is
+    a message; /help lists the commands.
     """
 
     examples = """\
@@ -131,9 +131,9 @@ examples:
 class Evaluate(LaunchOptions, ModelOptions):
     """Evaluate a checkpoint.
 
-    With the configuration of pretraining, which the checkpoint holds: token-weighted loss and perplexity on
-    Data.Eval. With --text, or Model.module: GPTEvalModule: perplexity of a text file, or accuracy of last
-    words (Offline_Eval, docs/evaluation.md).
+    With the checkpoint's own configuration of pretraining, this prints the token-weighted loss and perplexity
+    on Data.Eval. With --text, or with Model.module: GPTEvalModule, it prints the perplexity of a text file or
+    the accuracy on last words (Offline_Eval, docs/evaluation.md).
     """
 
     examples = """\
@@ -172,8 +172,8 @@ class LmEval(ModelOptions):
 class Infer(LaunchOptions, OptionalConfigOptions):
     """Continue prompts with an exported model.
 
-    EXPORT is what `ppfleetx export` wrote; with -c FILE it is Inference.model_dir. Prompts are also taken
-    from Generation.prompt and .prompt_file.
+    EXPORT is the output of `ppfleetx export`; with -c FILE, Inference.model_dir names it. Prompts may also
+    come from Generation.prompt and .prompt_file.
     """
 
     examples = """\
@@ -189,7 +189,7 @@ examples:
 
     @property
     def num_processes(self) -> None:
-        """The number of processes, which is free: any number can serve an export."""
+        """The number of processes. Any number can run an export."""
         return
 
     program = "infer:run"

@@ -1,4 +1,4 @@
-"""A verb's options as a dataclass, and the command line that is made from it."""
+"""A verb's options as a dataclass, and the command line made from it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Command:
     """A verb: a frozen dataclass whose fields are its options and whose docstring opens ``--help``.
 
     Attributes:
-        examples: commands that can be pasted; the end of ``--help``.
-        intermixed: whether options may stand between positional arguments.
+        examples: commands to paste, shown at the end of ``--help``.
+        intermixed: whether options may come between positional arguments.
         program: ``module:function`` of ``ppfleetx.commands`` that takes the options and does the work. It is
             imported when it runs, so that ``--help`` needs neither Paddle nor NumPy.
     """
@@ -34,7 +34,7 @@ class Command:
     program: ClassVar[str]
 
     def run(self) -> int | None:
-        """Run the verb and return its exit code; None stands for 0.
+        """Run the verb and return its exit code; None means 0.
 
         Raises:
             UserError: a mistake of the user.
@@ -57,7 +57,7 @@ class Command:
 
     @classmethod
     def parser(cls, program: str | None = None) -> argparse.ArgumentParser:
-        """Build the argument parser; ``program`` stands after ``usage:``."""
+        """Build the argument parser. ``program`` is the name after ``usage:``."""
         parser = argparse.ArgumentParser(
             prog=program,
             description=inspect.cleandoc(cls.__doc__ or ""),
@@ -65,7 +65,7 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         types, groups = get_type_hints(cls), {}
-        for one in sorted(fields(cls), key=lambda one: bool(flags_of(one))):  # positional ones first
+        for one in sorted(fields(cls), key=lambda one: bool(flags_of(one))):  # positional arguments first
             title = one.metadata["group"]
             if title is not None and title not in groups:
                 groups[title] = parser.add_argument_group(title)
@@ -75,13 +75,13 @@ class Command:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None, program: str | None = None) -> Self:
-        """Parse ``arguments`` (None: those of this process) into the options.
+        """Parse ``arguments`` (None: the arguments of this process) into the options.
 
         Raises:
-            SystemExit: the arguments are wrong, or ``--help`` is among them.
+            SystemExit: the arguments are wrong, or contain ``--help``.
         """
         parser = cls.parser(program)
-        # The ordinary way takes all positional arguments from one place: no prompt could follow an option.
+        # Ordinary parsing takes all positional arguments from one place: no prompt could follow an option.
         parse = parser.parse_intermixed_args if cls.intermixed else parser.parse_args
         given = vars(parse(arguments))
         return cls(
@@ -99,12 +99,13 @@ def option(
 ) -> Any:
     """Declare an option named after its field: ``--max-steps`` for ``max_steps``.
 
-    Its type says what is read: a ``bool`` is a switch, a ``Literal`` a choice, a tuple takes several words.
+    The field's type decides how it is read: a ``bool`` is a switch, a ``Literal`` a choice, a tuple takes
+    several words.
 
     Args:
-        help: what ``--help`` says, or a function that gives it when the parser is built.
-        flags: ``--name`` and other spellings, in place of the field's name.
-        default: ``MISSING`` where the option is required.
+        help: the text in ``--help``, or a function that returns it when the parser is built.
+        flags: ``--name`` and other spellings, instead of the field's name.
+        default: the default value; ``MISSING`` if the option is required.
         key: the key of the configuration that the option sets.
         group: title of the group in ``--help``.
         how: further arguments of ``ArgumentParser.add_argument``.
@@ -129,7 +130,7 @@ def positional(metavar: str | None, help: str, **how: Any) -> Any:
 
 
 def flags_of(one: Field[Any]) -> tuple[str, ...]:
-    """The names of a field on the command line; none for a positional one."""
+    """The names of a field on the command line; empty for a positional argument."""
     flags = one.metadata["flags"] or (f"--{one.name.replace('_', '-')}",)
     return () if flags == (_POSITIONAL,) else flags
 
@@ -142,7 +143,7 @@ def whole_number(text: str) -> int:
 
 
 def _argument(one: Field[Any], annotation: Any) -> dict[str, Any]:
-    """The arguments of ``add_argument`` for a field."""
+    """Make the arguments of ``add_argument`` for a field."""
     flags, required, given = flags_of(one), one.default is MISSING, dict(one.metadata["how"])
     if callable(given["help"]):
         given["help"] = given["help"]()

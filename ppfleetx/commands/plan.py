@@ -1,4 +1,4 @@
-"""The program of the verb ``plan``: options to predictions, predictions to text, JSON and files."""
+"""The program of the verb ``plan``: make predictions from options, and print them as text, JSON or files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def report_of(options: Plan) -> str:
 
 
 def _questions_of(options: Plan) -> Questions:
-    """The questions about the whole run that the options ask.
+    """The questions about the whole run, from the options.
 
     Raises:
         ConfigError: a number is out of range.
@@ -125,7 +125,7 @@ def _axes(words: str | None) -> tuple[str, ...]:
 def _one(
     written: UnresolvedConfig, words: str, options: Plan, cluster: Cluster
 ) -> tuple[RunConfig, Prediction]:
-    """The configuration under the plan ``words``; settings they do not name are kept."""
+    """The configuration under the plan ``words``. Settings that the plan does not name are kept."""
     option = "--plan" if options.plan is not None else "--explain"
     named = parse_plan(words, written.plan, option)
     plan, batch = named.plan, _batch(written, options)
@@ -174,7 +174,7 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: 
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
-    """The number of tokens of the whole run: ``--tokens``, or from the configuration's steps."""
+    """The number of tokens of the whole run: ``--tokens``, or computed from the configuration's steps."""
     if options.tokens is not None:
         return _positive(options.tokens, "--tokens")
     return float(written.cfg.Engine.max_steps * prediction.job.tokens)

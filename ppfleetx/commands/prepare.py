@@ -110,7 +110,7 @@ class Prepare(Command):
         """The tokenizer that the options name.
 
         Raises:
-            DataError: not exactly one tokenizer is named, or its files cannot be used.
+            DataError: the options name no tokenizer or several, or its files cannot be used.
         """
         from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
@@ -137,7 +137,7 @@ class TrainTokenizer(Command):
     overwrite: bool = switch("replace a tokenizer that is there already")
 
     def run(self) -> None:
-        """Train and write, with a progress bar over the bytes read."""
+        """Train and write the tokenizer, with a progress bar over the bytes read."""
         from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
         from ppfleetx.data.tokenizer.training import train_tokenizer
         from ppfleetx.utils.progress import ProgressBar
@@ -146,7 +146,7 @@ class TrainTokenizer(Command):
             raise ConfigError("must be at least 1", key="--min-frequency", value=self.min_frequency)
         if (self.output / "tokenizer.json").exists() and not self.overwrite:
             raise DataError(f"{self.output} holds a tokenizer already; --overwrite replaces it")
-        refuse_unwritable(self.output, "--output")  # before hours of training
+        refuse_unwritable(self.output, "--output")  # checked before hours of training
         suffixes = [suffix for suffix in self.suffixes.split(",") if suffix]
         sources = find_sources(self.input, suffixes=suffixes)
         total = sum(source.num_bytes for source in sources) / 1e6

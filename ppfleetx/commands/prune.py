@@ -45,7 +45,7 @@ def prune(options: Prune) -> Path:
     """Write the smaller model and the report; return its step directory.
 
     Raises:
-        UserError: the model cannot be pruned, or not with these options.
+        UserError: the model cannot be pruned, at least not with these options.
     """
     configure_logging()
     output = Path(options.output)

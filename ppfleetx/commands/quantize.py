@@ -34,7 +34,7 @@ def quantize(options: Quantize) -> Path:
     """Write the quantised checkpoint and the report; return its step directory.
 
     Raises:
-        UserError: the model cannot be quantised, or not with these options.
+        UserError: the model cannot be quantised, at least not with these options.
     """
     weights = _weights(options)
     output = Path(options.output)

@@ -36,7 +36,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
 
 SAMPLES_FILE = "samples.jsonl"
-_MOST_EVALUATIONS = 20  # of each set, the latest
+_MOST_EVALUATIONS = 20  # the latest of each set
 _STYLE = (
     "body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
     "svg{max-width:100%;height:auto}table{border-collapse:collapse}"
@@ -50,9 +50,9 @@ class RunFiles:
     """The contents of a run's directory that the page uses.
 
     Attributes:
-        directory: of the run.
-        cfg: its configuration, resolved for as many processes as it had.
-        records: of ``metrics.jsonl``.
+        directory: the run's directory.
+        cfg: its configuration, resolved for its number of processes.
+        records: the records of ``metrics.jsonl``.
     """
 
     directory: Path
@@ -61,10 +61,10 @@ class RunFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer: that of its directory, else that of the configuration.
+        """The run's tokenizer, from its directory or else from the configuration.
 
         Raises:
-            UserError: there is none, or its files are damaged.
+            UserError: there is no tokenizer, or its files are damaged.
         """
         own = self.directory / "tokenizer"
         found = Tokenizer.load(own) if own.is_dir() else load_tokenizer(self.cfg)
@@ -91,11 +91,11 @@ class Section:
     """A section of the page: pictures, a table, preformatted text and a sentence.
 
     Attributes:
-        title: of the part.
+        title: the title of the section.
         pictures: SVG files.
-        table: rows of cells; the first is the head.
-        texts: shown in a fixed font.
-        note: a sentence below.
+        table: rows of cells; the first row is the header.
+        texts: texts shown in a fixed-width font.
+        note: a sentence below the rest.
     """
 
     title: str
@@ -118,7 +118,7 @@ def read_run_files(directory: Path) -> RunFiles:
     records = read_records(directory)
     cfg = load_config(directory / CONFIG_FILE)
     last = [record for record in records if record["kind"] == "train"][-1]
-    replicas = round(last["ips_total"] / last["ips"]) // cfg.plan.data_size  # dp_degree may be open
+    replicas = round(last["ips_total"] / last["ips"]) // cfg.plan.data_size  # dp_degree may be unset
     if replicas > 1:
         cfg = load_config(directory / CONFIG_FILE, world_size=cfg.plan.world_size * replicas)
     return RunFiles(directory, cfg, records)
@@ -128,7 +128,7 @@ def write_report(run: RunFiles, output: Path, price: float | None) -> list[Path]
     """Write the page and its pictures into ``output``, replacing an earlier report.
 
     Args:
-        price: of a device-hour; None: cost is in device-hours only.
+        price: the price of a device-hour; None states the cost in device-hours only.
 
     Raises:
         UserError: ``output`` cannot be written, or matplotlib is not installed.
@@ -219,10 +219,10 @@ def _evaluations(run: RunFiles) -> list[Section]:
 def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
     """The number of tokens predicted in an evaluation of ``Data.Eval``, per byte of text.
 
-    Special tokens are predicted, too, but are no text.
+    Special tokens are predicted too, but do not count as text.
 
     Raises:
-        UserError: the data is not there.
+        UserError: the data cannot be found.
     """
     tokens = num_bytes = 0
     for step in build_dataloader(cfg, "Eval"):
@@ -238,7 +238,7 @@ def _samples(path: Path) -> list[Section]:
     """The section of samples that ``ppfleetx generate --output`` wrote to ``path``, if there are any.
 
     Raises:
-        DataError: it is another file.
+        DataError: the file is of another kind.
     """
     if not path.is_file():
         return []
@@ -305,7 +305,7 @@ def _checkpoints(directory: Path) -> list[Section]:
 
 def _configuration(cfg: RunConfig) -> Section:
     """The section with the output of ``ppfleetx check``, which includes the predicted memory."""
-    *lines, _ = check_report(cfg).splitlines()  # the last one says that all is valid
+    *lines, _ = check_report(cfg).splitlines()  # the last line says that everything is valid
     return Section("Model, plan and predicted memory", texts=["\n".join(lines)])
 
 

@@ -1,8 +1,9 @@
 """Turn a model of any format into a configuration and a checkpoint for commands to use.
 
 Our own checkpoints hold their configuration (`checkpoint/documents.py`). A directory of Hugging Face or a
-GGUF file is converted into a temporary directory, and so is a model of the hub (`hf:NAME`) once it is
-downloaded. FleetX's is read as it is, with the network of the shipped configuration that has its sizes.
+GGUF file is converted into a temporary directory, and so is a model of the hub (`hf:NAME`) after its
+download. A FleetX checkpoint is read directly, with the network of the shipped configuration that has its
+sizes.
 
 All processes of a job on one machine share the temporary directory. The first process fills it, the others
 wait, and the last one to leave removes it. A file lock decides: it is held exclusively to fill or remove the
@@ -45,7 +46,7 @@ from ppfleetx.utils.plugins import import_named_plugins
 
 _READY = "READY"
 _CONTENT = "content"
-# The launcher sets these alike for all ranks of a job, and differently for two jobs at a time.
+# The launcher sets these equally for all ranks of a job, and differently for jobs that run at the same time.
 _JOB = ("PADDLE_TRAINER_ENDPOINTS", "PADDLE_MASTER")
 
 
@@ -56,13 +57,14 @@ def shared_directory(
     Processes without a launcher that use the same source count as one job.
 
     Args:
-        source: a directory or a file. Once it has changed, it counts as another one.
-        environ: the environment, which distinguishes the ranks of one job from those of another.
-        fill: makes the directory, which does not exist yet; called by one process of each machine.
-        stack: this process needs the directory until it ends.
+        source: a directory or a file. If it has changed, it counts as a different source.
+        environ: the environment variables, which distinguish the ranks of one job from the ranks of another.
+        fill: a function that makes the directory, which does not exist yet; called by one process of each
+            machine.
+        stack: this process uses the directory until the stack is closed.
 
     Raises:
-        CheckpointError: the directory around it belongs to another user.
+        CheckpointError: the parent directory belongs to another user.
         Exception: whatever ``fill`` raises.
     """
     root = _root()
@@ -74,7 +76,7 @@ def shared_directory(
     lock = stack.enter_context((root / f"{place.name}.lock").open("a"))
     fcntl.flock(lock, fcntl.LOCK_SH)
     if not (place / _READY).exists():
-        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process that is filling it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # this waits for a process that is filling it
         try:
             _fill(place, fill)
         except BaseException:
@@ -88,7 +90,7 @@ def shared_directory(
 def _fill(place: Path, fill: Callable[[Path], None]) -> None:
     if (place / _READY).exists():
         return
-    shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(place, ignore_errors=True)  # left by a process that was killed
     place.mkdir()
     try:
         fill(place / _CONTENT)
@@ -99,7 +101,9 @@ def _fill(place: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _remove_if_unused(place: Path, lock: IO[str]) -> None:
-    """Remove a directory unless another process uses it. Its lock file stays: a process may wait for it."""
+    """Remove a directory unless another process uses it. Its lock file stays, because a process may wait for
+    it.
+    """
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(place, ignore_errors=True)
@@ -133,10 +137,10 @@ def _key(source: Path, environ: Mapping[str, str]) -> str:
 
 ONE_SEQUENCE = {"Global": {"local_batch_size": 1}}
 """Batch sizes for commands that have no batches."""
-# What the configuration in a checkpoint may hold, which is what `portable_config` writes.
+# The keys that the configuration in a checkpoint may have: the keys that `portable_config` writes.
 _OWN_SECTIONS = ("Global", "Model", "Data", "Compress", *PORTABLE_SECTIONS)
 _OWN_GLOBAL = ("seed", "local_batch_size", "micro_batch_size", "plugins")
-# Sizes found in the shapes of FleetX's tensors, and what has them in our section.
+# Sizes found in the shapes of FleetX's tensors, and the keys of our section that hold them.
 _SIZES = {
     "hidden_size": "hidden_size",
     "num_layers": "num_layers",
@@ -150,10 +154,10 @@ class ModelPlace:
     """A model that is ready to be loaded.
 
     Attributes:
-        name: the directory as it was given.
-        config: the checkpoint's own configuration; None: it was not asked for.
-        checkpoint: what ``Engine.save_load.ckpt_dir`` and ``init_from`` take.
-        tokenizer: directory of the tokenizer's files, where they are known.
+        name: the directory as the user gave it.
+        config: the checkpoint's own configuration; None if it was not requested.
+        checkpoint: the value for ``Engine.save_load.ckpt_dir`` and ``init_from``.
+        tokenizer: the directory of the tokenizer's files, if known.
     """
 
     name: str
@@ -171,9 +175,9 @@ class ModelPlace:
         """The overrides that make a program load the model, followed by the user's.
 
         Args:
-            given: the user's; a tokenizer named there wins.
-            option: how the user named the directory, for messages.
-            key: what is to name the checkpoint.
+            given: the user's overrides. A tokenizer named there takes precedence.
+            option: the option that named the directory, for messages.
+            key: the configuration key that will name the checkpoint.
         """
         given = list(given)
         ours = [Setting(key, self.checkpoint, option)]
@@ -189,15 +193,15 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
 
     Args:
         place: the path, or the name of a model on the Hugging Face hub, which is downloaded.
-        stack: temporary files are removed when this ends.
-        with_config: look for its configuration too; not needed where the user gives one.
+        stack: temporary files are removed when the stack is closed.
+        with_config: whether to look for the configuration too, which is not needed if the user gives one.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it does not describe its network.
-        ConfigError: its configuration sets more than a model and its data; a plugin that PPFLEETX_PLUGINS
+        CheckpointError: there is no model, it is damaged, or it does not describe its network.
+        ConfigError: its configuration sets more than a model and its data, or a plugin that PPFLEETX_PLUGINS
             names cannot be imported.
     """
-    import_named_plugins()  # those of the environment, whose parts the model may have
+    import_named_plugins()  # plugins of the environment, whose parts the model may use
     is_of_hub = hub_name(place) is not None
     if is_of_hub:
         configure_logging()
@@ -287,7 +291,7 @@ def _sections_of_manifest(checkpoint: Checkpoint, tokenizer: Path | None) -> dic
         f"tokenizer. Configuration: that in its manifest. Tokenizer: {found}"
     )
     sections = {name: saved[name] for name in PORTABLE_SECTIONS if saved.get(name) is not None}
-    if isinstance(generation := sections.get("Generation"), Mapping):  # without the prompt it was saved with
+    if isinstance(generation := sections.get("Generation"), Mapping):  # without its saved prompt
         sections["Generation"] = {key: value for key, value in generation.items() if _is_lasting(key)}
     data = {key: value for key, value in (saved.get("Data") or {}).items() if key != "tokenizer"}
     return {**ONE_SEQUENCE, **sections, "Model": portable_model(saved["Model"]), "Data": data}
@@ -309,10 +313,10 @@ def _sections_of_fleetx(path: Path) -> dict[str, Any]:
 
 
 def as_replicas(cfg: RunConfig, processes: int) -> tuple[RunConfig, list[str]]:
-    """Change ``cfg`` to data-parallel processes that each hold the whole model in float32; also return
-    notes for the user.
+    """Change ``cfg`` to data-parallel processes that each hold the whole model in float32. Also returns notes
+    for the user.
 
-    Export, inference, quantising and pruning run so, whatever the plan was.
+    Export, inference, quantising and pruning run like this, whatever the plan was.
     """
     notes = []
     plan = cfg.plan

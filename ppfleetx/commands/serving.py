@@ -13,7 +13,7 @@ from ppfleetx.config.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Export(ModelOptions):
-    """Export a checkpoint of any plan as a program that generates by itself."""
+    """Export a checkpoint of any plan as a stand-alone program that generates text."""
 
     examples = """\
 examples:
@@ -65,7 +65,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(ModelOptions):
-    """Serve a checkpoint over HTTP, as OpenAI's completions interface does, with a page to try it."""
+    """Serve a checkpoint over HTTP, with OpenAI's completions interface and a page to try it."""
 
     examples = """\
 examples:

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 def start_process(
     path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
-    """Read the configuration, refuse what cannot run, and only then load Paddle and choose the device.
+    """Read the configuration, refuse it if it cannot run, and only then load Paddle and choose the device.
 
     Args:
-        reads: which sections of ``Data`` the program will read.
+        reads: the sections of ``Data`` that the program will read.
 
     Raises:
-        UserError: anything wrong, missing or not supported, before any device work.
+        UserError: something is wrong, missing or not supported; raised before any work on a device.
     """
     return start_with(load_config(path, overrides, world_size=world_size(os.environ)), reads=reads)
 
@@ -44,7 +44,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     """Like :func:`start_process`, for a configuration that is already loaded.
 
     Raises:
-        ConfigError: something it needs is missing, or a task that only evaluates is to be trained.
+        ConfigError: something that the configuration needs is missing, or its task can only be evaluated, not
+            trained.
     """
     main = rank(os.environ) == 0
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
@@ -58,7 +59,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
             key="Model.module",
             value=cfg.Model.module,
         )
-    if cfg.plan.world_size == 1:  # ranks of a job find out together, later
+    if cfg.plan.world_size == 1:  # ranks of a job find this out together, later
         _look_for_files(cfg, reads)
     if "Train" in reads:
         watch_start(cfg, rank(os.environ), device)
@@ -70,7 +71,7 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     from ppfleetx.distributed.init import init_distributed
     from ppfleetx.distributed.tf32 import allow_tf32
 
-    tf32 = allow_tf32(cfg.Global.allow_tf32)  # before Global.flags, which may say otherwise
+    tf32 = allow_tf32(cfg.Global.allow_tf32)  # set before Global.flags, which may override it
     with PROGRESS.at(MEETING):
         ctx = init_distributed(cfg)
     if is_gpu(ctx.device):
@@ -84,7 +85,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     run."""
     for mode in reads:
         if mode == "Test" and not cfg.Model.task.classifies:
-            continue  # nothing else reads it
+            continue  # nothing else reads the file
         for one in data_sets(cfg, mode).values():
             look = open_corpora if getattr(one.Data, mode).dataset.is_corpus else build_dataset
             look(one, mode)
@@ -101,17 +102,19 @@ def refuse_foreign_weights(cfg: RunConfig) -> None:
     """Refuse weights in another toolkit's format.
 
     Raises:
-        ConfigError: naming the key, and how to convert them.
+        ConfigError: the weights are in another format; the message names the key, and says how to convert
+            them.
     """
     if any(weight_sources(cfg)):
-        from ppfleetx.conversion.detect import refuse_foreign  # knows many formats: slow to import
+        from ppfleetx.conversion.detect import refuse_foreign  # knows many formats, so it is slow to import
 
         refuse_foreign(cfg)
 
 
 def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
-    """Whether a source of weights is still read. A resumed run has all but frozen weights in its own
-    checkpoints; evaluation and generation do not need the weights the run started from."""
+    """Whether a source of weights is still needed. A resumed run has all weights but the frozen ones in its
+    own checkpoints; evaluation and generation do not need the weights that the run started from.
+    """
     if key == "Model.lora.base":
         return True
     if not trains:

@@ -1,6 +1,6 @@
-"""The verbs that train, and those that examine a job before or after it runs.
+"""The verbs that train, and the verbs that examine a job before or after it runs.
 
-``--help`` needs this file alone: each verb imports its program when it runs.
+``--help`` imports only this file: each verb imports its program when it runs.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ examples:
 
     @property
     def is_launched(self) -> bool:
-        """Whether to start ranks; not with ``--check``, which needs only this process."""
+        """Whether to start ranks. ``--check`` does not, because it needs only this process."""
         return not self.check and super().is_launched
 
     def run(self) -> None:
-        """Train, or with ``--check`` only look at the configuration."""
+        """Train, or with ``--check`` only check the configuration."""
         from ppfleetx.commands.finetune_defaults import up_to
 
         overrides = [*self.override]
@@ -74,11 +74,11 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(TrainingOptions, OptionalConfigOptions):
-    """Train a new run from the weights of another: step 0, a fresh optimizer, the data from their beginning.
+    """Start a new run from the weights of another: at step 0, with a fresh optimizer, from the first sample.
 
-    Network and data are those of the checkpoint. Without -c FILE a run takes 3 passes over the data, 8
-    sequences per data-parallel rank and step, and a learning rate of 5e-5, or of 5e-4 for adapters
-    (-o Model.lora.rank=8); -o changes all of it.
+    Network and data come from the checkpoint. Without -c FILE, a run makes 3 passes over the data, with 8
+    sequences per data-parallel rank and step and a learning rate of 5e-5, or 5e-4 for adapters (-o
+    Model.lora.rank=8). -o changes any of these settings.
     """
 
     examples = """\
@@ -117,9 +117,9 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(ConfigOptions):
-    """Look at a configuration without running it: the plan, parameters, batch arithmetic, token ids.
+    """Check a configuration without running it: the plan, parameters, batch arithmetic, token ids.
 
-    Needs no Paddle. Exit code 2 when a run with it would be refused, with the reason.
+    This does not need Paddle. The exit code is 2 if a run would be refused; the message gives the reason.
     """
 
     examples = """\
@@ -136,7 +136,7 @@ example:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(ConfigOptions):
-    """Predict memory and step time of a configuration under one plan, or rank all plans of some cards."""
+    """Predict memory and step time of a configuration under one plan, or rank all plans for some cards."""
 
     devices: int | None = option(
         "number of cards, such as 16 (--card says which); without --plan, rank all plans of them",
@@ -275,16 +275,16 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Supervise(Command):
-    """Run a training command and start it again, a bounded number of times, when it fails.
+    """Run a training command, and restart it a limited number of times if it fails.
 
         ppfleetx supervise --max-restarts 3 -- ppfleetx train -c FILE --nproc 4
         python tools/supervise.py -- python -m paddle.distributed.launch --nproc_per_node 4 \\
             tools/train.py -c FILE
 
-    Each start has `-o Engine.save_load.resume=auto` added, unless the command says so itself, and so
-    continues from the newest complete checkpoint, when nothing of the start before runs any more. A mistake
-    of the user (exit code 2) and Ctrl-C (130) are not tried again; SIGTERM and Ctrl-C are passed on and end
-    the supervisor too. Nothing the command started is left running.
+    Each start gets `-o Engine.save_load.resume=auto`, unless the command sets it already, so it continues
+    from the newest complete checkpoint. A restart waits until all processes of the previous start have ended.
+    The command is not restarted after a mistake of the user (exit code 2) or Ctrl-C (130). SIGTERM and Ctrl-C
+    are passed on and also end the supervisor. No process that the command started is left running.
     """
 
     max_restarts: int = option("how often to restart at most (default: 3)", default=3)
@@ -299,7 +299,7 @@ class Supervise(Command):
     )
 
     def run(self) -> int:
-        """The exit code of the command's last start."""
+        """Supervise the command, and return the exit code of its last start."""
         from ppfleetx.resilience.supervisor import supervise, with_resume
 
         command = self.command[1:] if self.command[:1] == ("--",) else self.command
@@ -318,11 +318,12 @@ class Supervise(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport(Command):
-    """Say why a job hung, from the reports that its ranks left in OUTPUT_DIR/hang.
+    """Say why a job hung, from the reports of its ranks in OUTPUT_DIR/hang.
 
-    The first line is the sentence that the job ended with: which rank is missing where. A line for each rank
-    follows. Reports of an evaluation or a generation in the same directory are read too; the newest count.
-    The files rank_*.txt beside the reports have each rank's last collectives and the stacks of its threads.
+    The first line is the job's last message, which says which rank is missing, and where. One line for each
+    rank follows. Reports of an evaluation or a generation in the same directory are read too; the newest
+    reports are used. The files rank_*.txt beside the reports have each rank's last collectives and the stacks
+    of its threads.
     """
 
     examples = """\
@@ -334,7 +335,7 @@ examples:
     json: bool = switch("print one JSON object")
 
     def run(self) -> None:
-        """Read the reports, join them, and print what they say."""
+        """Read the reports, join them, and print the result."""
         from ppfleetx.commands.hang_report import print_report
 
         print_report(self.directory, as_json=self.json)
@@ -344,8 +345,8 @@ examples:
 class Report(Command):
     """Describe a run on one page: curves, evaluations, samples, speed, memory, plan, data and cost.
 
-    Reads what the run's directory holds and writes report.md and report.html. Samples are those of `ppfleetx
-    generate RUN PROMPT --output RUN/samples.jsonl`. The run may still be training.
+    Reads the run's directory, and writes report.md and report.html. Samples come from `ppfleetx generate RUN
+    PROMPT --output RUN/samples.jsonl`. The run may still be training.
     """
 
     examples = """\

@@ -54,7 +54,8 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
     Args:
         cfg, ctx: the configuration, and this process's place.
-        callbacks: their hooks are called after those of ``Engine.callbacks``, on every rank that gives them.
+        callbacks: callbacks whose hooks are called after the hooks of ``Engine.callbacks``, on every rank
+            that passes them.
 
     Returns:
         The engine, whose runner has the trained model.
@@ -78,8 +79,7 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
 
 def _train_in(output_dir: Path, cfg: RunConfig, ctx: ParallelContext, given: Sequence[Callback]) -> Engine:
-    """Train in a locked directory; it is marked as this run's once nothing else can be wrong with the
-    start."""
+    """Train in a locked directory. It is marked as this run's once nothing else can go wrong at the start."""
     log = get_logger()
     cfg, start = find_sources(cfg, ctx)
     callbacks = build_callbacks(CallbackSetup(cfg, ctx, output_dir))
@@ -160,7 +160,7 @@ def _pruning(
 
 
 def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
-    """The names of the data sources whose losses are logged separately."""
+    """The names of data sources whose losses are logged separately."""
     if not cfg.Engine.log_source_loss:
         return []
     if not loader.sources:
@@ -172,7 +172,7 @@ def refuse_small_weights(cfg: RunConfig) -> None:
     """Refuse to train quantised weights without adapters.
 
     Raises:
-        ConfigError: the configuration is that of a quantised checkpoint, without adapters.
+        ConfigError: the configuration belongs to a quantised checkpoint and has no adapters.
     """
     if cfg.Compress.Weights is not None and cfg.Model.lora is None:
         raise ConfigError(
@@ -186,13 +186,12 @@ def refuse_small_weights(cfg: RunConfig) -> None:
 
 def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
     """Evaluate the checkpoint ``Engine.save_load.ckpt_dir`` on all of ``Data.Eval`` and print the results.
-    Predictions of a classifier, including those for ``Data.Test``, are written to
+
+    Predictions of a classifier, including predictions for ``Data.Test``, are written to
     ``output_dir/predictions``.
 
-    A classifier's answers are written to ``output_dir/predictions``, those on ``Data.Test`` too.
-
     Raises:
-        UserError: no such checkpoint or data, or they do not fit the model.
+        UserError: there is no such checkpoint or data, or they do not fit the model.
     """
     if cfg.Data.Eval is None:
         raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
@@ -247,10 +246,11 @@ def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:
 def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
     """Find the checkpoint to evaluate, generate with or export: ``ckpt_dir``, which must be set.
 
-    Weights without a run's progress (quantised, pruned, merged) have the step that their directory names.
+    For weights that do not record a run's progress (quantised, pruned, merged), the step is read from the
+    name of their directory.
 
     Raises:
-        ConfigError: ``ckpt_dir`` is not given.
+        ConfigError: ``ckpt_dir`` is not set.
         CheckpointError: there is no sound checkpoint.
     """
     named_checkpoint(cfg)
@@ -261,8 +261,9 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
 
 
 def build_runner(cfg: RunConfig, ctx: ParallelContext, *, train: bool, sources: Sequence[str] = ()) -> Runner:
-    """Build the configured model under the plan of ``ctx``, with fresh weights. ``sources`` names the
-    corpora whose losses are wanted separately."""
+    """Build the configured model under the plan of ``ctx``, with fresh weights. ``sources`` names the corpora
+    whose losses are logged separately.
+    """
     runner = parallelize(build_module(cfg, sources), cfg, ctx, train=train)
     runner.checks = cfg.Engine.checks
     return runner
@@ -299,7 +300,9 @@ def _eval_sets(cfg: RunConfig, ctx: ParallelContext) -> EvalSets:
 def _data(
     cfg: RunConfig, ctx: ParallelContext, start: Start
 ) -> tuple[Tokenizer | None, DataLoader, EvalSets]:
-    """Build the tokenizer, the training batches from where the run continues, and the evaluation data."""
+    """Build the tokenizer, the training batches from the point where the run continues, and the evaluation
+    data.
+    """
     evaluates = cfg.Data.Eval is not None and cfg.Engine.eval_freq
     for line in token_id_lines(cfg):
         get_logger().info(line)

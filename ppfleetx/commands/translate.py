@@ -19,13 +19,13 @@ def translate(arguments: Sequence[str], dialect: str | None, to: str | None) -> 
     """Print the translation of ``arguments``, or write it to the file ``to``.
 
     Raises:
-        ConfigError: they cannot be translated, or the file cannot be written.
+        ConfigError: the arguments cannot be translated, or the file cannot be written.
     """
     words = list(arguments)
     if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
         *words, _, to = words
     result = translation_of(words, dialect)
-    load_tree(result.tree(), result.warnings)  # what is printed is valid
+    load_tree(result.tree(), result.warnings)  # only valid results are printed
     print(result.yaml().rstrip("\n") if to is None else _write(Path(to), result.yaml()))
 
 
@@ -44,11 +44,11 @@ def translation_of(words: Sequence[str], dialect: str | None = None) -> Translat
     """Translate a file with further arguments, or a command line.
 
     Args:
-        words: the file's name comes first if it is one; else they are a command line.
-        dialect: name of the toolkit; None: recognised by the keys or options.
+        words: a file followed by further arguments, or the words of a command line.
+        dialect: the name of the toolkit; None: it is recognised by the keys or options.
 
     Raises:
-        ConfigError: no toolkit knows the file, or its arguments are wrong.
+        ConfigError: the file or command line belongs to no known toolkit, or its arguments are wrong.
     """
     if not words:
         raise ConfigError("name a file, or give a command line after --", key="FILE")

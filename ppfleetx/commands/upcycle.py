@@ -25,7 +25,7 @@ def upcycle(options: Upcycle) -> Path:
     """Write the mixture of experts; return its step directory.
 
     Raises:
-        UserError: the model cannot become a mixture, or not with these options.
+        UserError: the model cannot become a mixture, at least not with these options.
     """
     configure_logging()
     options.check()
@@ -58,7 +58,7 @@ def _check_source(described: Mapping[str, Any], dense: ModelConfig, place: str) 
     """Refuse a checkpoint that is already a mixture, or whose network differs in more than the experts.
 
     Args:
-        described: the ``Model`` section that it was saved with; FleetX's have none.
+        described: the ``Model`` section that the checkpoint was saved with; FleetX checkpoints have none.
         dense: the network without experts.
         place: the checkpoint, for messages.
     """

@@ -18,9 +18,9 @@ class Verb:
     """One row of the table: a verb and its class.
 
     Attributes:
-        name: as typed.
-        place: module of ``ppfleetx.commands`` and class in it, ``train:Train``.
-        help: one line for the list of verbs.
+        name: the verb as typed.
+        place: the module of ``ppfleetx.commands`` and the class in it, e.g. ``train:Train``.
+        help: a one-line description for the list of verbs.
     """
 
     name: str

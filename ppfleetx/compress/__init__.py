@@ -3,6 +3,6 @@
 from typing import Literal
 
 Criterion = Literal["l1_norm", "l2_norm", "saliency"]
-"""What :mod:`~ppfleetx.compress.prune` measures the importance of heads and units by."""
+"""The measure of the importance of heads and units in :mod:`~ppfleetx.compress.prune`."""
 Part = Literal["heads", "mlp", "both"]
-"""What it prunes."""
+"""The kind of parts to prune."""

@@ -1,8 +1,8 @@
 """Distillation (Hinton et al., 2015): a smaller model learns from the outputs of a larger one.
 
 The loss of a token is ``hard_weight`` times its cross entropy plus ``soft_weight`` times T^2 KL(p || q),
-where p and q are the distributions of teacher and student at temperature T. The teacher is built by the
-student's layer factory, so that under every plan its logits are split over the ranks like the student's.
+where p and q are the distributions of teacher and student at temperature T. The student's layer factory
+builds the teacher, so under every plan the teacher's logits are split over the ranks like the student's.
 Evaluation measures the cross entropy only.
 """
 
@@ -52,7 +52,9 @@ class Distillation(WrappedTask):
         self._teacher: StagedModel | None = None
 
     def loss(self, outputs: Any, batch: Tensors, factory: LayerFactory) -> LossOutput:
-        """The task's loss; in training it is weighted, plus the divergence from the teacher's outputs."""
+        """The task's loss. In training it is weighted, and the divergence from the teacher's outputs is
+        added.
+        """
         if not paddle.is_grad_enabled():
             return super().loss(outputs, batch, factory)
         in_pieces = isinstance(outputs, LogitsInPieces)
@@ -92,7 +94,7 @@ class Distillation(WrappedTask):
 
 
 class _PiecesOfBoth(LogitsInPieces):
-    """The student's logits in pieces; the loss of each piece includes the teacher's same piece."""
+    """The student's logits in pieces. The loss of each piece uses the same piece of the teacher's logits."""
 
     def __init__(
         self, student: LogitsInPieces, teacher: LogitsInPieces, add: Callable[..., paddle.Tensor]
@@ -110,7 +112,9 @@ class _PiecesOfBoth(LogitsInPieces):
 
 
 def _check_experts(teacher: ModelConfig, student: ModelConfig, factory: LayerFactory) -> None:
-    """Refuse a teacher whose experts the student's plan does not divide; groups are made for the student."""
+    """Refuse a teacher whose experts the student's plan cannot divide, because groups are made for the
+    student.
+    """
     if teacher.moe is None:
         return
     key, ep = "Compress.Distill.teacher", factory.mesh.size_of("ep")
@@ -129,7 +133,7 @@ def load_teacher(place: str, student: ModelConfig, factory: LayerFactory) -> Sta
     """Build the model of a checkpoint with ``factory``, and load this rank's part of its weights.
 
     Raises:
-        CheckpointError: there is no such model, or it has another vocabulary.
+        CheckpointError: there is no such model, or it has a different vocabulary.
     """
     checkpoint = open_resolved(resolve_checkpoint(place, verify=False))
     model = _model_of(checkpoint)
@@ -166,7 +170,7 @@ def _model_of(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _weights_of(checkpoint: Checkpoint) -> WeightsConfig | None:
-    """How a checkpoint's weights are stored; None if they are not quantised."""
+    """The storage format of a checkpoint's weights; None if they are not quantised."""
     compress = checkpoint.manifest.config.get("Compress") or {}
     weights = compress.get("Weights")
     return None if weights is None else section_of(WeightsConfig, weights)

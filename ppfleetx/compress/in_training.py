@@ -84,7 +84,7 @@ class PruningInTraining:
         out = self._counts(share)
         if not any(out):
             return
-        self._runner.before_update()  # gives a checkpoint that is being written its own copy
+        self._runner.before_update()  # this gives a checkpoint that is being written its own copy
         scores = self._scores()
         self._check_zeros(scores)
         num_new = self._take_out(scores, out)
@@ -93,7 +93,7 @@ class PruningInTraining:
             get_logger().info(f"pruned after {step} steps: {self._said()}")
 
     def finish(self) -> None:
-        """At the end of training, log what is zero and how to remove it.
+        """Log which parts are zero, and how to remove them, at the end of training.
 
         Raises:
             ConfigError: pruned parts did not stay zero.
@@ -138,7 +138,7 @@ class PruningInTraining:
     def _scores(self) -> list[Scores]:
         """The scores of each layer of the whole model, the same on every rank and under every plan."""
         groups, units = self._model.kv_heads, self._model.ffn_size
-        # Kept apart by axis, for each matrix of a layer.
+        # Kept separately by axis, for each matrix of a layer.
         sums = np.zeros((2, self._model.num_layers, groups + units))
         for piece in self._pieces():
             if not piece.is_matrix or not self._runner.writes(piece.parameter):
@@ -167,8 +167,9 @@ class PruningInTraining:
                     )
 
     def _take_out(self, scores: list[Scores], out: tuple[int, int]) -> int:
-        """Set the parts with the smallest scores to zero. Returns the number per layer that were not zero
-        before."""
+        """Set the parts with the smallest scores to zero. Returns how many of them, per layer, were not zero
+        before.
+        """
         groups, units = self._model.kv_heads, self._model.ffn_size
         sizes = Sizes(groups - out[0], units - out[1], tuple(range(len(scores))))
         gone, num_new = [], 0

@@ -115,9 +115,10 @@ def sizes_after(
 
     Args:
         model: the network.
-        ratio: from 0 to below 1.
-        part: what to prune.
-        multiple: round what is kept up to a multiple of this (a tensor-parallel degree for later).
+        ratio: the share to remove, from 0 to below 1.
+        part: the kind of parts to prune.
+        multiple: round the number of kept parts up to a multiple of this (for a later tensor-parallel
+            degree).
         drop_layers: layers to remove.
 
     Raises:
@@ -192,7 +193,7 @@ def pruned_model(model: ModelConfig, sizes: Sizes) -> ModelConfig:
         "ffn_hidden_size": sizes.num_units,
     }
     if len(sizes.layers) < model.num_layers:
-        values |= {"recompute_layers": None, "no_recompute_layers": None}  # they refer to layers by number
+        values |= {"recompute_layers": None, "no_recompute_layers": None}  # they name layers by number
     return ModelConfig(**{**model.model_dump(), **values})
 
 
@@ -218,8 +219,8 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
     Args:
         values: a matrix, or some of its parts; bfloat16 as its bits in uint16.
         dtype: type of its elements, as checkpoints name it.
-        parts: how the matrix is divided.
-        criterion: which sum.
+        parts: the division of the matrix.
+        criterion: whether to sum magnitudes or squares.
     """
     mass = np.abs(cast(values, dtype, "F32").astype(np.float64))
     if criterion == "l2_norm":
@@ -228,7 +229,7 @@ def mass_of_parts(values: np.ndarray, dtype: str, parts: Parts, criterion: Crite
 
 
 def kept_of(scores: Scores, sizes: Sizes) -> Kept:
-    """The parts with the largest scores; of equal ones those with smaller indices."""
+    """The parts with the largest scores. Of parts with equal scores, those with smaller indices are kept."""
     return Kept(_largest(scores.groups, sizes.num_groups), _largest(scores.units, sizes.num_units))
 
 

@@ -1,7 +1,7 @@
-"""Post-training quantisation, stage by stage: only two layers and the calibration windows are in memory.
+"""Post-training quantisation, stage by stage. Only two layers and the calibration windows are in memory.
 
-Calibration windows go through two models at once: the original, and the quantised one as far as it is ready.
-A layer is calibrated on the inputs that it gets in the quantised model.
+Calibration windows go through two models at once: the original model, and the quantised model as far as it is
+ready. A layer is calibrated on the inputs that it gets in the quantised model.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Options:
     """The options for quantising a checkpoint.
 
     Attributes:
-        weights: how to store weights.
+        weights: the storage format of weights.
         method: round to nearest, or GPTQ. GPTQ and ``smooth`` need samples.
-        smooth: first move outliers of activations into the weights.
+        smooth: whether to move outliers of activations into the weights first.
         trained: the settings of quantisation-aware training, whose grid rounding to nearest then uses; None
             if there was none.
     """
@@ -82,7 +82,7 @@ def check_options(model: ModelConfig, options: Options) -> None:
     """Check that all matrices of the model can be stored this way.
 
     Raises:
-        ConfigError: a matrix cannot; the first one is named.
+        ConfigError: a matrix cannot be stored this way; the first one is named.
     """
     for key, is_given, remedy in (
         ("--smooth", options.smooth, "leave it out"),
@@ -116,7 +116,7 @@ def with_group(model: ModelConfig, weights: WeightsConfig) -> WeightsConfig:
     Matrices that no group size divides are not quantised, with a warning.
 
     Raises:
-        ConfigError: no group size divides any of them.
+        ConfigError: no group size divides the input features of any matrix.
     """
     wanted = {layer: n for layer, n in _matrices(model).items() if weights.form_of(layer) is not None}
     odd = {layer: n for layer, n in wanted.items() if n % GROUP_MULTIPLE}
@@ -157,9 +157,9 @@ class Quantizer:
     Args:
         checkpoint: the weights.
         model: the ``Model`` section.
-        options: how to quantise.
+        options: the options for quantising.
         room: an empty directory for tensors that are ready to be written.
-        samples: text for calibration and measurement; None: neither is done.
+        samples: text for calibration and measurement; None skips both.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class _Inputs:
             self.sums[linear], self.largest[linear] = product, largest
 
     def divide(self, factors: Mapping[str, np.ndarray]) -> None:
-        """Convert the statistics to those of inputs divided by ``factors``."""
+        """Convert the statistics to statistics of inputs divided by ``factors``."""
         for linear, factor in factors.items():
             self.sums[linear] /= np.outer(factor, factor)
             self.largest[linear] /= factor
@@ -375,8 +375,9 @@ class _Walk:
             layer(state)
 
     def advance(self, layer: nn.Layer, small: nn.Layer) -> None:
-        """Advance all activations by one layer: those of the original model through the original layer, the
-        others through its quantised version."""
+        """Advance all activations by one layer: the original model's through the original layer, the
+        quantised model's through the quantised layer.
+        """
         for states, through in ((self._before, layer), (self._after, small), (self._calibration, small)):
             for number, state in enumerate(states):
                 states[number] = through(state)

@@ -36,9 +36,9 @@ class Report:
         layers: the quantised layers, in the order of the model.
         kept: bytes of all other parameters.
         perplexity_before, perplexity_after: perplexities on the same windows; None if there was no data.
-        num_measured: number of tokens they were measured on.
-        on_trained_grid: number of matrices whose values are the ones quantisation-aware training computed
-            with.
+        num_measured: number of tokens that the perplexities were measured on.
+        on_trained_grid: number of matrices whose values are exactly the values used in quantisation-aware
+            training.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Report:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def table(self) -> str:
-        """The report as a table for people."""
+        """The report as a table."""
         rows = [("layer", "bits", "bytes before", "after", "weight error", "output error")]
         for layer in self.layers:
             output = "" if layer.output_error is None else f"{layer.output_error:.3%}"

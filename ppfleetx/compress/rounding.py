@@ -66,7 +66,8 @@ def scales_of(
     Args:
         weight: ``[k, n]``.
         bits: bits of the grid.
-        per_tensor: one scale for the whole matrix; otherwise one per output channel and group.
+        per_tensor: whether to use one scale for the whole matrix; otherwise there is one per output channel
+            and group.
         group_size: input features per group; None: all.
         method: the grid ends at the largest magnitude (``absmax``), or where the squared error of the rounded
             values is smallest (``mse``, which tries 26 ends from the largest magnitude down to half of it).
@@ -188,8 +189,9 @@ class Stored:
 
 
 def method_of_scales(form: Form) -> ScaleMethod:
-    """Choose how scales are computed: with few bits, clipping the largest numbers reduces the error; with
-    8 it does not."""
+    """Choose how scales are computed. With few bits, clipping the largest numbers reduces the error; with 8
+    bits it does not.
+    """
     return "mse" if form.bits < 8 else "absmax"
 
 
@@ -223,14 +225,15 @@ def nearest(weight: np.ndarray, form: Form) -> Stored:
 
 
 def compensated(weight: np.ndarray, hessian: np.ndarray, form: Form) -> Stored:
-    """GPTQ (Frantar et al., 2022): round one input feature after the other; later ones make up for the error.
+    """Apply GPTQ (Frantar et al., 2022): round one input feature after another, and let later features make
+    up for the error.
 
     Features are processed in descending order of the Hessian's diagonal; scales are as in :func:`nearest`.
 
     Args:
         weight: ``[k, n]``.
         hessian: ``X^T X [k, k]`` of the matrix's inputs, float64.
-        form: how the matrix is stored.
+        form: the storage format of the matrix.
     """
     scale = scales_of(weight, form.bits, group_size=form.group_size, method=method_of_scales(form))
     size = weight.shape[0]
@@ -256,13 +259,15 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
     """The upper triangular U for which ``U^T U`` is the inverse of the damped Hessian."""
     damped = hessian.astype(np.float64)
     diagonal = np.diag(damped)
-    added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # what was never seen may be anything
+    added = _DAMPING * (diagonal.mean() or 1.0) + (diagonal == 0)  # unused features may have any value
     damped[np.diag_indices_from(damped)] += added
     return np.linalg.cholesky(np.linalg.inv(damped)).T
 
 
 def weight_error(weight: np.ndarray, held: np.ndarray) -> float:
-    """The root mean square of the rounding error, relative to that of the matrix; 0 for a zero matrix."""
+    """The root mean square of the rounding error, relative to the root mean square of the matrix; 0 for a
+    zero matrix.
+    """
     size = float(np.linalg.norm(weight.astype(np.float64)))
     return float(np.linalg.norm((weight - held).astype(np.float64))) / size if size else 0.0
 
@@ -278,15 +283,14 @@ def output_error(weight: np.ndarray, held: np.ndarray, hessian: np.ndarray) -> f
 def on_trained_grid(
     weight: np.ndarray, linear: str, form: Form, cfg: QuantizationConfig, checkpoint: Checkpoint
 ) -> Stored | None:
-    """The linear's weight ``[k, n]`` as training rounded it. None if training did not round it, or rounded
-    it to more bits than are stored.
+    """The linear's weight ``[k, n]`` as training rounded it.
 
     None if training did not round it, or rounded it to more bits than are stored.
 
     Args:
         weight: the trained weight.
         linear: canonical name.
-        form: how the matrix is stored.
+        form: the storage format of the matrix.
         cfg: the settings it was trained with.
         checkpoint: source of the learned clip, if there is one.
     """
@@ -309,7 +313,7 @@ _SMALLEST = 1e-5
 def smooth_block(
     parameters: Mapping[str, paddle.Tensor], largest: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """SmoothQuant: change the norms and linears of one block in place.
+    """Apply SmoothQuant: change the norms and linears of one block in place.
 
     Args:
         parameters: the block's parameters by canonical name.

@@ -65,7 +65,7 @@ _READING: dict[str, Callable[[ModelConfig], int]] = {
     "attention.out_proj": lambda model: model.kv_heads,
     "mlp.fc2": lambda model: model.ffn_size,
 }
-"""The linears that read what is pruned -> the number of parts they read."""
+"""For each linear that reads prunable parts, a function that returns how many parts it reads."""
 
 
 def _backward(network: StagedModel, windows: np.ndarray, vocab_size: int) -> None:

@@ -39,8 +39,8 @@ def read_samples(
         tokenizer: tokenizer for a text.
         vocab_size: ids must be below this.
         seq_len: s.
-        num_windows: limit of c; e is at most half of it.
-        fewest: how many tokens calibration needs.
+        num_windows: the limit of c; e is at most half of it.
+        fewest: the number of tokens that calibration needs.
 
     Raises:
         DataError: there is no such data, or it contains ids outside the model's vocabulary.

@@ -48,7 +48,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch of a step: sequences of the whole job, of one data rank and of one forward pass, and the
+    """The batch of a step: the sequences of the whole job, of one data rank and of one forward pass, and the
     number of forward passes.
 
     Attributes:
@@ -68,7 +68,7 @@ class BatchPlan:
         return self.global_batch_size if self.ramp is None else self.ramp.size_at(consumed)
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
-        """Sequences used in total, ``steps`` steps after ``consumed`` sequences."""
+        """The total number of sequences used, ``steps`` steps after ``consumed`` sequences."""
         while steps > 0 and self.ramp is not None and consumed < self.ramp.samples:
             consumed += self.ramp.size_at(consumed)
             steps -= 1
@@ -84,15 +84,15 @@ def resolve_batch(
     data_size: int,
     ramp: tuple[int, int, int] | None = None,
 ) -> BatchPlan:
-    """Derive all batch sizes from those that are set.
+    """Derive all batch sizes from the ones that are set.
 
     Args:
-        global_size, local_size, micro_size, accumulate_steps: what the configuration says, None where open.
+        global_size, local_size, micro_size, accumulate_steps: the configured values; None if unset.
         data_size: number of data ranks, dp x sharding.
         ramp: start, increment and samples of a :class:`Ramp`.
 
     Raises:
-        RuleError: sizes that contradict each other or do not divide, or none given.
+        RuleError: the sizes contradict each other or do not divide, or none is given.
     """
     local = _local_size(global_size, local_size, micro_size, accumulate_steps, data_size)
     if micro_size is None:

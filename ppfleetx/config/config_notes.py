@@ -1,4 +1,4 @@
-"""Why a valid configuration cannot run here: missing keys or libraries."""
+"""Explain why a valid configuration cannot run here: missing keys or libraries."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def missing(cfg: RunConfig) -> list[str]:
 
 
 def absent_loggers(cfg: RunConfig) -> dict[str, str]:
-    """Return ``{logger: what to install}`` for each logger whose library is not installed; nothing is
-    imported."""
+    """Return ``{logger: what to install}`` for each logger whose library is not installed, without importing
+    it.
+    """
     found = {}
     for item in cfg.Engine.loggers:
         traits = LOGGERS.traits(item.name)

@@ -20,7 +20,8 @@ def counted(count: int, noun: str, spec: str = "") -> str:
 
 def bytes_text(num_bytes: float) -> str:
     """Write a number of bytes as ``1.5 GiB``, in the largest of GiB, MiB and KiB that gives at least 1;
-    fewer as ``64 B``."""
+    smaller numbers as ``64 B``.
+    """
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.1f} {name}"

@@ -11,7 +11,7 @@ from typing import Any
 UNSET: Any = object()
 """Marks "no value" where None is a value."""
 
-_MAX_TEXT = 200  # a path should be seen whole
+_MAX_TEXT = 200  # a path should be shown whole
 _MAX_KEY = 120
 _MAX_RULE = 2000
 
@@ -24,7 +24,7 @@ _short.maxdict, _short.maxlevel, _short.maxlong = 6, 3, 40
 def shown(value: Any) -> str:
     """Format ``value`` for a message: as Python writes it, cut to a line or two.
 
-    A long text ends in ``...`` with its length; of long lists and mappings the first few items are shown.
+    A long text ends in ``...`` with its length. Of long lists and mappings, the first few items are shown.
     """
     if isinstance(value, PurePath):
         value = str(value)
@@ -40,7 +40,7 @@ def shown_key(key: str) -> str:
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave us. Tools print its message and exit with code 2."""
+    """A mistake in the user's input. Tools print its message and exit with code 2."""
 
 
 @contextmanager
@@ -68,11 +68,11 @@ class ConfigError(UserError):
     """A wrong configuration.
 
     Args:
-        rule: what is wrong and what would be right, as a sentence.
+        rule: a sentence that says what is wrong and what would be right.
         key: dotted key, e.g. ``Model.num_layers``.
-        value: the offending value, when there is one; the message shows it shortened.
-        place: where it was written, ``file:line`` or ``-o override 2``.
-        hint: what to do about it, e.g. the nearest key.
+        value: the wrong value, if there is one; the message shortens it.
+        place: the place where it was written, ``file:line`` or ``-o override 2``.
+        hint: advice, e.g. the nearest key.
     """
 
     def __init__(

@@ -16,13 +16,15 @@ from ppfleetx.config.registry import Registered
 
 @cache
 def field_types(section: type[Section]) -> dict[str, Any]:
-    """The annotation of each field of ``section``, with its ``Annotated`` parts, in order of declaration."""
+    """The annotation of each field of ``section``, including its ``Annotated`` parts, in order of
+    declaration.
+    """
     hints = get_type_hints(section, include_extras=True)
     return {name: hints[name] for name in section.model_fields}
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the annotation alone."""
+    """The alternatives of a union; for any other annotation, the annotation itself."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(part for arg in get_args(annotation) for part in members(arg))
     return (annotation,)
@@ -76,7 +78,7 @@ _inside: dict[int, tuple[Any, Inside]] = {}
 def inside(annotation: Any) -> Inside:
     """Return ``section_in``, ``item_type`` and whether a mapping with free keys is an alternative.
 
-    Remembered for each annotation object: hashing one takes longer than all the rest.
+    The result is cached for each annotation object, because hashing an annotation takes longer than the rest.
     """
     known = _inside.get(id(annotation))
     if known is None or known[0] is not annotation:
@@ -129,7 +131,8 @@ def nearest_keys(path: list[str], section: type[Section], root: type[Section]) -
     """A sentence that suggests known keys similar to the unknown key ``path``.
 
     Args:
-        path: the parts of the key; the last is not one of ``section``, the innermost section on the way.
+        path: the parts of the key. The last part is not a field of ``section``, the innermost section on the
+            path.
         root: the section that the path starts from.
     """
     prefix = ".".join(path[:-1])

@@ -1,4 +1,4 @@
-"""The base of every section, and the value types its fields are made of.
+"""The base class of all sections, and the types of their fields.
 
 The types are strict where YAML is loose: an integer field takes neither ``1.5`` nor ``true`` nor ``'12x'``.
 Each carries a :class:`Says`, the words used in error messages, in ``docs/config.md`` and in tests.
@@ -21,15 +21,15 @@ MAX_COUNT = 2**63 - 1
 MAX_PATH, MAX_NAME = 3500, 200
 """Bytes of a path, and of one name in it: systems take 4095 and 255."""
 MAX_LAYERS = 10_000
-"""The deepest networks that were ever trained have about 1000."""
+"""The deepest networks ever trained have about 1000 layers."""
 MAX_RANKS = 2**20
-"""Processes of one job."""
+"""The largest number of processes of a job."""
 
 
 class Section(BaseModel):
     """A part of the configuration: typed, closed to unknown keys, and frozen after loading.
 
-    Each field is documented by the string below it; ``docs/config.md`` is made of those strings.
+    The string below each field documents it; ``docs/config.md`` is made from these strings.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -38,8 +38,8 @@ class Section(BaseModel):
 class RuleError(ValueError):
     """Values that are each well-typed but do not fit together.
 
-    ``keys`` are relative to the section that raises, the one to blame first; the loader turns this into a
-    ``ConfigError`` with the value and the place of each of them.
+    ``keys`` are relative to the section that raises the error; the most likely wrong key is first. The loader
+    turns this into a ``ConfigError`` with the value and place of each key.
     """
 
     def __init__(self, keys: Sequence[str], rule: str) -> None:
@@ -112,7 +112,7 @@ NumLayers = Annotated[
 # Paddle's kernels count along one dimension of a tensor in 32 bits.
 MAX_SIZE = 2**31 - 1
 Size = Annotated[int, Field(strict=True, ge=1, le=MAX_SIZE), Says("an integer of at least 1, below 2^31")]
-# The generator that orders samples takes 32 bits.
+# The generator that orders samples takes seeds of 32 bits.
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32), Says("an integer of at least 0, below 2^32")]
 _LaxFloat = Annotated[float, BeforeValidator(_float_from_text)]
 Float = Annotated[_LaxFloat, Field(strict=True, allow_inf_nan=False), Says("a number")]

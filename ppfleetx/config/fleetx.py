@@ -1,7 +1,6 @@
-"""Rewrite spellings of earlier FleetX releases, with one warning each, and refuse features that were left
-out.
+"""Rewrite spellings of earlier FleetX releases, with one warning each, and refuse unsupported features.
 
-A path may hold ``*`` for any key. Nothing here is needed by configurations written for this program.
+A path may contain ``*`` for any key. Configurations written for this program do not need this module.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ _VALUES: dict[str, dict[Any, Any]] = {
 
 _OFFLINE = frozenset({"LM_Eval_Dataset", "Lambada_Eval_Dataset"})
 
-# Key of Engine -> what it becomes (None: its default), and why.
+# For each old key of Engine, the new value (None: the default), and the reason.
 _UNLIMITED: dict[str, tuple[int | None, str]] = {
     "max_steps": (2**31 - 1, "Engine.num_train_epochs ends the run"),
     "eval_iters": (
@@ -86,14 +85,14 @@ _UNLIMITED: dict[str, tuple[int | None, str]] = {
 
 
 def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """Rewrite ``tree`` in today's spelling; also return a warning for each old spelling.
+    """Rewrite ``tree`` in today's spelling. Also returns a warning for each old spelling.
 
     Args:
-        tree: what one file says, or the whole configuration.
-        is_whole: which of them.
+        tree: the content of one file, or the whole configuration.
+        is_whole: whether ``tree`` is the whole configuration.
 
     Raises:
-        ConfigError: an old and the new spelling of one key are both given, with different values.
+        ConfigError: the old and the new spelling of a key are both given, with different values.
     """
     tree = copy_tree(tree)
     warnings = [
@@ -154,8 +153,9 @@ def _set(tree: Node, key: str, node: Node, old: str) -> None:
 
 
 def _is_stronger(node: Node, present: Node) -> bool:
-    """Whether ``node`` is an override and ``present`` is not: overrides replace values of files, in either
-    spelling."""
+    """Whether ``node`` is an override and ``present`` is not. Overrides replace values of files, in either
+    spelling.
+    """
     return is_argument(node.place) and not is_argument(present.place)
 
 
@@ -237,7 +237,7 @@ def _task_of_program(tree: Node) -> Iterator[str]:
 
 
 def _unlimited(tree: Node) -> Iterator[str]:
-    """Remove the numbers that FleetX writes for "no limit" when epochs are counted."""
+    """Remove the numbers that FleetX uses for "no limit" when it counts epochs."""
     if not any(mapping.value[name].value == "epoch" for mapping, name, _ in _find(tree, "Engine.run_mode")):
         return
     for key, (limit, why) in _UNLIMITED.items():

@@ -1,7 +1,7 @@
 """Rewrite FleetX's keys for mixtures of experts, in both of its layouts, as ``Model.moe``.
 
-Its gates weight experts by raw logits, count some choices twice and scale their loss by the number of experts
-on a rank. The names are taken over, the formulas are those of this program, and a warning says so.
+FleetX's gates weight experts by raw logits, count some choices twice and scale their loss by the number of
+experts on a rank. Here only the names are kept: the formulas are this program's own, and a warning says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ppfleetx.config.reading.tree import Node, plain_value
 
 _LOSSES = {"gshard": "gshard", "switch": "switch", "naive": "none"}
 _OF_SECTION = ("expert_mode", "gate", "top_k", "num_experts")
-# Of the later layout (examples/transformer), beside num_experts.
+# Keys of the later layout (examples/transformer), besides num_experts.
 _FLAT = (
     "expert_interval", "topk", "moe_use_residual", "moe_train_capacity_factor", "moe_eval_capacity_factor",
     "moe_min_capacity", "moe_token_dropping", "enable_expert_tensor_parallelism", "balance_loss_weight",
@@ -30,7 +30,7 @@ def rewrite_experts(tree: Node) -> list[str]:
     """Rewrite a configuration's expert keys in place, and return warnings.
 
     Raises:
-        ConfigError: what they ask for cannot be had, with key, value and place.
+        ConfigError: the keys ask for something unsupported; the message has key, value and place.
     """
     model, engine = _section(tree, "Model"), _section(tree, "Engine")
     given, flat = model.pop("moe_configs", None), {key: model.pop(key) for key in _FLAT if key in model}
@@ -114,7 +114,7 @@ def _of_section(keys: dict[str, Node], distributed: dict[str, Node]) -> tuple[di
 
 
 def _of_flat(number: Node, flat: dict[str, Node], model: dict[str, Node]) -> dict[str, Any]:
-    """Convert keys beside the sizes of the network, which have DeepSpeed's names."""
+    """Convert the keys that lie beside the sizes of the network and have DeepSpeed's names."""
     residual = flat.get("moe_use_residual")
     if residual is not None and residual.value is True:
         raise ConfigError(
@@ -151,7 +151,7 @@ def _section(tree: Node, name: str) -> dict[str, Node]:
 
 
 def _count(key: str, node: Node) -> int:
-    """Parse a number of at least 1; FleetX's own file has a comma after one."""
+    """Parse a number of at least 1. A file of FleetX itself has a comma after the number."""
     text = str(node.value).rstrip(",")
     if isinstance(node.value, bool) or not text.isdecimal() or int(text) < 1:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Refuse configurations of other toolkits, and suggest our keys for theirs.
 
-The names are those of Megatron-LM, NeMo, DeepSpeed, Transformers, PaddleNLP, MindFormers and nanoGPT. Nothing
+The known toolkits are Megatron-LM, NeMo, DeepSpeed, Transformers, PaddleNLP, MindFormers and nanoGPT. Nothing
 is translated here; ``ppfleetx translate`` does that.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.reading.tree import Node
 
-_ENOUGH = 2  # keys that other toolkits use
+_ENOUGH = 2  # keys of our own that other toolkits also use
 _MAX_SHOWN = 12
 _ADVICE = (
     "ppfleetx translate FILE --to OURS.yaml rewrites files of Megatron-LM, MindSpeed, MindFormers and "
@@ -21,14 +21,14 @@ _ADVICE = (
 
 
 def refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
-    """Raise if ``tree`` has keys of other toolkits and none of our sections.
+    """Raise ConfigError if ``tree`` has keys of other toolkits and none of our sections.
 
     Args:
         tree: the mapping of a file.
-        sections: names of our sections.
+        sections: the names of our sections.
 
     Raises:
-        ConfigError: with our names of its keys.
+        ConfigError: the file is of another toolkit; the message has our names for its keys.
     """
     if not sections.isdisjoint(tree.value):
         return
@@ -160,9 +160,11 @@ _NAMES = {
 }
 
 OURS = {name: key for key, names in _NAMES.items() for name in names.split()}
-"""Another toolkit's name -> the key here."""
+"""Our key for each name of another toolkit."""
 
 
 def our_key(name: str) -> str | None:
-    """Our key for another toolkit's ``name`` (``--Tensor-Parallel-Size`` too); None if unknown."""
+    """Our key for another toolkit's ``name``, also in the form ``--Tensor-Parallel-Size``; None if
+    unknown.
+    """
     return OURS.get(name.strip("-").replace("-", "_").lower())

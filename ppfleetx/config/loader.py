@@ -21,7 +21,8 @@ from ppfleetx.config.validate import validate
 
 
 def read_with_bases(path: Path | MadeFile | Sections) -> tuple[Node, tuple[str, ...]]:
-    """Read ``path`` merged over its ``_base_`` files (the last of a list takes precedence), and warnings.
+    """Read ``path`` merged over its ``_base_`` files (the last of a list takes precedence). Also returns
+    warnings.
 
     Old spellings are rewritten file by file, so that a file's old spelling replaces its base's new one.
 
@@ -40,7 +41,7 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
 
     Args:
         chain: the files that lead here.
-        entry: key, value and place of the ``_base_`` that names the file; or ``shown``. See
+        entry: key, value and place of the ``_base_`` that names the file, or ``shown``; see
             :func:`read_yaml`.
     """
     real = [_real(one) for one in chain]
@@ -95,7 +96,7 @@ def _base_items(node: Node | None) -> list[Node]:
 CONFIG_FILE = "config.yaml"
 
 ConfigSource = str | Path | MadeFile | Sections
-"""What a configuration is read from."""
+"""The source of a configuration."""
 
 
 def load_config(
@@ -104,31 +105,30 @@ def load_config(
     """Read a YAML configuration, check all of it and fill in derived values.
 
     Args:
-        path: the YAML file; its ``_base_`` files are read relative to it. A directory stands for the
-            ``config.yaml`` in it, if there is one: an output directory, or a converted model's. What is not
-            there may be the name of a shipped configuration (:mod:`ppfleetx.config.shipped`).
+        path: the YAML file; its ``_base_`` files are read relative to it. A directory, such as an output
+            directory or a converted model's, stands for the ``config.yaml`` in it. If there is no such file,
+            the path may be the name of a shipped configuration (:mod:`ppfleetx.config.shipped`).
         overrides: ``Section.key=value`` texts or typed settings, applied in order after the files.
-        world_size: number of processes of the job. The degrees must multiply to it, and an open
-            ``dp_degree`` is derived from it; None: an open ``dp_degree`` is 1.
+        world_size: the number of processes of the job. The product of the degrees must equal it, and an unset
+            ``dp_degree`` is derived from it; with None, an unset ``dp_degree`` is 1.
 
     Raises:
-        ConfigError: anything wrong, with key, value, place and rule.
+        ConfigError: something is wrong; the message has key, value, place and rule.
     """
     cfg, origins, warnings = read_config(path, overrides)
     return resolve(cfg, origins, warnings, world_size)
 
 
 def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | None = None) -> RunConfig:
-    """Like :func:`load_config`, for a translated configuration whose nodes know their place in the
-    original.
+    """Load a translated configuration, like :func:`load_config`. Its nodes know their places in the original.
 
     Args:
         tree: sections and keys in today's spelling.
-        warnings: what tools should log about the translation.
+        warnings: warnings about the translation, for tools to log.
         world_size: as in :func:`load_config`.
 
     Raises:
-        ConfigError: anything wrong, with key, value, place and rule.
+        ConfigError: something is wrong; the message has key, value, place and rule.
     """
     cfg, origins = validate(tree, RunConfig)
     return resolve(cfg, origins, tuple(warnings), world_size)
@@ -137,10 +137,10 @@ def load_tree(tree: Node, warnings: Sequence[str] = (), *, world_size: int | Non
 def read_config(
     path: ConfigSource, overrides: Sequence[Override] = ()
 ) -> tuple[RunConfig, dict[str, str], tuple[str, ...]]:
-    """Read a configuration as it is written, with the place of every value and warnings.
+    """Read a configuration as written. Returns it with the place of every value, and warnings.
 
-    Each section is sound; what follows from the rest is not filled in, and no rule between sections is
-    checked. The arguments are those of :func:`load_config`.
+    Each section is valid by itself, but derived values are not filled in, and rules between sections are not
+    checked. The arguments are the same as for :func:`load_config`.
     """
     if isinstance(path, str | Path):
         path = find_config(path)
@@ -157,7 +157,9 @@ def read_config(
 
 
 def _with_plugins(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
-    """Add the plugins of ``--plugin`` to ``Global.plugins`` of ``cfg``, which may name what they register."""
+    """Add the plugins of ``--plugin`` to ``Global.plugins`` of ``cfg``, because ``cfg`` may use the names
+    they register.
+    """
     plugins = tuple(dict.fromkeys((*cfg.Global.plugins, *imported_plugins())))
     if plugins == cfg.Global.plugins:
         return cfg

@@ -14,9 +14,10 @@ class View:
     """One arrangement of the ranks as a grid. Each parameter belongs to one view.
 
     Attributes:
-        axes: from the slowest to the fastest changing in a global rank.
-        tensor: the axis that slices matrices; tensors not sliced along it are kept equal on all its ranks.
-        replicas: axes whose ranks add up their gradients, all in one sum.
+        axes: the axes, from the slowest to the fastest changing one in the global rank.
+        tensor: the axis that slices matrices. Tensors that are not sliced along it are kept equal on all its
+            ranks.
+        replicas: the axes whose ranks add up their gradients, in a single sum.
         owners: the axis along which sharding distributes parameters.
     """
 
@@ -28,14 +29,14 @@ class View:
 
 DENSE = View(AXES, tensor="mp", replicas=("dp", "sep"), owners="sharding")
 EXPERTS = View(("edp", "pp", "ep", "emp"), tensor="emp", replicas=("edp", "ep"), owners="edp")
-"""Experts add no axis: the ranks of a pipeline stage, in their order, are divided anew."""
+"""The view of the experts divides the ranks of a pipeline stage, in order, in another way."""
 
 SUM_ORDER = ("mp", "emp", "dp", "sep", "edp", "ep", "pp")
 """Gradients are summed over axes in this order."""
 
 
 def view_of(axes: Collection[str]) -> View:
-    """The view that has all of ``axes``; the dense one if both do."""
+    """The view that has all of ``axes``; the dense view if both have them."""
     for view in (DENSE, EXPERTS):
         if set(axes) <= set(view.axes):
             return view
@@ -74,7 +75,7 @@ class Mesh:
         return at
 
     def groups_over(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """The groups of global ranks that differ only along ``axes`` of one view, one tuple each."""
+        """The groups of global ranks that differ only along ``axes`` of one view, as one tuple per group."""
         return _groups_over(self, axes)
 
     def ranks_over(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Parallel plans: degrees, and the one table of rules that a legal plan satisfies.
+"""Parallel plans: degrees, and the single table of rules that a legal plan satisfies.
 
 Loading, the planner, the documentation and the test matrix all use this table.
 """
@@ -16,7 +16,7 @@ from operator import itemgetter
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 """Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""
 
-_MAX_TRIED, _MAX_VARIED = 5_000, 500  # factorisations that nearest_plan looks at
+_MAX_TRIED, _MAX_VARIED = 5_000, 500  # number of factorisations that nearest_plan tries
 
 CONFIG_KEYS = {
     "dp": "Distributed.dp_degree",
@@ -43,7 +43,7 @@ CONFIG_KEYS = {
     "seq_len": "Data.Train.dataset.max_seq_len",
     "accumulate_steps": "Engine.accumulate_steps",
 }
-"""Where each number of a plan, or of what it is applied to, stands in the configuration."""
+"""The configuration key for each number of a plan or of its workload."""
 
 DEGREE_WORDS = {
     **{axis: axis for axis in ("dp", "mp", "pp", "sharding", "sep")},
@@ -53,17 +53,17 @@ DEGREE_WORDS = {
     "emp": "expert_mp",
 }
 PLAN_WORDS = (*DEGREE_WORDS, "micro", "sp", "offload", "zb", "recompute")
-"""What `ppfleetx plan --plan` takes, as ``word=value``; the degrees with their fields of ParallelPlan."""
+"""The words of `ppfleetx plan --plan`, as ``word=value``. Degrees have their fields of ParallelPlan."""
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How many ways each kind of parallelism divides the work.
+    """The degree of each kind of parallelism.
 
     Attributes:
-        ep: ranks among which the experts of a layer are divided. They are some of the ranks of a pipeline
-            stage, so the job has no more processes.
-        expert_mp: ranks that slice the matrices of one expert; None: ``mp``.
+        ep: the number of ranks among which the experts of a layer are divided. They are ranks of a pipeline
+            stage, so they add no processes to the job.
+        expert_mp: the number of ranks that slice the matrices of one expert; None: ``mp``.
     """
 
     dp: int = 1
@@ -102,11 +102,11 @@ class ParallelPlan:
 
     @property
     def num_chunks(self) -> int:
-        """The number of pieces the model is cut into: stages x virtual stages."""
+        """The number of pieces that the model is cut into: stages x virtual stages."""
         return self.pp * self.virtual_pp_degree
 
     def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
-        """The layers of each chunk in model order; chunk c runs on stage ``c % pp``."""
+        """The number of layers of each chunk in model order. Chunk c runs on stage ``c % pp``."""
         return self.pp_layers or (num_layers // self.num_chunks,) * self.num_chunks
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -117,7 +117,9 @@ class ParallelPlan:
         return {axis: position[axis] for axis in AXES}
 
     def data_rank(self, rank: int) -> int:
-        """Which of the ``data_size`` parts of a batch the global rank ``rank`` reads."""
+        """The index of the part of a batch, from 0 to ``data_size`` - 1, that the global rank ``rank``
+        reads.
+        """
         at = self.coordinates(rank)
         return at["dp"] * self.sharding + at["sharding"]
 
@@ -127,7 +129,7 @@ class ParallelPlan:
         return at["pp"] == self.pp - 1 and all(at[axis] == 0 for axis in AXES if axis != "pp")
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The groups of global ranks that communicate along ``axis``, one list each."""
+        """The groups of global ranks that communicate along ``axis``, as one list per group."""
         return [list(group) for group in self.iter_groups(axis)]
 
     def iter_groups(self, axis: str) -> Iterator[range]:
@@ -152,7 +154,7 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class Workload:
-    """The sizes of a model and its batches that a plan must divide. None: unknown, not checked.
+    """The sizes of a model and its batches that a plan must divide. None means unknown and is not checked.
 
     ``num_experts`` of a dense model is 0.
     """
@@ -172,8 +174,8 @@ class Workload:
 class PlanRule:
     """One condition on a plan.
 
-    ``reads`` names fields of plan and workload, the one to blame first; the rule is skipped while one of
-    them is unknown. ``sentence`` says what must hold, with the numbers filled in.
+    ``reads`` names fields of plan and workload, the most likely wrong one first. The rule is skipped if one
+    of them is unknown. ``sentence`` states the condition, with the numbers filled in.
     """
 
     reads: tuple[str, ...]
@@ -284,19 +286,19 @@ LEGAL: tuple[PlanRule, ...] = (
         "exchanges sequence parts for heads",
     ),
 )
-"""Every condition, with its reason. Data parallelism and sharding go with everything."""
+"""All conditions, with their reasons. Data parallelism and sharding can be combined with everything."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A broken rule: the configuration keys concerned (the one to blame first) and a sentence."""
+    """A broken rule: the configuration keys involved (the most likely wrong one first) and a sentence."""
 
     keys: tuple[str, ...]
     sentence: str
 
 
 def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violation]:
-    """Find the rules of :data:`LEGAL` that ``plan`` breaks when applied to ``work``."""
+    """Find the rules of :data:`LEGAL` that ``plan`` breaks for ``work``."""
     return list(_violations(plan, work or Workload()))
 
 
@@ -315,9 +317,10 @@ def _violations(plan: ParallelPlan, work: Workload) -> Iterator[Violation]:
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
     """Yield all legal plans of ``world_size`` processes (for ``work``, if given).
 
-    Each factorisation into degrees, with every sharding stage, with and without sequence parallelism, and
-    with one or two virtual stages. Offload, which changes nothing that ranks exchange, comes with stages 2
-    and 3 of some factorisations (:func:`_offloads`) only; explicit ``pp_layers`` are left out.
+    This combines each factorisation into degrees with every sharding stage, with and without sequence
+    parallelism, and with one or two virtual stages. Offload does not change the ranks' messages, so it is
+    combined only with stages 2 and 3 of some factorisations (:func:`_offloads`). Explicit ``pp_layers`` are
+    left out.
     """
     return _legal(_candidates(world_size), work)
 
@@ -357,8 +360,9 @@ def _with_options(plan: ParallelPlan) -> Iterator[ParallelPlan]:
 
 
 def _offloads(plan: ParallelPlan) -> bool:
-    """Whether the plan is also enumerated with offload: no replicas, sequence parallelism whenever there
-    is mp, virtual stages whenever there is pp."""
+    """Whether the plan is also enumerated with offload. It must have no replicas, sequence parallelism if it
+    has mp, and virtual stages if it has pp.
+    """
     return (
         plan.sharding_stage > 1
         and plan.dp == plan.sep == 1
@@ -368,11 +372,11 @@ def _offloads(plan: ParallelPlan) -> bool:
 
 
 def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = None) -> ParallelPlan | None:
-    """Find the legal plan of ``world_size`` processes whose degrees differ least from those of ``plan``.
+    """Find the legal plan of ``world_size`` processes whose degrees differ least from ``plan``.
 
     Changing the data-parallel degree costs least, because it does not cut the model differently. Plans with
-    the options of ``plan`` are preferred. Only the nearest few thousand are tried; where none of them is
-    legal, it is the plan with data parallelism alone.
+    the options of ``plan`` are preferred. Only the nearest few thousand plans are tried; if none of them is
+    legal, the result is the plan with only data parallelism.
     """
     nearest_first = heapq.nsmallest(_MAX_TRIED, _distances(plan, world_size), key=itemgetter(0))
     near = [degrees for _, degrees in nearest_first]
@@ -401,7 +405,7 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
-    """``plan`` with the most expert parallelism that is legal, up to that of ``like``."""
+    """Return ``plan`` with the most legal expert parallelism, up to the degree of ``like``."""
     degrees = [ep for ep in reversed(_divisors(like.ep)) if ep > 1]
     slices = dict.fromkeys((like.expert_mp, 1))
     choices = (replace(plan, ep=ep, expert_mp=emp) for ep, emp in product((*degrees, 1), slices))

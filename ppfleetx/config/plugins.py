@@ -1,7 +1,7 @@
-"""The plugins that the user named. A configuration can only say which ones it needs.
+"""The plugins that the user named. A configuration can only say which plugins it needs.
 
-Importing a plugin runs its code. So the command line and the environment name plugins, and files do not:
-``Global.plugins`` of a YAML file, or of a checkpoint's configuration, is compared with what was named.
+Importing a plugin runs its code. So only the command line and the environment name plugins to import.
+``Global.plugins`` of a YAML file, or of a checkpoint's configuration, is only compared with these names.
 ``ppfleetx/utils/plugins.py`` imports them.
 """
 
@@ -32,10 +32,10 @@ def refuse_unnamed(tree: Node) -> None:
     """Refuse a configuration that needs a plugin the user has not named.
 
     Args:
-        tree: the configuration as it was read, before it is validated.
+        tree: the configuration as read, before it is validated.
 
     Raises:
-        ConfigError: naming the plugins, and how to name them.
+        ConfigError: a plugin is missing; the message says which one, and how to name it.
     """
     section = tree.value.get("Global") if isinstance(tree.value, dict) else None
     wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None
@@ -55,6 +55,6 @@ def refuse_unnamed(tree: Node) -> None:
 
 
 def in_words(names: Iterable[str]) -> str:
-    """``the plugin a`` or ``the plugins a, b``."""
+    """Write names as ``the plugin a`` or ``the plugins a, b``."""
     listed = list(names)
     return f"the plugin{'s' if len(listed) > 1 else ''} {', '.join(listed)}"

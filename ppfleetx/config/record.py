@@ -25,7 +25,7 @@ _PLACEHOLDER_LINE = re.compile(r"^( *)(\w+): !derived '(\d+)'$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Placeholder:
-    """Represents a derived value while the YAML is written."""
+    """A placeholder for a derived value while the YAML is written."""
 
     number: int
 
@@ -49,9 +49,9 @@ def run_record(cfg: RunConfig) -> str:
 
 
 def dump_config(cfg: RunConfig) -> str:
-    """Write ``cfg`` as YAML with every key, derived ones as comments.
+    """Write ``cfg`` as YAML with every key. Derived values are comments.
 
-    Loading it for as many processes gives an equal configuration.
+    Loading it for the same number of processes gives an equal configuration.
     """
     derived: list[Any] = []
     tree = _tree(cfg, "", cfg, derived)
@@ -69,7 +69,7 @@ def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any]) -> dict[str, Any]:
-    """Convert ``section`` to plain values; those of derived keys go to ``derived``."""
+    """Convert ``section`` to plain values. Values of derived keys go to ``derived``."""
     plain = section.model_dump()
     for name in type(section).model_fields:
         key, value = f"{prefix}{name}", getattr(section, name)

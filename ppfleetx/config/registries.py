@@ -1,8 +1,8 @@
 """All registries of the program, with the built-in parts. ``docs/extending.md`` shows how to add to each.
 
-A configuration is validated before Paddle is imported. So the parts that ship are named here as text and
-imported when they are made, and what the configuration, the planner and the counts of parameters have to know
-of a part stands beside its name.
+A configuration is validated before Paddle is imported. So built-in parts are named here as text and imported
+when they are made. The facts that the configuration, the planner and the parameter counts need about a part
+are stored beside its name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class CallbackTraits:
     """Facts about a callback: on which ranks it runs.
 
     Attributes:
-        ranks: ``main``: on rank 0 alone, who writes files. ``loss``: there, and on the rank that computes the
-            loss of a pipeline, whose log shows it. ``all``: on every rank, which may then communicate.
+        ranks: the ranks it runs on. ``main``: only rank 0, which writes files. ``loss``: also the rank that
+            computes the loss of a pipeline, whose log shows it. ``all``: every rank, so that the callback may
+            communicate.
     """
 
     ranks: Literal["main", "loss", "all"] = "main"
@@ -32,10 +33,10 @@ class LoggerTraits:
     """Facts about a log writer that are needed before it is made.
 
     Attributes:
-        package: the library it imports; None: none.
-        extra: the extra of this program that brings it.
-        options: the names it takes in its ``options``; None: they are checked when it is made.
-        callback: the callback that does the writing, for one that is no ``LogWriter``.
+        package: the library that it imports, or None.
+        extra: the extra of this program that installs the library.
+        options: the names that it takes in its ``options``; None: they are checked when it is made.
+        callback: the callback that writes, for a logger that is not a ``LogWriter``.
     """
 
     package: str | None = None
@@ -49,18 +50,21 @@ class ModuleTraits:
     """Properties of a task that are needed before it is built.
 
     Attributes:
-        trains: ppfleetx train runs it.
-        continues_text: its network gives scores of the next token: it can generate, be exported and served.
-        classifies: it learns a GLUE task: its network ends in a head of ``Model.num_classes`` outputs instead
-            of a vocabulary, and its answers are written to a file, those on Data.Test too.
-        has_metrics: an evaluation gives numbers besides the loss; their mean may decide which checkpoint is
-            the best (``Engine.save_load.keep_best: metric``).
-        offline_evaluation: ppfleetx eval measures section ``Offline_Eval`` with it.
-        for_generation: the configuration is one for generating: ``Generation.max_dec_len`` must fit.
-        refused_axes: axes of a plan that it does not run under, e.g. ``("pp", "sep")``.
-        measure: the form of before of ``BasicModule.evaluator``, for one version: makes what an evaluation
-            adds up, as ``package.module:attribute`` or the function itself; called with
-            ``(module, ctx, has_labels=...)``.
+        trains: whether ppfleetx train can run it.
+        continues_text: whether its network scores the next token, so that it can generate, and be exported
+            and served.
+        classifies: whether it learns a GLUE task. Then its network ends in a head of ``Model.num_classes``
+            outputs instead of a vocabulary, and its answers, including answers for Data.Test, are written to
+            a file.
+        has_metrics: whether an evaluation computes metrics besides the loss. Their mean may decide which
+            checkpoint is the best (``Engine.save_load.keep_best: metric``).
+        offline_evaluation: whether ppfleetx eval uses it for section ``Offline_Eval``.
+        for_generation: whether its configuration is for generation, so that ``Generation.max_dec_len`` must
+            fit.
+        refused_axes: the axes of a plan that it does not support, e.g. ``("pp", "sep")``.
+        measure: the earlier form of ``BasicModule.evaluator``, supported for one more version: a function, or
+            its ``package.module:attribute``, that makes the object in which an evaluation adds up results. It
+            is called with ``(module, ctx, has_labels=...)``.
     """
 
     trains: bool = True
@@ -80,9 +84,9 @@ class ArchitectureTraits:
     Attributes:
         spec: a function, or ``package.module:attribute``, that makes the ``ModelSpec``
             (``ppfleetx/models/gpt/spec.py``) from the ``Model`` section; None: GPT's.
-        metrics: names of the metrics that its layers give (``ppfleetx/nn/aux_loss.py``).
-        layer_shapes: the form before ``spec``, kept for one version: gives the parameters of one layer,
-            ``{name: ParamSpec}`` or ``{name: global shape}``.
+        metrics: the names of the metrics that its layers report (``ppfleetx/nn/aux_loss.py``).
+        layer_shapes: the earlier form of ``spec``, supported for one more version: a function that returns
+            the parameters of one layer, ``{name: ParamSpec}`` or ``{name: global shape}``.
     """
 
     spec: str | Callable[[Any], Any] | None = None
@@ -95,7 +99,7 @@ class NormTraits:
     """Facts about a norm.
 
     Attributes:
-        parameters: which of ``weight`` and ``bias`` it has, each of the normalised width.
+        parameters: its parameters, out of ``weight`` and ``bias``; each has the normalised width.
         zero_centered: whether the gain is ``1 + weight``.
     """
 
@@ -105,8 +109,9 @@ class NormTraits:
 
 @dataclass(frozen=True)
 class ActivationTraits:
-    """Facts about an activation. ``gated``: it combines pairs of gate and up, so the MLP's first linear is
-    twice as wide."""
+    """Facts about an activation. ``gated``: whether it combines pairs of gate and up, so that the MLP's first
+    linear is twice as wide.
+    """
 
     gated: bool = False
 
@@ -116,9 +121,10 @@ class PositionTraits:
     """Facts about a kind of position encoding.
 
     Attributes:
-        has_table: a learned table of ``Model.max_position_embeddings`` rows is added to the embeddings.
-        rotates: queries and keys are turned in attention, which needs an even head width.
-        biases: scores get linear biases.
+        has_table: whether a learned table of ``Model.max_position_embeddings`` rows is added to the
+            embeddings.
+        rotates: whether attention rotates queries and keys, which needs an even head width.
+        biases: whether scores get linear biases.
     """
 
     has_table: bool = False
@@ -131,10 +137,11 @@ class OptimizerTraits:
     """Facts about an optimizer: the states that it keeps and the keys that it reads.
 
     Attributes:
-        states: float32 tensors of a parameter's shape that it keeps for each parameter, at most.
+        states: the largest number of float32 tensors of the parameter's shape that it keeps for each
+            parameter.
         matrix_states: the same for the matrices of the blocks; None: ``states``.
-        reads: the keys of section ``Optimizer`` that it reads, of beta1, beta2, epsilon and weight_decay.
-        options: the names it takes in ``Optimizer.options``.
+        reads: the keys among beta1, beta2, epsilon and weight_decay of section ``Optimizer`` that it reads.
+        options: the names that it takes in ``Optimizer.options``.
     """
 
     states: int = 1
@@ -145,8 +152,9 @@ class OptimizerTraits:
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """Facts about a schedule. ``decays``: the rate is ``min_lr`` after ``decay_steps``; otherwise the
-    schedule has no end."""
+    """Facts about a schedule. ``decays``: whether the rate is ``min_lr`` after ``decay_steps``; otherwise the
+    schedule has no end.
+    """
 
     decays: bool = True
 
@@ -156,14 +164,15 @@ class DatasetTraits:
     """Facts about a dataset that the configuration needs.
 
     Attributes:
-        kind: ``corpus``: samples are cut from token files, Train repeats them in the data set's own order.
-            ``texts``: records of text files, one directory of them, encoded by ``Data.tokenizer``. ``own``:
-            anything else; ``input_dir`` and ``split`` mean what the data set makes of them. Eval and Test of
-            texts and of plugins are read whole.
-        shuffled: Train of texts and of plugins is read in an order drawn for each pass, which takes
-            8 bytes a sample; False: in the order of the numbers.
-        num_outputs: classes of a GLUE task (1: a number); None for everything else.
-        options: the names it takes in ``dataset.options``.
+        kind: the kind of data. ``corpus``: samples are cut from token files, and Train repeats them in the
+            dataset's own order. ``texts``: records of text files in one directory, encoded by
+            ``Data.tokenizer``. ``own``: anything else; the dataset decides the meaning of ``input_dir`` and
+            ``split``. Eval and Test of texts and of plugins are read whole.
+        shuffled: whether Train of texts and of plugins is read in a random order for each pass, which takes 8
+            bytes per sample; otherwise samples are read in the order of their numbers.
+        num_outputs: the number of classes of a GLUE task (1 if it predicts a number); None for everything
+            else.
+        options: the names that it takes in ``dataset.options``.
     """
 
     kind: Literal["corpus", "texts", "own"] = "own"
@@ -216,7 +225,7 @@ CALLBACKS.register(
 CALLBACKS.register(
     "mindspeed_log", f"{_CALLBACKS}.log_lines:MindSpeedLog.of", traits=CallbackTraits(ranks="loss")
 )
-# A tuple of names means those callbacks.
+# A tuple of names stands for these callbacks.
 CALLBACKS.register(
     "default",
     ("progress", "train_log", "metrics", "memory", "forecast", "visual_dl", "profiler", "predictions"),
@@ -251,7 +260,7 @@ MODULES.register(
     f"{_MODULES}.gpt:GPTEvalModule",
     traits=ModuleTraits(trains=False, offline_evaluation=True),
 )
-# Generation runs the same network and never asks for its loss.
+# Generation runs the same network and never uses its loss.
 MODULES.register("GPTGenerationModule", f"{_MODULES}.gpt:GPTModule", traits=ModuleTraits(for_generation=True))
 MODULES.register(
     "GPTFinetuneModule",
@@ -332,7 +341,7 @@ def check_options(name: str, options: Mapping[str, Any], takes: tuple[str, ...])
     """Refuse options that the part ``name`` was not registered with.
 
     Raises:
-        RuleError: naming the key ``options`` of the section.
+        RuleError: an option is unknown; the error names the key ``options`` of the section.
     """
     for option in options:
         if option not in takes:

@@ -4,7 +4,8 @@ There is one :class:`Registry` for each kind of part, all in ``ppfleetx/config/r
 and plugins both register with :meth:`Registry.register`.
 
 Names must be known before Paddle is imported, so an entry may be the text ``package.module:attribute``, which
-is imported when the part is made. Traits hold what the configuration needs to know about a part before that.
+is imported when the part is made. Traits hold the facts about a part that the configuration needs before
+that.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Registry(Generic[TargetT, TraitsT]):
     """Parts of one kind, by name.
 
     Args:
-        what: what the parts are, for messages: ``an optimizer``.
-        key: the key of the configuration that holds such a name.
-        default: traits of a part that is registered without any.
+        what: the kind of parts, for messages: ``an optimizer``.
+        key: the configuration key that holds the name of such a part.
+        default: the traits of a part that is registered without traits.
     """
 
     def __init__(self, what: str, key: str, default: TraitsT) -> None:
@@ -60,9 +61,9 @@ class Registry(Generic[TargetT, TraitsT]):
         """Register a part under a name. Without ``target`` this is a decorator.
 
         Args:
-            name: what a configuration calls it.
+            name: the name of the part in configurations.
             target: the part, or ``package.module:attribute``.
-            traits: what the configuration has to know about it.
+            traits: the facts that the configuration needs about it.
 
         Raises:
             ConfigError: the name is taken or has spaces, or the traits are of the wrong type.
@@ -86,7 +87,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return tuple(self._entries)
 
     def traits(self, name: str) -> TraitsT:
-        """The traits of a part; nothing is imported.
+        """The traits of a part. Nothing is imported.
 
         Raises:
             ConfigError: there is no such part.
@@ -94,7 +95,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return self._entry(name).traits
 
     def target(self, name: str) -> Any:
-        """The registered part, or the text that names it; nothing is imported.
+        """The registered part, or the text that names it. Nothing is imported.
 
         Raises:
             ConfigError: there is no such part.
@@ -105,7 +106,7 @@ class Registry(Generic[TargetT, TraitsT]):
         """The part itself, imported if it was registered as text.
 
         Raises:
-            ConfigError: there is no such part, or its text does not lead to one.
+            ConfigError: there is no such part, or its text names nothing.
         """
         target = self._entry(name).target
         return load_target(target)
@@ -115,11 +116,12 @@ class Registry(Generic[TargetT, TraitsT]):
 
         Args:
             name: name of the part.
-            arguments: what it is called with.
-            gives: the type that the result must have; None: any.
+            arguments: the arguments of the call.
+            gives: the required type of the result; None for any.
 
         Raises:
-            ConfigError: there is no such part, it cannot be called like this, or it gives something else.
+            ConfigError: there is no such part, it does not take these arguments, or its result has another
+                type.
         """
         part = self.load(name)
         self._check_call(name, part, *arguments)
@@ -154,7 +156,7 @@ class Registry(Generic[TargetT, TraitsT]):
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
     def hint(self, name: str) -> str:
-        """A hint for an unknown name: the nearest known ones."""
+        """A hint for an unknown name, with the nearest known names."""
         near = difflib.get_close_matches(name, self.names(), n=2, cutoff=0.6)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         return f"({meant}a name of your own is known when --plugin names the module that registers it)"
@@ -167,7 +169,9 @@ class Registry(Generic[TargetT, TraitsT]):
 
 @dataclass(frozen=True)
 class Registered:
-    """Marks a text of the configuration as a name in ``registry``: ``Annotated[str, Registered(NORMS)]``."""
+    """Marks a text field of the configuration as a name in ``registry``: ``Annotated[str,
+    Registered(NORMS)]``.
+    """
 
     registry: Registry[Any, Any]
 
@@ -182,7 +186,7 @@ class Registered:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        # Editors offer the names that ship, and take others.
+        # Editors offer the built-in names, and accept others.
         return {"anyOf": [{"enum": list(self.registry.names())}, {"type": "string"}]}
 
     def _known(self, name: str) -> str:
@@ -200,8 +204,8 @@ def _described(part: Any) -> str:
 
 
 def load_target(target: Any) -> Any:
-    """Import the object that ``package.module:attribute`` names (``attribute`` may have dots). Anything
-    but text is returned unchanged.
+    """Import the object that ``package.module:attribute`` names (``attribute`` may have dots). Any value that
+    is not text is returned unchanged.
 
     Raises:
         ConfigError: there is no such module or attribute, or the text is of another form.

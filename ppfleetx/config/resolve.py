@@ -49,8 +49,9 @@ def resolve(
 
 
 def _filled_in(given: Section, resolved: Section, origins: dict[str, str], prefix: str = "") -> Iterator[str]:
-    """The keys whose values differ from the given ones, and unset keys whose values are not their
-    defaults."""
+    """The keys whose values differ from the given values, and unset keys whose values are not their
+    defaults.
+    """
     for name, field in type(given).model_fields.items():
         key, before, after = f"{prefix}{name}", getattr(given, name), getattr(resolved, name)
         if isinstance(before, Section):
@@ -178,7 +179,7 @@ def _with_derived(cfg: RunConfig, batch: BatchPlan) -> RunConfig:
     )
     if cfg.Model.task.classifies and glue_task(cfg) is not None:
         cfg = cfg.changed("Model", num_classes=num_outputs(cfg))
-    if cfg.Engine.run_mode == "epoch":  # The length of an epoch is known only with the data.
+    if cfg.Engine.run_mode == "epoch":  # Only the data determine the length of an epoch.
         return cfg
     lr = cfg.Optimizer.lr
     decay_steps = lr.decay_steps or cfg.Engine.max_steps
@@ -199,7 +200,7 @@ def _with_lengths(cfg: RunConfig, origins: dict[str, str]) -> RunConfig:
 def _violations(cfg: RunConfig, batch: BatchPlan) -> Iterator[RuleError]:
     yield from _noop_layers(cfg)
     plan, work = plan_of(cfg), workload_of(cfg, batch.accumulate_steps)
-    # Lengths one by one: the message names the one that does not fit.
+    # Check lengths one by one, so that the message names the one that does not fit.
     for broken in (*violations(plan, replace(work, seq_len=None)), *length_violations(cfg, plan)):
         near = nearest_plan(plan, plan.world_size, work) if plan.world_size > 1 else None
         hint = f". The nearest legal plan for {plan.world_size}: {near}" if near else ""

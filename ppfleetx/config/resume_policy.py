@@ -1,6 +1,6 @@
 """The effect of each configuration key, which decides whether a resumed run may change it.
 
-A key that is not in the table is a defect: a test asks for the effect of every key of the sections.
+Every key must be in the table: a test looks up the effect of every key of the sections.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _table(effect: Effect, section: str, names: str) -> dict[str, Effect]:
     return {f"{section}.{name}": effect for name in names.split()}
 
 
-# A section means all its keys, except those listed themselves.
+# A section stands for all its keys, except keys that are listed themselves.
 _EFFECTS: dict[str, Effect] = {
     **_table(
         Effect.SHAPE,
@@ -139,7 +139,7 @@ _EFFECTS: dict[str, Effect] = {
     "Compress": Effect.TRAINING,
 }
 
-# Properties of ModelConfig that give the value of a null.
+# Properties of ModelConfig that return the value that null stands for.
 _EFFECTIVE = {
     "num_query_groups": "kv_heads",
     "head_dim": "head_size",
@@ -150,7 +150,7 @@ _EFFECTIVE = {
     "add_mlp_bias": "has_mlp_bias",
     "add_head_bias": "has_head_bias",
 }
-# Keys of these effects that say nothing of the network itself.
+# Keys with these effects that do not describe the network itself.
 _NOT_OF_THE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora")
 
 
@@ -170,7 +170,7 @@ def effect_of(key: str) -> Effect:
     """The effect of the dotted ``key``.
 
     Raises:
-        KeyError: the table says nothing of it.
+        KeyError: the table does not contain it.
     """
     found: str | None = key
     while found:
@@ -200,7 +200,8 @@ def network(
 ) -> dict[str, Any]:
     """The keys of ``Model`` that determine the network, except adapters, and their values.
 
-    A null that means another value is that value; None marks a key without effect on this network.
+    A null that stands for another value is replaced by this value; None marks a key without effect on this
+    network.
     """
     without_effect = set()
     if not model.positions.rotates:
@@ -226,9 +227,9 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
     """The keys with these effects whose values differ between a checkpoint's configuration and this one.
 
     Args:
-        saved: the configuration in a manifest. What it lacks had its default.
+        saved: the configuration in a manifest. Missing keys had their defaults.
         cfg: a loaded configuration.
-        effects: those to look at.
+        effects: the effects to look for.
     """
     now = cfg.model_dump(mode="json")
     pairs = (_pair(saved, now, key) for key in leaf_keys() if effect_of(key) in effects)
@@ -236,7 +237,7 @@ def changes(saved: Mapping[str, Any], cfg: RunConfig, effects: Collection[Effect
 
 
 def _pair(saved: Any, now: Any, key: str) -> Change:
-    """The two values of ``key``, or of the section around it if that is null on only one side."""
+    """The two values of ``key``, or of the section around it if only one side has null for the section."""
     section: type[Section] = RunConfig
     path = []
     for name in key.split("."):

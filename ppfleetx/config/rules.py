@@ -20,12 +20,12 @@ def glue_task(cfg: RunConfig) -> str | None:
 
 
 def num_outputs(cfg: RunConfig) -> int:
-    """The outputs of the classification head: the configured number, or else the task's."""
+    """The number of outputs of the classification head: the configured number, or else the task's."""
     return cfg.Model.num_classes or GLUE_OUTPUTS[glue_task(cfg)]
 
 
 def finetuning_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """The contradictions of ``cfg`` about finetuning."""
+    """The rules on finetuning that ``cfg`` breaks."""
     yield from _texts(cfg)
     if cfg.Engine.save_load.keep_best and not (cfg.Data.Eval is not None and cfg.Engine.eval_freq):
         yield RuleError(
@@ -90,7 +90,7 @@ def _others(cfg: RunConfig) -> str:
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
     """The tokens per sequence, by key, of every dataset that a program reads under this configuration.
 
-    ``Data.Test`` is read for a GLUE task alone, and an offline evaluation reads its own file alone.
+    ``Data.Test`` is read only for a GLUE task, and an offline evaluation reads only its own file.
     """
     if cfg.Model.task.offline_evaluation:
         return {"Offline_Eval.max_seq_len": cfg.Offline_Eval.max_seq_len}
@@ -110,7 +110,7 @@ def used_lengths(cfg: RunConfig) -> dict[str, int]:
 def workload_of(cfg: RunConfig, accumulate_steps: int | None = None) -> Workload:
     """The sizes of model and data that a plan must divide.
 
-    Of the lengths it is their greatest common divisor: what divides that divides each of them.
+    For sequence lengths, it has their greatest common divisor: a number that divides it divides each length.
     """
     model = cfg.Model
     return Workload(
@@ -171,7 +171,7 @@ _SECTION = "Compress.Quantization"
 
 
 def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
-    """The contradictions of ``cfg`` about compression."""
+    """The rules on compression that ``cfg`` breaks."""
     quantization = cfg.Compress.Quantization
     try:
         if quantization is not None:
@@ -224,11 +224,11 @@ def _distillation(cfg: RunConfig) -> Iterator[RuleError]:
 _MIXED = "Engine.mix_precision."
 
 Reason = tuple[tuple[str, ...], str]
-"""Keys that decide, and why in words."""
+"""The keys that decide, and the reason in words."""
 
 
 def without_place(cfg: RunConfig) -> dict[FusedName, Reason]:
-    """Fused products with weights that a 16-bit run cannot use on any device, and why."""
+    """The fused products with weights that a 16-bit run cannot use on any device, and the reason."""
     mixed = cfg.Engine.mix_precision
     if not mixed.enable:
         return {}

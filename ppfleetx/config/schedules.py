@@ -13,7 +13,7 @@ class Pass(NamedTuple):
 
     Attributes:
         part: ``F`` forward pass; ``B`` the gradients of inputs; ``W`` the gradients of weights.
-        micro: which micro batch, counted from 0.
+        micro: the number of the micro batch, from 0.
     """
 
     part: Part
@@ -31,9 +31,10 @@ def zero_bubble_order(stage: int, num_stages: int, micro_batches: int) -> list[P
     """The order of ZB-H1 on pipeline rank ``stage`` (Qi et al., "Zero Bubble Pipeline Parallelism", 2023,
     section 2.2).
 
-    Forward passes and gradients of inputs come in the order of 1F1B. Gradients of weights follow ``stage``
-    micro batches later, and fill the end, where 1F1B waits. A rank has at most ``num_stages - stage`` micro
-    batches between F and B, and ``stage`` between B and W: together no more than the first rank has in 1F1B.
+    Forward passes and gradients of inputs run in the order of 1F1B. Gradients of weights follow ``stage``
+    micro batches later, and fill the time at the end, where 1F1B waits. A rank has at most ``num_stages -
+    stage`` micro batches between F and B, and ``stage`` between B and W: together no more than the first rank
+    has in 1F1B.
     """
     ahead = min(num_stages - 1 - stage, micro_batches)
     order = [Pass("F", micro) for micro in range(ahead)]

@@ -12,14 +12,14 @@ from ppfleetx.config.reading.parse import shown_path
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 _BASES = "_base_"
-_TOPIC = "nlp/"  # all there is; names leave it out
+_TOPIC = "nlp/"  # the only folder; names leave it out
 _SUFFIX = ".yaml"
-_PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # what a path may have before a name
+_PLACES = ("ppfleetx/configs/", "configs/", _TOPIC)  # folders that may come before a name in a path
 
 
 @cache
 def shipped_configs() -> dict[str, Path]:
-    """The shipped files by name, sorted, without those that only serve as a base."""
+    """The shipped files by name, sorted, without files that only serve as a base."""
     names = {}
     for path in sorted(CONFIGS.rglob(f"*{_SUFFIX}")):
         place = path.relative_to(CONFIGS)
@@ -31,11 +31,11 @@ def shipped_configs() -> dict[str, Path]:
 def find_config(given: str | Path) -> Path:
     """Find the file given by ``-c``: ``given`` if it exists, else the shipped file of that name.
 
-    A name may be written with the folder it ships in and with ``.yaml``, and without ``gpt/``.
+    A name may include the folder of the file and ``.yaml``, and may leave out ``gpt/``.
 
     Raises:
-        ConfigError: neither; the message lists the nearest names. What looks like a file is left for the
-            reader to say that there is none.
+        ConfigError: there is no such file or name; the message lists the nearest names. If ``given`` looks
+            like a path, it is returned, and the reader reports that there is no such file.
     """
     given = Path(given)
     if not _can_exist(given) or os.path.lexists(given):
@@ -62,7 +62,7 @@ def find_config(given: str | Path) -> Path:
 
 
 def _can_exist(path: Path) -> bool:
-    """Whether the system accepts ``path`` as a path at all; for others, the reader reports the error."""
+    """Whether the system accepts ``path`` as a path. For other texts, the reader reports the error."""
     return str(path).isprintable() and all(len(os.fsencode(part)) < 256 for part in path.parts)
 
 
@@ -80,8 +80,7 @@ def purpose(path: Path) -> str:
 
 
 def copy_config(name: str, directory: Path) -> list[Path]:
-    """Copy a shipped file and its bases into ``directory``; return the written files, the file itself
-    first.
+    """Copy a shipped file and its bases into ``directory``. Returns the written files, the file itself first.
 
     Raises:
         ConfigError: there is no such name, another file has the name of one to be written, or ``directory``
@@ -110,7 +109,7 @@ def copy_config(name: str, directory: Path) -> list[Path]:
 
 
 def _with_bases(path: Path) -> dict[str, str]:
-    """The text of a file and of all its bases, by path in the copy."""
+    """The texts of a file and of all its bases, by their paths in the copy."""
     text = path.read_text("utf-8")
     line = next((line for line in text.splitlines() if line.startswith(f"{_BASES}:")), "")
     bases = [word.strip() for word in line.partition(":")[2].strip(" []").split(",") if word.strip()]

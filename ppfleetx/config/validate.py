@@ -1,4 +1,4 @@
-"""Turn a tree of YAML values into the typed configuration, or into errors in plain words."""
+"""Turn a tree of YAML values into the typed configuration, or into plain error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, st
     try:
         return root.model_validate(plain), origins
     except ValidationError as error:
-        # What is missing at the top is missing in the file.
+        # A key missing at the top level is missing in the file.
         raise _config_error(error, plain, root, {"": tree.place, **origins}) from None
 
 
@@ -37,7 +37,7 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
     """Build one section from values that do not come from a configuration.
 
     Raises:
-        ConfigError: as in :func:`validate`; keys are relative to the section, and no place is named.
+        ConfigError: as in :func:`validate`, but keys are relative to the section, and no place is named.
     """
     try:
         return section.model_validate(values)
@@ -65,7 +65,7 @@ def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str
 
 
 def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) -> Any:
-    """Convert ``node`` to Python values for the field's type; places go to ``origins``."""
+    """Convert ``node`` to Python values for the field's type. Places go to ``origins``."""
     if key:
         origins[key] = node.place
     if isinstance(node.value, dict):
@@ -80,7 +80,7 @@ def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) ->
         item = inside(annotation).item
         return [_to_plain(child, item, f"{key}.{i}", origins) for i, child in enumerate(node.value)]
     if node.value is None:
-        # A section with nothing below its name is a section of defaults.
+        # An empty section has all defaults.
         is_plain_section = isinstance(annotation, type) and issubclass(annotation, Section)
         return {} if is_plain_section else None
     if node.text is not None and annotation is not None and is_text_only(annotation):
@@ -99,7 +99,7 @@ def _config_error(
         if key not in found:
             found[key] = detail
             around.update(key[:dot] for dot, sign in enumerate(key) if sign == ".")
-    # A wrong item makes its list wrong too: the item says more.
+    # A wrong item makes its list wrong too; the item's error says more.
     telling = [detail for key, detail in found.items() if key not in around]
     first, *rest = (_one_error(detail, plain, root, origins) for detail in telling[:_MAX_ERRORS])
     if not rest:
@@ -116,7 +116,7 @@ def _config_error(
 
 
 def _blamed(detail: ErrorDetails, root: type[Section]) -> str:
-    """The dotted key that an error is about."""
+    """The dotted key that an error concerns."""
     path = _follow(detail["loc"], root)[2]
     cause = detail.get("ctx", {}).get("error")
     return ".".join([*path, *cause.keys[:1]] if isinstance(cause, RuleError) else path)

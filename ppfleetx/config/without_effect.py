@@ -19,11 +19,11 @@ from ppfleetx.config.sections.generation import READ_BY
 from ppfleetx.config.sections.root import RunConfig
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
-_MANIFEST = "manifest.json"  # what lies beside it is part of a checkpoint
+_MANIFEST = "manifest.json"  # a configuration beside it is part of a checkpoint
 
 
 def without_effect(cfg: RunConfig) -> list[str]:
-    """Explain, in a sentence each, options that change nothing in this run.
+    """Explain, in one sentence each, the options that change nothing in this run.
 
     Keys are named only if the user set them, in a file or with -o, and not if a shipped file or the
     configuration of a checkpoint did.
@@ -39,7 +39,7 @@ def without_effect(cfg: RunConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """A rule: ``keys`` have no effect in a configuration that ``applies`` accepts, and why."""
+    """A rule that says that ``keys`` have no effect in a configuration that ``applies`` accepts, and why."""
 
     keys: tuple[str, ...]
     applies: Callable[[RunConfig], bool]
@@ -51,7 +51,7 @@ def _keys(section: str, names: str) -> tuple[str, ...]:
 
 
 def _others(section: str, of: type[Section], switch: str) -> tuple[str, ...]:
-    """All keys of a section except its switch; a nested section means all its keys."""
+    """All keys of a section except its switch. A nested section stands for all its keys."""
     return tuple(f"{section}.{name}" for name in of.model_fields if name != switch)
 
 
@@ -75,7 +75,7 @@ def _loads(cfg: RunConfig) -> bool:
 
 
 def _reads_records(cfg: RunConfig, mode: str) -> bool:
-    """Whether a split consists of records of a file; for ``Train``, also that each pass has a new order."""
+    """Whether a split consists of records of a file and, for ``Train``, each pass has a new order."""
     split = getattr(cfg.Data, mode)
     traits = None if split is None else DATASETS.traits(split.dataset.name)
     return traits is not None and traits.kind != "corpus" and (mode != "Train" or traits.shuffled)
@@ -368,9 +368,9 @@ SWITCHED_OFF = (
 
 
 def _is_written(cfg: RunConfig, key: str, origins: dict[str, str]) -> bool:
-    """Whether the user set ``key`` (for a section: anything in it).
+    """Whether the user set ``key`` or, for a section, any key in it.
 
-    A file that repeats the default does not count: the ``config.yaml`` of a run holds every key.
+    A default value in a file does not count, because the ``config.yaml`` of a run holds every key.
     """
     places = [place for name, place in origins.items() if name == key or name.startswith(f"{key}.")]
     value = _value(cfg, key)

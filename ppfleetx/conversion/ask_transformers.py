@@ -1,4 +1,4 @@
-"""Compute logits of a Hugging Face directory with transformers. Run by an interpreter that has it.
+"""Compute logits of a Hugging Face directory with transformers, in an interpreter that has transformers.
 
     python ask_transformers.py DIRECTORY PROBE.npz LOGITS.npy
 
@@ -17,13 +17,13 @@ def main(directory: str, probe: str, answer: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    config._experts_implementation = "eager"  # its grouped products do not take every size
+    config._experts_implementation = "eager"  # its grouped products do not support every size
     model = AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,
         local_files_only=True,
         trust_remote_code=False,
-        use_safetensors=True,  # no pickles
+        use_safetensors=True,  # pickles are refused
         torch_dtype=torch.float32,
         attn_implementation="eager",
     )
@@ -31,7 +31,7 @@ def main(directory: str, probe: str, answer: str) -> None:
     with np.load(probe) as given:
         tokens, positions = (torch.from_numpy(given[name]) for name in ("tokens", "positions"))
     with torch.no_grad():
-        # Without a mask, gaps between positions would be taken for the ends of packed sequences.
+        # Without a mask, gaps between positions would count as the ends of packed sequences.
         output = model(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens))
     np.save(answer, output.logits.numpy())
 

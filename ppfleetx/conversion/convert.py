@@ -42,14 +42,14 @@ class Conversion:
     """A conversion to do.
 
     Attributes:
-        source, target: formats, of SOURCES and TARGETS.
-        input, output: directories; files for the format `gguf`.
-        model: the network; None: the source describes it.
+        source, target: the formats, from SOURCES and TARGETS.
+        input, output: directories, or files for the format `gguf`.
+        model: the network; None if the source describes it.
         dtype: `float32`, `float16`, `bfloat16`, or None to keep each tensor's own; to `gguf` also one of
             gguf.QUANTIZED.
-        merge: ppfleetx to ppfleetx, into one rank directory, optimizer state included.
-        plan: ppfleetx to ppfleetx, cut for this plan.
-        tokenizer: directory of tokenizer files to take in place of the source's.
+        merge: for ppfleetx to ppfleetx, whether to write one rank directory, including optimizer state.
+        plan: for ppfleetx to ppfleetx, the plan to cut the checkpoint for.
+        tokenizer: a directory of tokenizer files to use instead of the source's.
     """
 
     source: str
@@ -65,11 +65,11 @@ class Conversion:
 
 @os_errors(CheckpointError)
 def convert(job: Conversion) -> Path:
-    """Convert, and return what was written: a step directory, a Hugging Face directory or a GGUF file.
+    """Convert, and return the path of the result: a step directory, a Hugging Face directory or a GGUF file.
 
     Raises:
-        CheckpointError: the source cannot be read, has a NaN or an infinity, or is no network that the
-            target format has.
+        CheckpointError: the source cannot be read, has a NaN or an infinity, or has a network that the target
+            format does not support.
         ConfigError: the description of the network is wrong.
     """
     _check(job)
@@ -118,7 +118,7 @@ def _write(job: Conversion, weights: Weights) -> Path:
 
 
 def read_weights(job: Conversion) -> Weights:
-    """The weights of the source in the element type of the job, read one at a time."""
+    """Read the weights of the source in the element type of the conversion, one at a time."""
     dtype = "float32" if job.dtype in QUANTIZED else job.dtype
     if job.source == "hf":
         weights = read_hf(job.input)
@@ -139,7 +139,7 @@ def read_weights(job: Conversion) -> Weights:
 
 
 def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
-    """The network that is given, or the one that the source describes.
+    """The given network, or the network that the source describes.
 
     Raises:
         CheckpointError: the source does not describe it and none is given, or the two contradict each other.
@@ -156,7 +156,7 @@ def model_of(weights: Weights, given: ModelConfig | None) -> ModelConfig:
         return network_of(described, weights.place)
     for key, value in network(given).items():
         said = described.get(key)
-        if key in ("rope_scaling", "moe"):  # where null is a value, and not "not said"
+        if key in ("rope_scaling", "moe"):  # for which null is a value, and does not mean "not given"
             said = None if said is None else _section(key, said, given)
             differs = key in described and said != value
         else:
@@ -188,23 +188,24 @@ def check_logits(
     seed: int = 0,
     python_with_transformers: str | None = None,
 ) -> float:
-    """Largest difference between logits of what was converted and of Hugging Face's files, on random tokens.
+    """The largest difference between logits of the converted model and of Hugging Face's files, on random
+    tokens.
 
-    Our network computes both: from the checkpoint as it was written (or, converting to Hugging Face, as it
-    was read), and from Hugging Face's files of the source, the result, or both. Where the conversion rounds,
-    the source's tensors are rounded first. If transformers is installed, its logits of Hugging Face's files
-    are compared with ours too.
+    Our network computes both: from the written checkpoint (or, for a conversion to Hugging Face, the
+    checkpoint that was read), and from the Hugging Face files of the source, the result, or both. If the
+    conversion rounds, the source's tensors are rounded first. If transformers is installed, its logits of the
+    Hugging Face files are also compared with ours.
 
     Args:
-        job, written: the conversion, and what :func:`convert` returned.
-        length: tokens of each of the two sequences.
-        seed: of the tokens.
+        job, written: the conversion, and the result of :func:`convert`.
+        length: the number of tokens of each of the two sequences.
+        seed: the seed of the tokens.
         python_with_transformers: an interpreter with `torch` and `transformers`; None: this one, if it has
             them.
 
     Raises:
-        CheckpointError: neither side of the conversion is Hugging Face's, or the logits differ by more
-            than `logits.TOLERANCE` (relative to the largest one where that is above 1).
+        CheckpointError: neither side of the conversion is in Hugging Face's format, or the logits differ by
+            more than `logits.TOLERANCE` (relative to the largest logit if that is above 1).
     """
     if "hf" not in (job.source, job.target) or job.target == "gguf":
         raise CheckpointError(
@@ -222,7 +223,7 @@ def check_logits(
 
 
 def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None, python: str | None) -> float:
-    """Largest difference between our logits and those of a Hugging Face directory."""
+    """The largest difference between our logits and the logits of a Hugging Face directory."""
     stored = read_hf(directory)
     rounded = stored if dtype is None else stored.cast(FLOAT_DTYPES[dtype])
     largest = difference(ours, probe.logits(rounded), f"of {directory} and of what was converted")
@@ -235,7 +236,9 @@ def _compare(ours: np.ndarray, probe: Probe, directory: Path, dtype: str | None,
 
 
 def _python_with_transformers(given: str | None, directory: Path) -> str | None:
-    """The interpreter to ask about a Hugging Face directory; None: there is none, which the log says."""
+    """The interpreter that computes logits with transformers; None if there is none, which the log
+    reports.
+    """
     if read_stored(directory).is_paddle:
         if given is not None:
             raise CheckpointError(
@@ -282,7 +285,7 @@ def _check(job: Conversion) -> None:
 
 
 def _refuse_finetuned(job: Conversion, weights: Weights, model: ModelConfig) -> None:
-    """Raise CheckpointError for adapters and classifiers, which other formats do not hold."""
+    """Raise CheckpointError for adapters and classifiers, which other formats do not support."""
     if model.lora is not None:
         raise CheckpointError(
             f"{weights.place} holds adapters (Model.lora) for frozen weights; make one model of both first: "

@@ -1,4 +1,4 @@
-"""Recognises checkpoints of other programs and says how to convert them.
+"""Recognise checkpoints of other programs, and say how to convert them.
 
 Most are recognised by file names, some by a configuration or a header. Tensors are not read.
 """
@@ -49,7 +49,7 @@ _SUFFIXES = {
         "of Megatron-LM (--from megatron)",
     ),
 }
-"""What a single file of weights is, by its suffix."""
+"""The kind of a single file of weights, by its suffix."""
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -61,7 +61,7 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def described(path: Path) -> str | None:
-    """What ``path`` is and how to convert it, in sentences that begin with the path.
+    """Sentences, beginning with the path, that say what ``path`` is and how to convert it.
 
     None if it is unknown, or need not be converted.
 
@@ -87,7 +87,7 @@ def refuse_foreign(cfg: RunConfig) -> None:
     """Refuse weights that another program wrote, and say how to convert them. Missing files pass.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: the weights are in another format; the message names the key.
     """
     for key, place in weight_sources(cfg):
         if sentence := described(Path(place)):
@@ -95,7 +95,7 @@ def refuse_foreign(cfg: RunConfig) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is an output directory, a step directory or a rank directory of ours."""
+    """Whether ``path`` is an output directory, a step directory or a rank directory of this program."""
     return (path / LATEST_FILE).exists() or any(
         (place / name).exists() for place in (path, path.parent) for name in (MANIFEST_FILE, MARKER_FILE)
     )

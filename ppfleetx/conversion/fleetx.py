@@ -1,8 +1,8 @@
-"""Reading FleetX's checkpoints: ``model.pdparams``, alone or in one directory per rank.
+"""Read FleetX's checkpoints: ``model.pdparams``, alone or in one directory per rank.
 
-Only weights are read: Paddle names optimizer states by order of creation. Tensor-parallel ranks cut the
-parameters as ours do. Pipeline ranks number their layers over the whole pipeline, starting with the embedding
-as 0. Every sharding rank writes all parameters, so the first one's are read.
+Only weights are read, because Paddle names optimizer states by order of creation. Tensor-parallel ranks cut
+parameters in the same way as ours. Pipeline ranks number their layers over the whole pipeline, starting with
+the embedding as 0. Every sharding rank writes all parameters, so only the first rank's are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RANK = re.compile(r"mp_(\d{2,})_sharding_(\d{2,})_pp_(\d{2,})")
 _WRAPPERS = ("_layers.", "_layer.", "module.", "model.", "gpt.")
 
 
-# Parameters of a layer: theirs -> ours.
+# Parameters of a layer: FleetX's names and ours.
 _IN_LAYER = {
     "norm1": "input_norm",
     "self_attn.qkv_proj": "attention.qkv",
@@ -62,16 +62,16 @@ def open_fleetx(path: Path) -> ForeignCheckpoint:
 
 
 def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
-    """Weights of a FleetX checkpoint, joined from its ranks.
+    """Read the weights of a FleetX checkpoint, joined from its ranks.
 
     Args:
-        path: directory with ``model.pdparams`` or with rank directories, or one rank directory of a run
+        path: a directory with ``model.pdparams`` or with rank directories, or the rank directory of a run
             with one rank.
         model: the network; needed only if q, k and v are separate.
 
     Raises:
         RefusedPickleError: a file asks for more than arrays and containers.
-        CheckpointError: ranks are missing, files are damaged, or tensors are not those of FleetX's GPT.
+        CheckpointError: ranks are missing, files are damaged, or tensors do not belong to FleetX's GPT.
     """
     path = Path(path)
     files = _rank_files(path)
@@ -90,7 +90,9 @@ def read_fleetx(path: str | Path, model: ModelConfig | None = None) -> Weights:
 
 
 def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
-    """The keys of the `Model` section that follow from shapes. The number of heads does not."""
+    """The keys of the `Model` section that follow from shapes. The number of heads does not follow from
+    them.
+    """
     positions = tensors.get("embedding.position_embeddings.weight")
     layers = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.layers\.(\d+)\.", name))]
     keys = {"num_layers": max(layers, default=-1) + 1}
@@ -103,7 +105,7 @@ def _sizes(tensors: Mapping[str, LazyTensor]) -> dict[str, int]:
 
 
 def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """(mp, pp) -> file of each rank that is needed. Raises CheckpointError if one is missing."""
+    """The file of each needed rank, by (mp, pp). Raises CheckpointError if a file is missing."""
     if (path / MODEL_FILE).is_file():
         match = _RANK.fullmatch(path.resolve().name)
         ranks = [child for child in path.resolve().parent.glob("mp_*") if (child / MODEL_FILE).is_file()]
@@ -133,7 +135,7 @@ def _canonical(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyT
 
 
 def canonical_name(name: str) -> str | None:
-    """Our name of a FleetX parameter; None: FleetX's GPT has no such parameter."""
+    """Our name for a FleetX parameter; None if FleetX's GPT has no such parameter."""
     bare = _unwrapped(name)
     if match := _EMBEDDING.fullmatch(bare) or _CHUNK_EMBEDDING.fullmatch(bare):
         return f"embedding.{match[1]}_embeddings.weight"

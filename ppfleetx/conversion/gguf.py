@@ -1,8 +1,8 @@
 """GGUF, the file format of llama.cpp: a network, its weights and its tokenizer in one file.
 
-The metadata of a file become a Hugging Face ``config.json``, and its tensors get Hugging Face's names. From
-there on, the families of :mod:`ppfleetx.conversion.huggingface` say what they are here. The ``gguf`` library
-knows the bytes, the element types and the names of tensors.
+The metadata of a file become a Hugging Face ``config.json``, and its tensors get Hugging Face's names. The
+families of :mod:`ppfleetx.conversion.huggingface` then translate both to our format. The ``gguf`` library
+handles the bytes, the element types and the names of tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SUFFIX = ".gguf"
 QUANTIZED = ("q8_0", "q4_0", "q4_1")
 """The quantised element types that are written; every type of the ``gguf`` library is read."""
 _MAGIC = b"GGUF"
-_BLOCK = 32  # numbers of a row that share a scale
+_BLOCK = 32  # how many numbers of a row share a scale
 _ROPE_FACTORS = "rope_freqs.weight"
 _FLOATS = ("F32", "F16", "BF16")
 _SUFFIXES = (".weight", ".bias")
@@ -47,15 +47,16 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp calls and describes one ``model_type`` of Hugging Face.
+    """The names and metadata that llama.cpp uses for one ``model_type`` of Hugging Face.
 
     Attributes:
         name: ``general.architecture``.
-        model_type: Hugging Face's.
-        keys: key of ``config.json`` -> key of the metadata, without the architecture before it.
-        fixed: keys of ``config.json`` that all such files have alike.
-        biases: key of ``config.json`` -> the tensor whose presence it says.
-        rotary_part: key of ``config.json`` for the rotated part of a head; None: whole heads are.
+        model_type: Hugging Face's ``model_type``.
+        keys: for each key of ``config.json``, the key of the metadata, without the architecture before it.
+        fixed: keys of ``config.json`` that have the same value for all such files.
+        biases: for each key of ``config.json`` about biases, the tensor whose presence decides its value.
+        rotary_part: the key of ``config.json`` for the rotated part of a head; None if whole heads are
+            rotated.
     """
 
     name: str
@@ -141,10 +142,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: str | Path) -> Weights:
-    """The weights of a GGUF file; quantised ones become float32 when they are read.
+    """Read the weights of a GGUF file. Quantised weights become float32 when they are read.
 
     Raises:
-        CheckpointError: the file is damaged, one of several parts, or of a network that is not supported.
+        CheckpointError: the file is damaged, is one of several parts, or has an unsupported network.
         NotInstalledError: ``gguf`` is not installed.
     """
     path = Path(path)
@@ -193,7 +194,7 @@ def read_gguf(path: str | Path) -> Weights:
 
 
 def extract_tokenizer(path: str | Path, directory: Path) -> Path:
-    """Write the tokenizer of a GGUF file to ``directory``, as transformers stores one.
+    """Write the tokenizer of a GGUF file to ``directory``, in the files that transformers uses.
 
     Raises:
         CheckpointError: the file is damaged, or its tokenizer is of a kind that is not supported.
@@ -215,7 +216,7 @@ def _library() -> Any:
 
 
 def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """Metadata and tensors of a file."""
+    """Open a file, and yield its metadata and tensors."""
     with opened(path) as file:
         begin = file.read(8)
     if begin == b"version ":
@@ -226,7 +227,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     try:
         reader = library.GGUFReader(path)
         metadata = {key: one.contents() for key, one in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError) as error:  # what the library lets through
+    except (ValueError, IndexError, KeyError, OverflowError) as error:  # errors that the library passes on
         raise CheckpointError(f"{path} is damaged or cut off: {error}") from error
     count = metadata.get("split.count", 1)
     if count > 1:
@@ -259,15 +260,15 @@ def _tensor(stored: Any, path: Path, is_small: bool) -> LazyTensor:
 def _config(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """The ``config.json`` of the network in a file.
+    """Make the ``config.json`` for the network in a file.
 
     Args:
-        metadata: of the file.
-        shapes: of its tensors, by name.
-        factors: what its rotary frequencies are divided by, if it says.
+        metadata: the metadata of the file.
+        shapes: the shapes of its tensors, by name.
+        factors: the divisors of its rotary frequencies, if the file has any.
 
     Raises:
-        CheckpointError: no such network is supported.
+        CheckpointError: the network is not supported.
     """
     name = metadata.get("general.architecture")
     row = _BY_NAME.get(name) if isinstance(name, str) else None
@@ -302,7 +303,7 @@ def _add_rope(
     """The rotary settings of a file."""
     sizes = [config.get(key) for key in ("hidden_size", "num_attention_heads")]
     if None in sizes:
-        return  # GPT-2, or what the family reports as missing
+        return  # for GPT-2, or for keys that the family reports as missing
     head_dim = config.get("head_dim") or sizes[0] // sizes[1]
     turned = metadata.get(f"{row.name}.rope.dimension_count", head_dim)
     if row.rotary_part is not None:
@@ -329,7 +330,7 @@ def _add_rope(
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> dict[str, Any]:
-    """The rotary scaling of Llama 3, of which a file holds the result: a factor for each frequency."""
+    """Find the rotary scaling of Llama 3 from its result in the file: a factor for each frequency."""
     scaling = {
         "factor": _shortest(float(factors.max())),
         "low_freq_factor": 1.0,
@@ -363,7 +364,7 @@ def _token_ids(metadata: Metadata) -> dict[str, Any]:
 
 
 def _sampling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The ``generation_config.json`` for the defaults in a file; None: it has none."""
+    """The ``generation_config.json`` for the defaults in a file; None if it has none."""
     given = {key: metadata.get(f"general.sampling.{theirs}") for theirs, key in _SAMPLING.items()}
     said = {key: _shortest(value) for key, value in given.items() if value is not None}
     if not said:
@@ -373,12 +374,12 @@ def _sampling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def _shortest(value: Any) -> Any:
-    """A float32 as the shortest decimal that stands for it; anything else as it is."""
+    """Round a float32 to the shortest decimal with the same value. Any other value is returned unchanged."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _names(config: Mapping[str, Any]) -> Any:
-    """Hugging Face's name of a tensor -> llama.cpp's."""
+    """llama.cpp's names of tensors, by Hugging Face's names."""
     library, row = _library(), _BY_TYPE[config["model_type"]]
     kind = next(one for one, name in library.MODEL_ARCH_NAMES.items() if name == row.name)
     table = library.get_tensor_name_map(kind, config.get("num_hidden_layers") or config["n_layer"])
@@ -392,7 +393,7 @@ def _names(config: Mapping[str, Any]) -> Any:
 
 
 def _is_transposed(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor is [in, out] in transformers and [out, in] in llama.cpp: those of GPT-2's layers."""
+    """Whether a tensor is [in, out] in transformers and [out, in] in llama.cpp, as in GPT-2's layers."""
     return config["model_type"] == "gpt2" and ".h." in name
 
 
@@ -403,25 +404,25 @@ def _in_hf_layout(
 
 
 def _reshaped(array: np.ndarray, name: str, config: Mapping[str, Any], *, to_file: bool) -> np.ndarray:
-    """A tensor in llama.cpp's layout from Hugging Face's (``to_file``), or the other way round.
+    """Convert a tensor from Hugging Face's layout to llama.cpp's (``to_file``), or the other way round.
 
     Args:
         array: the tensor.
-        name: Hugging Face's.
+        name: Hugging Face's name.
         config: the ``config.json``.
-        to_file: the direction.
+        to_file: whether to convert to llama.cpp's layout.
     """
     kind = config["model_type"]
     rest = array.shape[1:]
     if kind in ("llama", "mistral") and (found := re.search(r"self_attn\.([qk])_proj", name)):
-        # llama.cpp rotates neighbours in these networks, transformers the two halves of a head.
+        # In these networks, llama.cpp rotates neighbours, and transformers the two halves of a head.
         heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
         halves = (2, -1) if to_file else (-1, 2)
         return array.reshape(heads, *halves, *rest).swapaxes(1, 2).reshape(array.shape)
     if _is_transposed(name, config):
         return array.T
     if kind == "gpt_neox" and "query_key_value" in name:
-        # All queries, then all keys, then all values; transformers has those of each head together.
+        # llama.cpp has all queries, then all keys, then all values; transformers groups them by head.
         groups = (config["num_attention_heads"], 3) if to_file else (3, config["num_attention_heads"])
         return array.reshape(*groups, -1, *rest).swapaxes(0, 1).reshape(array.shape)
     return array
@@ -442,10 +443,10 @@ def write_gguf(
     """Write a file that llama.cpp runs.
 
     Args:
-        tensors: all parameters of ``model`` by canonical name, vocabulary padding included.
+        tensors: all parameters of ``model`` by canonical name, including vocabulary padding.
         model: the network.
         path: the file.
-        tokenizer: goes into the file, with its chat template.
+        tokenizer: the tokenizer to write into the file, with its chat template.
         dtype: one of QUANTIZED; None: the element types of ``tensors``.
         source: ``Weights.source``, if the weights came from Hugging Face or GGUF.
 
@@ -508,7 +509,7 @@ _FILE_TYPES = {
 
 
 def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[str, Any]) -> LazyTensor:
-    """One tensor of the file, from a parameter of ours."""
+    """Make one tensor of the file from one of our parameters."""
     shape = rule.shapes[index]
     return LazyTensor(
         tensor.dtype,
@@ -518,8 +519,9 @@ def _part(rule: Any, tensor: LazyTensor, index: int, name: str, config: Mapping[
 
 
 def _stored_type(name: str, tensor: LazyTensor, dtype: str | None) -> str:
-    """The element type of a tensor in the file: vectors and positions stay float32, as in llama.cpp; 4 bits
-    are too few for the embedding and the head."""
+    """The element type of a tensor in the file. Vectors and positions stay float32, as in llama.cpp; 4 bits
+    are too few for the embedding and the head.
+    """
     if len(tensor.shape) == 1 or name.startswith("position_embd"):
         return "F32"
     if dtype is None:
@@ -555,7 +557,7 @@ def _metadata(config: Mapping[str, Any], row: Architecture, model: ModelConfig) 
 
 
 def _add_factors(model: ModelConfig, tensors: dict[str, LazyTensor]) -> np.ndarray | None:
-    """Add what Llama 3 divides its rotary frequencies by, and return it."""
+    """Add the divisors of Llama 3's rotary frequencies, and return them."""
     if model.rope_scaling is None or model.rope_scaling.type != "llama3":
         return None
     factors = _rope_factors(model.rope_scaling, model.head_size, model.rotary_base)
@@ -578,7 +580,7 @@ def _check_same(
 
 def _add(writer: Any, key: str, value: Any) -> None:
     if key == "general.architecture":
-        return  # the writer adds it
+        return  # the writer adds this key
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -1,8 +1,7 @@
-"""The tokenizer in the metadata of a GGUF file, and the files that transformers keeps one in.
+"""Convert between the tokenizer in the metadata of a GGUF file and the tokenizer files of transformers.
 
-llama.cpp has two kinds of BPE: ``gpt2`` merges bytes within the pieces that a regular expression cuts, which
-is known by its name alone; ``llama`` merges characters, as SentencePiece does, and has scores in place of
-merges.
+llama.cpp has two kinds of BPE. ``gpt2`` merges bytes within pieces cut by a regular expression, which the
+file only names. ``llama`` merges characters, as SentencePiece does, and has scores instead of merges.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 def _words(digits: str) -> str:
-    """The pattern of GPT-4 and its relatives; ``digits`` is how many of them stay together."""
+    """The pattern of GPT-4 and its relatives. ``digits`` says how many digits stay together."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         + digits
@@ -56,19 +55,19 @@ _OTHER_NAMES = {
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), "qwen2"),
 }
 _WITH_BOS = ("llama-bpe", "llama")
-"""Those that put BOS before a text where the file does not say."""
+"""The tokenizers that put BOS before a text if the file does not say whether to."""
 _WHOLE_WORDS_FIRST = ("llama-bpe",)
-"""A piece that is a token as a whole is not merged from its parts."""
+"""The tokenizers in which a piece that is a token is not merged from its parts."""
 
 
 # ---- in
 
 
 def tokenizer_texts(metadata: Mapping[str, Any], place: str) -> dict[str, str]:
-    """``tokenizer.json`` and ``tokenizer_config.json``, by file name.
+    """Make the texts of ``tokenizer.json`` and ``tokenizer_config.json``, by file name.
 
     Args:
-        metadata: of the GGUF file.
+        metadata: the metadata of the GGUF file.
         place: its path, for messages.
 
     Raises:
@@ -163,7 +162,7 @@ def _of_characters(
 
 
 def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> list[list[str]]:
-    """Every way to put a token together from two others, the tokens with the highest score first."""
+    """All pairs of tokens that form another token, sorted by the score of the result, highest first."""
     found = []
     for token, number in vocab.items():
         if types[number] != _NORMAL:
@@ -180,7 +179,7 @@ def _added(number: int, token: str, *, is_special: bool) -> dict[str, Any]:
 
 
 def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, Any] | None:
-    """The post-processor that puts BOS before a text, EOS behind it, or both."""
+    """The post-processor that puts BOS before a text, EOS after it, or both."""
     if not wanted:
         return None
     pieces = {name: {"SpecialToken": {"id": token, "type_id": 0}} for name, token in wanted.items()}
@@ -198,14 +197,14 @@ def _around(wanted: Mapping[str, str], vocab: Mapping[str, int]) -> dict[str, An
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """The metadata of a tokenizer.
+    """Make the metadata for a tokenizer.
 
     Args:
         tokenizer: the tokenizer.
-        vocab_size: rows of the model's embedding, which a GGUF file has a token for each of.
+        vocab_size: the number of rows of the model's embedding. A GGUF file has a token for each row.
 
     Raises:
-        CheckpointError: llama.cpp has no such tokenizer.
+        CheckpointError: llama.cpp does not support this kind of tokenizer.
     """
     definition = tokenizer.definition
     model = definition["model"]
@@ -250,7 +249,9 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
 
 
 def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Mapping[str, Any]) -> int:
-    """The type of a token. ``characters`` is the model of a SentencePiece BPE, empty for a BPE of bytes."""
+    """llama.cpp's type of a token. ``characters`` is the model of a SentencePiece BPE, empty for a BPE of
+    bytes.
+    """
     if token is None:
         return _UNUSED
     if characters and token == characters.get("unk_token"):
@@ -263,7 +264,7 @@ def _type_of(token: str | None, added: Mapping[str, Any] | None, characters: Map
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """The earlier a token is merged, the higher its score."""
+    """The scores of tokens: the earlier a token is merged, the higher its score."""
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merge_pairs(dict(model))):
         ranks.setdefault(left + right, rank)
@@ -276,7 +277,7 @@ def _has_space_prefix(definition: Mapping[str, Any]) -> bool:
 
 
 def _cut_of(tokenizer: Tokenizer) -> str:
-    """llama.cpp's name for how a tokenizer cuts up text."""
+    """llama.cpp's name for a tokenizer's way of cutting text."""
     found = _essence(tokenizer.definition.get("pre_tokenizer"))
     for name, cut in _CUTS.items():
         if _essence(cut) == found:
@@ -288,7 +289,7 @@ def _cut_of(tokenizer: Tokenizer) -> str:
 
 
 def _essence(cut: Any) -> Any:
-    """A pre-tokenizer without what changes no token."""
+    """A pre-tokenizer without the settings that do not affect tokens."""
     if isinstance(cut, Mapping):
         return {key: _essence(value) for key, value in cut.items() if key != "trim_offsets"}
     return [_essence(one) for one in cut] if isinstance(cut, list) else cut

@@ -1,4 +1,4 @@
-"""Downloading ``hf:org/name`` and ``hf:org/name@revision``: a model of the Hugging Face hub.
+"""Download ``hf:org/name`` or ``hf:org/name@revision``, a model of the Hugging Face hub.
 
 Nothing is downloaded unless the user writes ``hf:``. ``huggingface_hub`` keeps the files in its cache
 (``HF_HUB_CACHE``, ``HF_HOME``) and has its own settings for address and login (``HF_ENDPOINT``, ``HF_TOKEN``,
@@ -58,7 +58,7 @@ def hub_name(place: str | Path) -> HubName | None:
     """The model of the hub that ``place`` names; None if it is a path.
 
     Raises:
-        CheckpointError: it begins with ``hf:`` and is not a valid name.
+        CheckpointError: ``place`` begins with ``hf:`` and is not a valid name.
     """
     text = str(place)
     if not text.startswith(HUB):
@@ -77,7 +77,7 @@ def may_be_of_hub(place: str | Path) -> bool:
 
 
 def local_directory(place: str | Path) -> Path:
-    """``place`` itself if it is a path; for ``hf:...`` the directory of the downloaded files.
+    """Return ``place`` itself if it is a path; for ``hf:...``, the directory of the downloaded files.
 
     Configuration, tokenizer and weights are downloaded: safetensors, or PyTorch's files if there are no
     others. Without a connection, an earlier download is used.
@@ -97,7 +97,7 @@ class _Download:
     def __init__(self, name: HubName) -> None:
         self.name = name
         try:
-            # Each submodule by name: the package loads them lazily.
+            # Import each submodule by name, because the package loads them lazily.
             import huggingface_hub
             from huggingface_hub import constants, errors, utils
         except ModuleNotFoundError:
@@ -122,7 +122,7 @@ class _Download:
             raise CheckpointError(f"{self.name} has no {CONFIG}: it is no model that transformers loads")
         directory = self._file(files[CONFIG], self.name.revision, info.sha).parent
         try:
-            model_keys(read_hf_config(directory))  # before anything large is downloaded
+            model_keys(read_hf_config(directory))  # check this before a large download
         except CheckpointError as error:
             raise CheckpointError(f"{self.name}: {error}") from error
         small = [name for name in files if name in _SMALL or _is_template(name)]
@@ -181,7 +181,7 @@ class _Download:
                 )
             )
         if held is None and (problem := _difference(path, wanted)) is not None:
-            for file in {path.resolve(), path}:  # the blob and the link to it
+            for file in {path.resolve(), path}:  # remove the blob and the link to it
                 file.unlink(missing_ok=True)
             raise CheckpointError(
                 f"{self.name}: {name} was downloaded and removed again: {problem}. Try again; if the error "
@@ -206,7 +206,7 @@ class _Download:
 
     @contextmanager
     def _errors_as_ours(self, file: str | None = None) -> Iterator[None]:
-        """Turn errors of the library into ours."""
+        """Turn errors of the library into our own error classes."""
         errors, what = self._errors, str(self.name) if file is None else f"{self.name}: {file}"
         login = "log in with `hf auth login`, or set HF_TOKEN"
         page = f"{self.endpoint}/{self.name.repo}"
@@ -265,7 +265,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _difference(path: Path, wanted: Any) -> str | None:
-    """How a file differs from the hub's record: in size, or in its SHA-256 or git hash."""
+    """The difference of a file from the hub's record: in size, or in its SHA-256 or git hash."""
     size = path.stat().st_size
     if wanted.size is not None and size != wanted.size:
         return f"it has {size:,} bytes, and the hub says {wanted.size:,}"

@@ -1,4 +1,4 @@
-"""Logits to check a conversion with: of our network and of transformers."""
+"""Logits that check a conversion: from our network and from transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.utils.process_env import import_paddle
 
 TOLERANCE = 1e-4
-# transformers computes angles in float32: at this position they are off by 2e-5.
+# transformers computes angles in float32, which are off by 2e-5 at this position.
 _LAST_POSITION_OF_TRANSFORMERS = 256
 _SCRIPT = Path(__file__).with_name("ask_transformers.py")
 
@@ -35,18 +35,18 @@ class Probe:
 
     @classmethod
     def of(cls, model: ModelConfig, length: int, seed: int) -> Probe:
-        """Random tokens for a model."""
+        """Make random tokens for a model."""
         length = min(length, model.max_position_embeddings)
         tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (2, length))
         return cls(tokens, _spread(length, model.max_position_embeddings - 1))
 
     def logits(self, weights: Weights) -> np.ndarray:
-        """Logits of our network with these weights."""
+        """Compute the logits of our network with these weights."""
         model = network_of(weights.model, weights.place)
         return our_logits(weights, model, self.tokens, self.positions)
 
     def within_float32_angles(self) -> Probe:
-        """The same tokens at positions that transformers' float32 angles are good for."""
+        """The same tokens at positions for which transformers' float32 angles are accurate."""
         last = min(int(self.positions.max()), _LAST_POSITION_OF_TRANSFORMERS)
         return Probe(self.tokens, _spread(self.tokens.shape[1], last))
 
@@ -59,7 +59,7 @@ def own_transformers() -> str | None:
 def our_logits(
     weights: Weights, model: ModelConfig, tokens: np.ndarray, positions: np.ndarray | None = None
 ) -> np.ndarray:
-    """Logits [b, s, vocabulary] of our network in float32, on one card."""
+    """Compute the logits [b, s, vocabulary] of our network in float32, on one card."""
     import_paddle()
     import paddle
 
@@ -82,7 +82,7 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
     """The largest difference between two arrays of logits.
 
     Raises:
-        CheckpointError: it is above TOLERANCE (times the largest logit where that is above 1).
+        CheckpointError: the difference is above TOLERANCE (times the largest logit if that is above 1).
     """
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         raise CheckpointError(
@@ -95,8 +95,8 @@ def difference(one: np.ndarray, two: np.ndarray, whose: str) -> float:
 
 
 def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarray:
-    """Logits that transformers computes of a directory, in a process of its own: torch and Paddle need not
-    live in one.
+    """Compute the logits of a directory with transformers, in a separate process, so that torch and Paddle
+    are not in the same one.
 
     Raises:
         CheckpointError: the interpreter ``python`` cannot be run, or transformers cannot load the directory.
@@ -116,5 +116,5 @@ def transformers_logits(python: str, directory: Path, probe: Probe) -> np.ndarra
 
 
 def _spread(length: int, last: int) -> np.ndarray:
-    """Positions [2, s]: adjacent ones, and as many from 0 to ``last``."""
+    """Positions [2, s]: adjacent ones, and ones spread from 0 to ``last``."""
     return np.stack([np.arange(length), np.linspace(0, last, length).astype(np.int64)])

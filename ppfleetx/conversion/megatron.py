@@ -1,12 +1,12 @@
-"""Reading Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``).
+"""Read Megatron-LM's classic checkpoints (``mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt``).
 
-Read are GPT weights with tensor, pipeline (interleaved or not) and expert parallelism, under the names of
+This reads GPT weights with tensor, pipeline (interleaved or not) and expert parallelism, under the names of
 Megatron's own layers (``language_model.encoder...``) and of Megatron core (``decoder.layers...``), and the
-options in ``args``. Not read are optimizer state, random states, and the distributed formats (``.distcp``).
-``megatron_experts.py`` knows how experts are stored.
+options in ``args``. It does not read optimizer state, random states, or the distributed formats
+(``.distcp``). ``megatron_experts.py`` knows how experts are stored.
 
 Megatron's linears are ``[out, in]``. From checkpoint version 2 on, queries, keys and values are grouped per
-key/value head, like ours; before, they are ``[3, heads, d]`` (version 0) or ``[heads, d, 3]`` (version 1).
+key/value head, like ours. Earlier, they are ``[3, heads, d]`` (version 0) or ``[heads, d, 3]`` (version 1).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RECORDS = ("argparse.Namespace", "types.SimpleNamespace", "megatron.", "enum.", 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.(weight|bias)")
 
-# Parameters of a layer: theirs -> ours.
+# Parameters of a layer: Megatron's names and ours.
 _IN_LAYER = {
     "input_layernorm": "input_norm",
     "self_attention.linear_qkv.layer_norm": "input_norm",
@@ -71,12 +71,12 @@ _OUTSIDE = {
 _FINAL_NORM = re.compile(
     r"(?:encoder|transformer|decoder)\.(?:final_layernorm|final_norm|final_layer_norm)\.(weight|bias)"
 )
-# Second copies of a tied embedding, and buffers.
+# Skipped: second copies of a tied embedding, and buffers.
 _IGNORED = re.compile(r".*(word_embeddings_for_head\.weight|_extra_state|rotary_pos_emb\..*|inv_freq)")
 
 
 def read_megatron(path: str | Path, model: ModelConfig | None = None) -> Weights:
-    """Weights of a classic Megatron-LM checkpoint, joined from its ranks.
+    """Read the weights of a classic Megatron-LM checkpoint, joined from its ranks.
 
     Args:
         path: the directory with the tracker file, one iteration's directory (or ``release``), or the
@@ -140,7 +140,7 @@ def _iteration(path: Path) -> Path:
 
 
 def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
-    """By the numbers in the names of their directories."""
+    """The files of the ranks, by the numbers in the names of their directories."""
     found = {}
     for child in sorted(directory.glob("mp_rank_*")):
         match = _RANK.fullmatch(child.name)
@@ -158,7 +158,7 @@ def _rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
 def _grids(
     files: Mapping[tuple[int, ...], Path], arguments: Mapping[str, Any], directory: Path
 ) -> list[dict[tuple[int, int], Path]]:
-    """For each expert-parallel rank, (tensor-parallel rank, pipeline rank) -> file.
+    """For each expert-parallel rank, the files by (tensor-parallel rank, pipeline rank).
 
     A directory's name has the tensor rank, then the pipeline rank and the expert rank if there are several.
     """
@@ -188,7 +188,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _chunks(grid: Mapping[tuple[int, int], Path], first: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The model parts in the order of their layers: each part's key and the pipeline rank that has it."""
+    """The parts of the model in the order of their layers: each part's key, and the pipeline rank that has
+    it.
+    """
     stages = sorted({pp for _, pp in grid})
     count = 0
     while f"model{count}" in first:
@@ -218,7 +220,9 @@ def _layers_in(chunk: Mapping[str, LazyTensor]) -> int:
 def _canonical(
     chunk: Mapping[str, LazyTensor], start: int, path: Path, model: ModelConfig, version: float
 ) -> dict[str, LazyTensor]:
-    """The parameters of a chunk under our names and in our layout. Its first layer is number ``start``."""
+    """The parameters of a chunk under our names and in our layout. The chunk's first layer is number
+    ``start``.
+    """
     named = {}
     for name, tensor in chunk.items():
         ours = _canonical_name(name, start)
@@ -235,7 +239,7 @@ def _canonical_name(name: str, start: int) -> str | None:
         return _OUTSIDE[name]
     if match := _FINAL_NORM.fullmatch(name):
         return f"decoder.final_norm.{match[1]}"
-    # Transformer Engine keeps a norm inside of the linear that follows: linear_qkv.layer_norm_weight.
+    # Transformer Engine stores a norm inside the next linear: linear_qkv.layer_norm_weight.
     bare = re.sub(r"\.layer_norm_(weight|bias)$", r".layer_norm.\1", name)
     bare = re.sub(r"\.router\.expert_bias$", ".router.bias", bare)
     bare = re.sub(r"\.shared_experts\.gate_weight$", ".shared_experts.gate.weight", bare)
@@ -261,7 +265,7 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
         raise CheckpointError(f"{name} has shape {list(tensor.shape)}, which does not fit the Model section")
 
     def make(array: np.ndarray) -> np.ndarray:
-        if layer.endswith(".fc1") and model.is_gated:  # gate above up
+        if layer.endswith(".fc1") and model.is_gated:  # the rows of gate come before the rows of up
             return join_parts(GATE_AND_UP, [half.T for half in np.split(array, 2, axis=0)])
         if layer.endswith("attention.qkv"):
             return _grouped(array, model.head_size, version).T
@@ -271,7 +275,7 @@ def _in_our_layout(name: str, tensor: LazyTensor, model: ModelConfig, version: f
 
 
 def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
-    """Rows of fused q, k, v in the order of checkpoint version 2 and later: per key/value head."""
+    """Put the rows of fused q, k, v into the order of checkpoint version 2 and later: per key/value head."""
     if version >= 2.0:
         return array
     heads = prod(array.shape[:1]) // (3 * head_dim)
@@ -282,7 +286,7 @@ def _grouped(array: np.ndarray, head_dim: int, version: float) -> np.ndarray:
 
 
 def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The `Model` section for Megatron's options. Raises CheckpointError for those that are not supported."""
+    """The `Model` section for Megatron's options. Raises CheckpointError for unsupported options."""
 
     def get(name: str, default: Any = None) -> Any:
         value = arguments.get(name, default)

@@ -1,8 +1,9 @@
 """Mixtures of experts in Megatron-LM's classic checkpoints.
 
-Each expert-parallel rank has a file of its own, in which its experts are numbered from 0; everything else is
-as on the first rank. Experts are stored as layers (``local_experts.N.linear_fc1.weight``), as Transformer
-Engine does it (``linear_fc1.weightN``), or, by older versions, all together (``weight1`` and ``weight2``).
+Each expert-parallel rank has its own file, in which its experts are numbered from 0; everything else is the
+same as on the first rank. Experts are stored as layers (``local_experts.N.linear_fc1.weight``), in the form
+of Transformer Engine (``linear_fc1.weightN``) or, by older versions, all together (``weight1`` and
+``weight2``).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
         return None
     refused = [name for name in _REFUSED if arguments.get(name)]
     sliced, tensor = "expert_tensor_parallel_size", arguments.get("tensor_model_parallel_size") or 1
-    if (arguments.get(sliced) or tensor) != tensor:  # otherwise than attention
+    if (arguments.get(sliced) or tensor) != tensor:  # unlike attention
         refused.append(sliced)
     for name in refused:
         raise CheckpointError(
@@ -68,7 +69,7 @@ def moe_section(arguments: Mapping[str, Any], place: str) -> dict[str, Any] | No
 
 
 def apart(chunk: Mapping[str, LazyTensor], model: ModelConfig, ep: int) -> Iterator[tuple[str, LazyTensor]]:
-    """The parameters of a file with experts that are stored all together taken apart."""
+    """Split parameters of a file that hold all experts together into one per expert."""
     for name, tensor in chunk.items():
         match = _ALL_TOGETHER.fullmatch(name)
         if match is None or model.moe is None:
@@ -91,7 +92,7 @@ def _matrix_of(number: int, shape: tuple[int, ...]) -> Any:
 
 
 def expert_name(in_layer: str) -> str | None:
-    """Our name in a layer for a parameter of an expert, with the expert's number in the file before it."""
+    """Our name within a layer for a parameter of an expert, preceded by the expert's number in the file."""
     match = _EXPERT.fullmatch(in_layer)
     if match is None or bool(match["layer"]) == bool(match["grouped"]):
         return None
@@ -101,8 +102,9 @@ def expert_name(in_layer: str) -> str | None:
 def of_rank(
     tensors: Mapping[str, LazyTensor], rank: int, ep: int, model: ModelConfig
 ) -> dict[str, LazyTensor]:
-    """What an expert-parallel rank adds: its experts, by their numbers in the layer, and the first rank
-    everything else, too."""
+    """The parameters that an expert-parallel rank contributes: its experts, by their numbers in the layer;
+    the first rank also contributes everything else.
+    """
     found = {}
     for name, tensor in tensors.items():
         match = _OURS.fullmatch(name)
@@ -116,10 +118,10 @@ def of_rank(
 
 
 def stacked(tensors: Mapping[str, LazyTensor], model: ModelConfig, directory: Path) -> dict[str, LazyTensor]:
-    """The parameters with those of experts put together: a tensor for all experts of a layer.
+    """Stack the parameters of experts: one tensor for all experts of a layer.
 
     Raises:
-        CheckpointError: an expert is missing, or there is one too many.
+        CheckpointError: there are too few or too many experts.
     """
     found, layers = {}, dict[str, dict[int, LazyTensor]]()
     for name, tensor in tensors.items():

@@ -27,13 +27,13 @@ _CHUNKED = "UnpackBigParamInfor@@"  # sic: Paddle's own spelling
 
 
 def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
-    """The tensors of a state dict that Paddle saved, by name; anything else in it is left out.
+    """Read the tensors of a state dict that Paddle saved, by name. Anything else in it is left out.
 
     Paddle saves bfloat16 as unsigned 16-bit integers; they are read as bfloat16.
 
     Raises:
-        RefusedPickleError: the file wants to run something; nothing has been run.
-        CheckpointError: it cannot be read or is not such a file.
+        RefusedPickleError: the file tries to run code; nothing has been run.
+        CheckpointError: the file cannot be read, or is not a state dict of Paddle.
     """
     path = Path(path)
     with opened(path) as file, reading(path):
@@ -46,7 +46,7 @@ def read_paddle_file(path: str | Path) -> dict[str, LazyTensor]:
 
 
 def _tensor(value: Any) -> LazyTensor | None:
-    """The tensor in an array, or in the pair (parameter name, array) that a Tensor is saved as."""
+    """The tensor in an array, or in the pair (parameter name, array) in which Paddle saves a Tensor."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
     return tensor_of(value.array, bfloat16_as_uint16=True) if isinstance(value, PickledArray) else None

@@ -1,7 +1,7 @@
-"""Parameters put together from their parts: matrices inside a fused parameter, files of parallel ranks.
+"""Join parameters from their parts: matrices inside a fused parameter, or files of parallel ranks.
 
 The matrices of a fused parameter (queries, keys and values; gate and up) are interleaved along the output
-features, its last dimension, as its declaration says. Megatron-LM and FleetX write a file for each tensor-
+features, the last dimension, as its declaration says. Megatron-LM and FleetX write a file for each tensor-
 and pipeline-parallel rank.
 """
 
@@ -19,7 +19,7 @@ from ppfleetx.nn.param_spec import Part
 
 
 def join_parts(parts: Sequence[Part], arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The fused parameter of these matrices, in the order of ``parts``."""
+    """Join matrices into a fused parameter, in the order of ``parts``."""
     period, lead = parts[0].period, arrays[0].shape[:-1]
     pieces = [array.reshape(*lead, -1, part.width) for part, array in zip(parts, arrays, strict=True)]
     assert sum(part.width for part in parts) == period
@@ -52,11 +52,11 @@ def ranks_of_stage(files: RankFiles, pp: int) -> list[Path]:
 
 
 def joined(ranks: Sequence[Mapping[str, LazyTensor]], directory: Path) -> dict[str, LazyTensor]:
-    """The whole parameters of tensor-parallel ranks, which cut them in the dimensions in which ours are cut.
+    """Join the parameters of tensor-parallel ranks, which are cut along the same dimensions as ours.
 
     Args:
-        ranks: of each rank its parameters in our layout, by canonical name.
-        directory: where they are; used in messages.
+        ranks: the parameters of each rank in our layout, by canonical name.
+        directory: their directory, for messages.
 
     Raises:
         CheckpointError: a parameter is not on every rank, or its parts do not fit together.

@@ -1,7 +1,7 @@
-"""Reading pickled weights with an unpickler that can only build arrays and containers.
+"""Read pickled weights with an unpickler that can only build arrays and containers.
 
-A pickle may use the names in the tables below; any other is refused before anything is imported. Objects of
-other classes (Megatron's options) are read as :class:`Record`, if their names are allowed.
+A pickle may use the names in the tables below; any other name is refused before anything is imported. Objects
+of other classes (Megatron's options) are read as :class:`Record`, if their names are allowed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.slices import DTYPE_OF_NUMPY
 from ppfleetx.config.errors import CheckpointError, shown
 
-# What the standard library and NumPy raise for damaged pickles.
+# Errors that the standard library and NumPy raise for damaged pickles.
 _DAMAGE = (
     pickle.UnpicklingError,
     ArithmeticError,
@@ -64,14 +64,14 @@ class Record:
         self.state = state
 
     def get(self, key: str, default: Any = None) -> Any:
-        """An attribute, for a class whose state is a dictionary, as that of ``argparse.Namespace`` is."""
+        """Return an attribute, for a class whose state is a dictionary, such as ``argparse.Namespace``."""
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
 class Kind:
-    """A class that a pickle may name."""
+    """A stand-in for a class that a pickle may name."""
 
-    def __setstate__(self, state: Any) -> None:  # keeps pickles from setting attributes
+    def __setstate__(self, state: Any) -> None:  # this keeps pickles from setting attributes
         raise RefusedPickleError(f"a state of {type(self).__name__}")
 
 
@@ -80,9 +80,10 @@ class WeightsUnpickler(pickle.Unpickler):
 
     Args:
         file: the pickle.
-        names: allowed name -> what it stands for.
+        names: the object for each allowed name.
         record_prefixes: names with one of these prefixes stand for a :class:`Record`.
-        persistent: makes the object of a persistent id (PyTorch's storages); None: they are refused.
+        persistent: a function that makes the object of a persistent id (PyTorch's storages); None refuses
+            them.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class WeightsUnpickler(pickle.Unpickler):
         record_prefixes: Iterable[str] = (),
         persistent: Callable[[Any], Any] | None = None,
     ) -> None:
-        super().__init__(file, encoding="latin1")  # for bytes of Python 2
+        super().__init__(file, encoding="latin1")  # for bytes from Python 2
         self._names, self._prefixes, self._persistent = names, tuple(record_prefixes), persistent
 
     def find_class(self, module: str, name: str) -> Any:
@@ -114,7 +115,7 @@ class WeightsUnpickler(pickle.Unpickler):
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Name the file in errors of the block that reads it.
+    """Context that names the file in errors of the block that reads it.
 
     Raises:
         RefusedPickleError: the pickle asks for a name that is not allowed.
@@ -144,24 +145,26 @@ class PickledType:
             raise RefusedPickleError(f"an array of the element type {shown(code)}")
 
     def __setstate__(self, state: Any) -> None:
-        """NumPy's (version, byte order, ...)."""
+        """Read NumPy's state: (version, byte order, ...)."""
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
 class PickledArray:
-    """A ``numpy.ndarray``, whose own ``__setstate__`` would trust the pickle."""
+    """A stand-in for ``numpy.ndarray``, whose own ``__setstate__`` would trust the pickle."""
 
     array = np.empty(0, np.uint8)
 
     def __setstate__(self, state: Any) -> None:
-        """NumPy's (version, shape, type, whether in Fortran order, bytes)."""
+        """Read NumPy's state: (version, shape, type, whether in Fortran order, bytes)."""
         shape, kind, is_fortran, raw = state[-4:]
         raw = raw.encode("latin-1") if isinstance(raw, str) else raw
         self.array = np.frombuffer(raw, kind.dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
 def tensor_of(array: np.ndarray, *, bfloat16_as_uint16: bool = False) -> LazyTensor:
-    """An array as a tensor. Raises RefusedPickleError for element types that checkpoints do not have."""
+    """Convert an array to a tensor. Raises RefusedPickleError for element types that checkpoints do not
+    have.
+    """
     held = array.dtype.newbyteorder("<")
     if bfloat16_as_uint16 and held == np.dtype("<u2"):
         return LazyTensor("BF16", array.shape, lambda: array)
@@ -206,14 +209,16 @@ def _scalar(kind: PickledType, raw: Any = b"") -> Any:
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """Bytes, as protocols 0 to 2 write them."""
+    """Decode bytes as written by protocols 0 to 2."""
     if encoding not in ("latin1", "latin-1"):
         raise RefusedPickleError(f"_codecs.encode with {shown(encoding)}")
     return text.encode("latin-1")
 
 
 def _paddle_tensor(*arguments: Any) -> PickledArray:
-    """Paddle writes a DenseTensor as ``eval('data', {'data': array})``; only this form is allowed."""
+    """Read a DenseTensor, which Paddle writes as ``eval('data', {'data': array})``. Only this form is
+    allowed.
+    """
     if len(arguments) == 2 and arguments[0] == "data" and isinstance(arguments[1], dict):
         scope = arguments[1]
         if list(scope) == ["data"] and isinstance(scope["data"], PickledArray):

@@ -1,4 +1,4 @@
-"""Reading safetensors files lazily, and writing them with Hugging Face's index."""
+"""Read safetensors files lazily, and write them with Hugging Face's index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ppfleetx.utils.files import atomic_write
 from ppfleetx.utils.foreign_files import opened, parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# `format` in the metadata of files that PaddleNLP and PaddleFormers write.
+# The `format` in the metadata of files from PaddleNLP and PaddleFormers.
 PADDLE_FORMATS = frozenset({"np", "paddle", "pd"})
 
 
@@ -28,7 +28,7 @@ def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
     """The tensors of a file by name.
 
     Raises:
-        CheckpointError: it is damaged or not a safetensors file.
+        CheckpointError: the file is damaged or not a safetensors file.
     """
     path = Path(path)
     table, metadata, start = _header(path)
@@ -47,7 +47,8 @@ def read_safetensors(path: str | Path) -> dict[str, LazyTensor]:
 
 
 def safetensors_format(path: str | Path) -> str | None:
-    """The `format` in a file's metadata: `pt` of PyTorch, one of PADDLE_FORMATS, or another; None: not said.
+    """The `format` in a file's metadata: `pt` for PyTorch, one of PADDLE_FORMATS, or another; None if
+    missing.
 
     Raises:
         CheckpointError: the file is damaged or not a safetensors file.
@@ -56,7 +57,7 @@ def safetensors_format(path: str | Path) -> str | None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], dict[str, str], int]:
-    """Entries of the tensors, metadata, and where the data begin. The library checks them."""
+    """The entries of the tensors, the metadata, and the offset of the data. The library checks them."""
     with opened(path) as file:
         begin = file.read(8)
     if begin == b"version ":
@@ -82,7 +83,9 @@ def _tensor(path: Path, dtype: str, shape: list[int], start: int, offsets: list[
 def write_sharded(
     directory: Path, tensors: Mapping[str, LazyTensor], *, max_bytes: int, metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors into one file, or several and their index; one tensor is in memory at a time."""
+    """Write tensors into one file, or into several and their index. Only one tensor is in memory at a
+    time.
+    """
     where = {}
     for name, pieces in split_into_files(list(slices_of(tensors)), max_bytes):
         write_safetensors(directory / name, name, pieces, metadata)

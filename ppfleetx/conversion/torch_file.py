@@ -1,7 +1,7 @@
-"""Reading PyTorch's files (``.bin``, ``.pt``) without PyTorch and without running anything in them.
+"""Read PyTorch's files (``.bin``, ``.pt``) without PyTorch, and without running code from them.
 
-Since 1.6, a file is a zip archive with ``data.pkl`` and one member per storage; before, it is five pickles
-followed by the storages. Storages stay in the file until a tensor is read.
+Since PyTorch 1.6, a file is a zip archive with ``data.pkl`` and one member per storage. In older versions, it
+is five pickles followed by the storages. Storages stay in the file until a tensor is read.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ElementType(Kind):
 
 @dataclass(eq=False)
 class TorchStorage(Kind):
-    """A run of elements that tensors are views of. `read(start, end)` gives some of its bytes."""
+    """A flat array of elements, of which tensors are views. `read(start, end)` returns some of its bytes."""
 
     dtype: str | None
     count: int
@@ -71,21 +71,21 @@ class TorchStorage(Kind):
 
 
 class TorchTensor(LazyTensor):
-    """A view of a storage; a pickle cannot give it another state."""
+    """A view of a storage. A pickle cannot set its state."""
 
     __setstate__ = Kind.__setstate__
 
 
 def read_torch_file(path: str | Path, *, record_prefixes: Iterable[str] = ()) -> Any:
-    """The object saved in `path`, its tensors as :class:`LazyTensor`.
+    """Read the object saved in `path`, with its tensors as :class:`LazyTensor`.
 
     Args:
         path: the file.
-        record_prefixes: objects of classes whose full names have one of these prefixes become ``Record``.
+        record_prefixes: objects of classes whose full names have one of these prefixes become a ``Record``.
 
     Raises:
         RefusedPickleError: the file asks for more than tensors and containers; nothing has been run.
-        CheckpointError: it cannot be read or is not a file of PyTorch.
+        CheckpointError: the file cannot be read, or is not a file of PyTorch.
     """
     path, prefixes = Path(path), tuple(record_prefixes)
     with opened(path) as file, reading(path):
@@ -122,7 +122,9 @@ def _read_zip(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _read_member(path: Path, info: zipfile.ZipInfo, start: int, end: int) -> np.ndarray:
-    """Bytes of a member, which PyTorch does not compress. If they are all of it, its checksum is compared."""
+    """Read bytes of a member, which PyTorch does not compress. If they are the whole member, its checksum is
+    compared.
+    """
     header = read_bytes(path, info.header_offset, _LOCAL_HEADER).tobytes()
     if not header.startswith(_LOCAL_SIGNATURE) or info.compress_type != zipfile.ZIP_STORED:
         raise CheckpointError(f"{path} is damaged: {info.filename} is not where the archive says")
@@ -153,7 +155,7 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
     if load() != _MAGIC or load() != _LEGACY_PROTOCOL:
         raise CheckpointError("not a file of PyTorch, or of an unknown version")
-    load()  # sizes and byte order of the machine
+    load()  # sizes and byte order of the machine that wrote the file
     tree, keys = load(), load()
     # The storages follow, each after its number of elements.
     position, end = file.tell(), file.seek(0, os.SEEK_END)
@@ -172,7 +174,7 @@ def _read_legacy(file: BinaryIO, path: Path, prefixes: tuple[str, ...]) -> Any:
 
 
 def _storage_id(identity: Any) -> tuple[type[StorageKind], str, int]:
-    """Class, key and number of elements out of PyTorch's ('storage', class, key, device, count, ...)."""
+    """Take class, key and number of elements from PyTorch's ('storage', class, key, device, count, ...)."""
     if not isinstance(identity, tuple) or len(identity) < 5 or identity[0] != "storage":
         raise RefusedPickleError("a persistent object that is not a storage")
     _, kind, key, _, count = identity[:5]
@@ -196,7 +198,7 @@ def _rebuild_tensor_v3(
 
 
 def _view(storage: TorchStorage, dtype: str, offset: int, size: Any, stride: Any) -> LazyTensor:
-    """A strided view of a storage. Raises CheckpointError if it reaches outside or repeats elements."""
+    """Make a strided view of a storage. Raises CheckpointError if it reaches outside or repeats elements."""
     held = NUMPY_OF_DTYPE[dtype]
     room = storage.count * _item_size(storage.dtype) // held.itemsize
     offset, shape, stride = operator.index(offset), _numbers(size), _numbers(stride)
@@ -225,7 +227,9 @@ def _rebuild_parameter(data: LazyTensor, *_: Any) -> LazyTensor:
 
 
 def _member(owner: Any, name: str) -> Record:
-    """A member of an enumeration, as some versions of Python write it; only of a :class:`Record`."""
+    """Read a member of an enumeration, as some versions of Python write it; only members of a
+    :class:`Record`.
+    """
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise RefusedPickleError("builtins.getattr")
     return owner(name)

@@ -16,7 +16,7 @@ from ppfleetx.data.gpt_dataset import PADDING, GPTDataset, Sample
 from ppfleetx.data.index_map import load_or_build
 
 BLEND_VERSION = 1
-"""Changes when equal weights would give another order than before."""
+"""Increased when equal weights would give a different order than before."""
 
 MAX_CORPORA = int(np.iinfo(np.int16).max)
 
@@ -24,23 +24,23 @@ SURPLUS = 0.005
 """Each corpus prepares this much more than its share, since the greedy order may run ahead of it."""
 
 
-_BYTES_PER_SAMPLE = 2 + 8 + 3 * 8  # the two arrays, and what they are made with
-_BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps of a block, blocks walked side by side
+_BYTES_PER_SAMPLE = 2 + 8 + 3 * 8  # the two arrays, and the inputs they are made from
+_BLOCK_STEPS, _NUM_BLOCKS = 2048, 1024  # steps per block, blocks walked at the same time
 
 
 def blending_indices(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Compute the corpus of each sample, and the sample's number within that corpus.
 
-    Sample k is taken from the corpus that is furthest behind its share, the one with the largest
-    ``weight * max(k, 1) - taken``, the first of equals: the rule of Megatron-LM's ``helpers.cpp``, in the
-    same double precision, so the orders are equal.
+    Sample k is taken from the corpus that is furthest behind its share: the one with the largest ``weight *
+    max(k, 1) - taken``, or the first of these. Megatron-LM's ``helpers.cpp`` uses the same rule in the same
+    double precision, so both produce the same order.
 
     Args:
-        weights: normalised.
-        size: samples of the blend.
+        weights: the normalised weights of the corpora.
+        size: the number of samples in the blend.
 
     Returns:
-        int16 [size] and int64 [size].
+        The corpora, int16 [size], and the numbers within them, int64 [size].
     """
     shares = np.array(weights, np.float64)
     return _indices(shares, np.full(len(shares), np.inf), size)
@@ -50,13 +50,13 @@ def exhaustive_indices(sizes: Sequence[int], size: int | None = None) -> tuple[n
     """Like `blending_indices`, for a blend that takes every sample of every corpus once, or for its first
     ``size`` samples.
 
-    The rule is that of `blending_indices` with weights in proportion to the sizes, among the corpora that
-    have samples left: ``build_exhaustive_blending_indices`` of Megatron-LM. Wherever its blend of that
-    ``size`` without weights is possible, it is the beginning of this one.
+    The rule is the same as in `blending_indices`, with weights in proportion to the sizes, among the corpora
+    that have samples left. Megatron-LM's ``build_exhaustive_blending_indices`` does the same. If its blend of
+    ``size`` samples without weights is possible, it is the beginning of this blend.
 
     Args:
-        sizes: samples of each corpus, at least 1.
-        size: at most their sum; None: that.
+        sizes: the number of samples of each corpus, at least 1.
+        size: the number of samples in the blend, at most the sum of ``sizes``; None: the sum.
     """
     limits = np.array(sizes, np.float64)
     return _indices(limits / np.sum(limits), limits, sum(sizes) if size is None else size)
@@ -82,10 +82,10 @@ def _choose(
 ) -> np.ndarray:
     """The choices of ``num_blocks`` blocks of steps from ``first`` on, given the samples ``taken`` before.
 
-    The rule cannot be evaluated out of order, but its choices soon stop depending on the start. Therefore the
-    blocks are walked side by side, each but the first from a guess. Then each is walked again from the real
-    end of its predecessor, until no start changes. The result is exact: the first start is right, and each
-    block starts where the one before ends. This usually takes two or three rounds.
+    The rule needs all earlier choices, but its choices soon stop depending on the start. Therefore all blocks
+    are walked at the same time, each but the first from a guessed start. Then each block is walked again from
+    the real end of its predecessor, until no start changes. The result is exact: the first start is right,
+    and each block starts where the previous block ends. This usually takes two or three rounds.
     """
     steps = first + _BLOCK_STEPS * np.arange(num_blocks)
     starts = np.array([_near_shares(weights, step) for step in steps.tolist()])
@@ -101,7 +101,9 @@ def _choose(
 
 
 def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
-    """Integers close to ``weights * step`` that sum to ``step``: a guess of the samples taken by then."""
+    """Guess the samples taken after ``step`` steps: integers close to ``weights * step`` that sum to
+    ``step``.
+    """
     shares = weights * step
     taken = np.floor(shares)
     missing = step - int(taken.sum())
@@ -112,10 +114,10 @@ def _near_shares(weights: np.ndarray, step: int) -> np.ndarray:
 def _walk(
     weights: np.ndarray, limits: np.ndarray, steps: np.ndarray, taken: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Follow the rule for one block from each of ``steps``, side by side.
+    """Follow the rule for one block from each of ``steps``, all at the same time.
 
-    Corpora that have reached their limit are skipped. (After the last sample all have,
-    and what is chosen then is cut off.)
+    Corpora that have reached their limit are skipped. (After the last sample, all corpora have; the choices
+    from there on are cut off.)
 
     Returns:
         Choices [_BLOCK_STEPS, blocks], and samples taken [blocks, corpora] at the end.
@@ -141,20 +143,22 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
-    """The size of the blend, and the number of samples to prepare of each corpus (normalised weights)."""
+    """The size of the blend, and the number of samples to prepare from each corpus. Weights are
+    normalised.
+    """
     shares = [math.ceil(num_samples * weight) for weight in weights]
     return sum(shares), [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """The order of a blend: the corpus and number of each sample.
+    """The order of a blend: the corpus of each sample, and its number in the corpus.
 
     Attributes:
         decisive: everything that determines the order, for fingerprints.
         shares: the share of each corpus, for messages.
-        dataset_index: int16 [n], corpus of each sample.
-        dataset_sample_index: int64 [n], number of the sample within its corpus.
+        dataset_index: int16 [n], the corpus of each sample.
+        dataset_sample_index: int64 [n], the number of each sample within its corpus.
     """
 
     decisive: list
@@ -182,7 +186,7 @@ def weighted_order(weights: Sequence[float], num_samples: int, cache_dir: Path) 
 
 
 def exhaustive_order(sizes: Sequence[int], num_samples: int, cache_dir: Path) -> BlendOrder:
-    """The order of `exhaustive_indices` or its requested beginning, cached in ``cache_dir``."""
+    """The order of `exhaustive_indices`, or the requested first part of it, cached in ``cache_dir``."""
     sizes, num_samples = list(sizes), min(num_samples, sum(sizes))
     arrays = _load_or_build(
         cache_dir,
@@ -217,8 +221,8 @@ class BlendedDataset:
     """One dataset made of several, sample by sample.
 
     Args:
-        datasets: each with as many samples as the order takes of it.
-        order: where samples come from.
+        datasets: the datasets, each with at least as many samples as the order takes from it.
+        order: the corpus and number of each sample.
 
     Attributes:
         tells_sources: whether samples carry ``source_ids``, the numbers of their corpora.
@@ -254,8 +258,9 @@ class BlendedDataset:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the corpora that ``source_ids`` number: the last part of each prefix, if these
-        differ."""
+        """The names of the corpora, in the order of ``source_ids``: the last part of each prefix, if these
+        parts differ.
+        """
         prefixes = [dataset.corpus.prefix for dataset in self.datasets]
         names = [Path(prefix).name for prefix in prefixes]
         return names if len({*names}) == len(names) else prefixes

@@ -59,12 +59,12 @@ class CorpusPart:
 
 
 def requested_samples(cfg: RunConfig, mode: Mode) -> int:
-    """The number of samples that a run reads of a split, which determines the size of its index maps.
+    """The number of samples that a run reads from a split. It determines the size of the index maps.
 
     Train: global batch x max_steps, as in Megatron-LM. Eval: global batch x eval_iters; Test: global batch x
-    test_iters. Megatron-LM and FleetX multiply Eval by the number of evaluations, each of which goes on where
-    the last one ended; here every evaluation reads the same batches, and which ones they are depends neither
-    on how long the run is nor on how often it evaluates.
+    test_iters. Megatron-LM and FleetX multiply Eval by the number of evaluations, because each continues
+    where the last one ended. Here every evaluation reads the same batches, whatever the length of the run and
+    the number of evaluations.
     """
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
@@ -86,11 +86,11 @@ def build_dataloader(
 ) -> DataLoader:
     """Build the loader of ``Data.<mode>`` for one data rank.
 
-    Train never ends: it starts at ``consumed_samples``, and after the last prepared sample again from the
-    first. Eval and Test are the first ``eval_iters`` (``test_iters``) global batches, the same each time the
-    loader is iterated, so that losses can be compared. With ``sampler.drop_last: False`` they end with the
-    split, and the last batch is filled up with samples of zero loss mask: none counts twice. Eval and Test of
-    a dataset of texts are always read whole, in this way.
+    Train never ends: it starts at ``consumed_samples``, and restarts from the first sample after the last
+    prepared one. Eval and Test are the first ``eval_iters`` (``test_iters``) global batches, the same in
+    every iteration of the loader, so that losses can be compared. With ``sampler.drop_last: False`` they end
+    with the split, and samples with a zero loss mask fill up the last batch, so no sample counts twice. Eval
+    and Test of a dataset of texts are always read whole, in this way.
 
     Raises:
         ConfigError, DataError: see `build_dataset`.
@@ -123,7 +123,7 @@ def build_dataset(cfg: RunConfig, mode: Mode) -> Dataset:
     """Build the dataset named by ``Data.<mode>.dataset``.
 
     Raises:
-        ConfigError: there is no such section, or what it names makes no data set.
+        ConfigError: there is no such section, or it does not describe a dataset.
         DataError: a corpus or file is missing, damaged or too small.
     """
     section = getattr(cfg.Data, mode)
@@ -165,21 +165,21 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
 
 
 def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
-    """Prompts and responses; only the responses count in the loss."""
+    """Make a dataset of prompts and responses. Only the responses count in the loss."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     tokenizer, multiple = _encoding(cfg, dataset_cfg)
     return PromptResponseDataset(dataset_cfg, tokenizer, multiple)
 
 
 def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
-    """Conversations; only the assistant's turns count in the loss."""
+    """Make a dataset of conversations. Only the assistant's turns count in the loss."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     tokenizer, multiple = _encoding(cfg, dataset_cfg)
     return ChatDataset(dataset_cfg, tokenizer, multiple)
 
 
 def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
-    """Examples of a GLUE task; those of ``Data.Test``, which are predicted, have no labels."""
+    """Make a dataset of a GLUE task. Examples of ``Data.Test``, which are predicted, have no labels."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     tokenizer, multiple = _encoding(cfg, dataset_cfg)
     require_libraries()
@@ -188,8 +188,9 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _encoding(cfg: RunConfig, dataset_cfg: DatasetConfig) -> tuple[Tokenizer, int]:
-    """The tokenizer of a dataset of texts, checked against the model's vocabulary, and the multiple that
-    lengths are padded to."""
+    """The tokenizer of a dataset of texts, checked against the model's vocabulary, and the multiple to which
+    lengths are padded.
+    """
     tokenizer = load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
@@ -205,7 +206,7 @@ def _encoding(cfg: RunConfig, dataset_cfg: DatasetConfig) -> tuple[Tokenizer, in
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """The tokenizer of ``Data.tokenizer``; None when the configuration names none.
+    """Load the tokenizer of ``Data.tokenizer``; None if the configuration names none.
 
     Raises:
         DataError: its files are missing or damaged; the message names the key.
@@ -222,13 +223,14 @@ def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:
 
 
 def _place(cfg: RunConfig, key: str) -> str:
-    """The place where ``key`` was written, in brackets."""
+    """The place where the key was set, in brackets, for messages."""
     return f" ({cfg.origins.get(key, 'default')})"
 
 
 def _eod_id(cfg: RunConfig, dataset_cfg: DatasetConfig) -> int | None:
-    """The end-of-document id of the section, or else of the tokenizer, which is read only if an option
-    needs the id."""
+    """The end-of-document id of the section, or else of the tokenizer. The tokenizer is read only if an
+    option needs the id.
+    """
     needed = dataset_cfg.reset_position_ids or dataset_cfg.reset_attention_mask or dataset_cfg.eod_mask_loss
     if dataset_cfg.eod_id is not None or not needed:
         return dataset_cfg.eod_id
@@ -242,10 +244,10 @@ def _seed(cfg: RunConfig, mode: Mode) -> int:
 
 
 def open_corpora(cfg: RunConfig, mode: Mode) -> list[list[TokenStore]]:
-    """The corpora of each entry of ``Data.<mode>.dataset.input_dir``.
+    """Open the corpora of each entry of ``Data.<mode>.dataset.input_dir``.
 
     Raises:
-        DataError: one is missing or damaged; the message names the key, and how a corpus is made.
+        DataError: a corpus is missing or damaged. The message names the key, and says how to make a corpus.
     """
     section = getattr(cfg.Data, mode)
     given, key = section.dataset.input_dir, section.key_of(mode, "input_dir")
@@ -278,7 +280,7 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
             f"Data.{mode}.dataset.input_dir: {len(parts):,} corpora are more than the {MAX_CORPORA:,} that "
             "can be blended: write them as fewer with ppfleetx merge-data"
         )
-    # A directory's weight is shared by its corpora in proportion to their tokens.
+    # The corpora of a directory share its weight in proportion to their tokens.
     totals = [max(1, sum(part.num_tokens for part in group)) for group in groups]
     factors = weights if weights is not None else [float(total) for total in totals]
     parts = [
@@ -346,7 +348,7 @@ def _order(
         weights = [part.weight for part in parts]
         total, sizes = blend_sizes(weights, num_samples)
         order = weighted_order(weights, total, directory)
-        # Megatron-LM's surplus is too small for some short blends, which it refuses.
+        # For some short blends, Megatron-LM's surplus is too small, and it refuses them.
         needed = zip(parts, sizes, order.counts, strict=True)
         datasets = [dataset(part, size, at_least=count) for part, size, count in needed]
     return BlendedDataset(datasets, order)

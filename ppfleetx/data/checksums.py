@@ -1,8 +1,8 @@
 """Checksums of a corpus in blocks, in a small file beside it: ``PREFIX.checksums.json``.
 
-A token that has changed on disk reads like any other; only a checksum shows it. The file holds a CRC-32
-of each block of 1 MiB of ``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and one of itself. Other
-programs that read the pair ignore it.
+Only a checksum shows that a token has changed on disk. The file holds a CRC-32 of each 1 MiB block of
+``PREFIX.bin`` and ``PREFIX.idx`` (800 kB for 100 GB), and one of itself. Other programs that read the pair
+ignore it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK_BYTES = 1 << 20
 SUFFIXES = (".bin", ".idx")
 _FORMAT, _VERSION = "ppfleetx corpus checksums", 1
 _HEX_DIGITS = 8  # of a CRC-32
-_OVERHEAD_BYTES = 4096  # what the file holds beside checksums, at most
+_OVERHEAD_BYTES = 4096  # the most bytes in the file besides checksums
 
 
 def checksums_path(prefix: str | os.PathLike[str]) -> Path:
@@ -36,7 +36,7 @@ class FileChecksums:
     """The checksums of one file.
 
     Attributes:
-        num_bytes: its length.
+        num_bytes: the length of the file.
         crcs: CRC-32 of each block; the last block may be shorter.
     """
 
@@ -89,7 +89,7 @@ class CorpusChecksums:
 
     Attributes:
         prefix: path of the corpus without ``.bin`` or ``.idx``.
-        files: checksums by suffix, of ``.bin`` and ``.idx``.
+        files: the checksums of ``.bin`` and ``.idx``, by suffix.
     """
 
     prefix: str
@@ -132,7 +132,7 @@ class CorpusChecksums:
                 )
 
     def blocks(self, suffix: str) -> Iterator[tuple[bytes, Block | None]]:
-        """Check the blocks of a file in order; damaged ones come with a description.
+        """Check the blocks of a file in order. Yields each block's bytes and, if damaged, its description.
 
         Raises:
             DataError: the file cannot be read.

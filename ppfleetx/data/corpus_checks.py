@@ -29,13 +29,13 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of these sections with their checksums, to the extent of each section's
-    ``verify``.
+    """Compare the corpora of these sections with their checksums, as far as each section's ``verify`` says.
 
-    One line of the log says what was compared, and which corpora have no checksums.
+    One log line says how much was compared, and which corpora have no checksums.
 
     Raises:
-        DataError: a corpus is damaged, its checksums are another's, or it has none and ``verify`` is full.
+        DataError: a corpus is damaged, its checksums belong to another corpus, or it has none and ``verify``
+            is full.
     """
     levels: dict[str, str] = {}
     for _, section in cfg.Data.sections(*modes):
@@ -64,11 +64,12 @@ def _summary(levels: dict[str, str], without: list[str]) -> str:
 
 
 def verify_corpus(prefix: str, level: str) -> bool:
-    """Compare a corpus with its checksums; False when it has none.
+    """Compare a corpus with its checksums. Returns False if it has none.
 
     Args:
         prefix: path of the corpus without ``.bin`` or ``.idx``.
-        level: ``index`` compares the lengths of both files and all of ``.idx``; ``full`` all of ``.bin`` too.
+        level: ``index`` compares the lengths of both files and all of ``.idx``; ``full`` also compares all of
+            ``.bin``.
 
     Raises:
         DataError: see `verify_corpora`.
@@ -97,7 +98,7 @@ def describe(block: Block, corpus: IndexedDataset | None) -> str:
 
 
 def _opened(prefix: str) -> IndexedDataset | None:
-    """The corpus, if its index can be read."""
+    """Open the corpus; None if its index cannot be read."""
     try:
         return IndexedDataset(prefix)
     except DataError:
@@ -107,14 +108,14 @@ def _opened(prefix: str) -> IndexedDataset | None:
 def documents_in(corpus: IndexedDataset, block: Block) -> tuple[int, int]:
     """The first and last document with a token in the block."""
     first, last = np.searchsorted(corpus.byte_offsets, [block.first, block.end - 1], side="right") - 1
-    # Empty sequences begin where the next one does, and empty documents hold no sequence: the last of equal
-    # ones is the one with tokens.
+    # Empty sequences begin where the next one does, and empty documents hold no sequence. So the last of
+    # several equal boundaries is the one with tokens.
     documents = np.searchsorted(corpus.document_indices, [first, last], side="right") - 1
     return int(documents[0]), int(documents[1])
 
 
 def all_damage(prefix: str) -> tuple[list[str], bool]:
-    """All damage of a corpus, in sentences, and whether the corpus has checksums.
+    """Describe all damage of a corpus in sentences, and return whether it has checksums.
 
     Raises:
         DataError: there is no such corpus.
@@ -143,8 +144,8 @@ def _damaged_blocks(prefix: str) -> list[str]:
     return found
 
 
-_MOST_TOKENS = 1 << 24  # of all corpora; takes a tenth of a second
-_FEWEST_TOKENS = 1 << 18  # of each
+_MOST_TOKENS = 1 << 24  # of all corpora, which takes a tenth of a second
+_FEWEST_TOKENS = 1 << 18  # of each corpus
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
@@ -152,7 +153,7 @@ def token_id_lines(cfg: RunConfig) -> list[str]:
     machine.
 
     Raises:
-        DataError: a tokenizer or a corpus has an id outside the model's vocabulary, or is damaged.
+        DataError: a tokenizer or a corpus is damaged, or has an id outside the model's vocabulary.
     """
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 

@@ -1,7 +1,7 @@
 """Open token corpora by their path in the configuration: ``.bin``/``.idx`` pairs, or FleetX's arrays.
 
 FleetX wrote ``_ids.npy`` with ``_idx.npz``, or one legacy ``_ids.npz``. ``_ids`` holds the tokens of all
-documents one after the other. ``lens`` (int32) is the length of each sequence, ``docs`` (int64, absent in the
+documents, one after another. ``lens`` (int32) is the length of each sequence, ``docs`` (int64, absent in the
 legacy file) the document boundaries counted in sequences, from 0.
 """
 
@@ -33,10 +33,10 @@ class FleetXDataset(TokenStore):
     The tokens of ``_ids.npy`` are memory-mapped; the legacy archive has to be read whole.
 
     Args:
-        prefix: path without ``_ids.npy``; any of the suffixes is accepted and taken off.
+        prefix: the path without ``_ids.npy``; any of the suffixes is accepted and removed.
 
     Raises:
-        DataError: a file is missing, damaged, or its lengths do not add up to its tokens.
+        DataError: a file is missing or damaged, or the lengths do not add up to the number of tokens.
     """
 
     @os_errors(DataError)
@@ -121,7 +121,7 @@ def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, over
     """Write a FleetX corpus as a ``.bin`` / ``.idx`` pair with the same tokens, sequences and documents.
 
     Raises:
-        DataError: the corpus is missing or damaged, or the pair is there already and not to be replaced.
+        DataError: the corpus is missing or damaged, or the pair exists already and must not be replaced.
     """
     source = FleetXDataset(prefix)
     refuse_to_replace(out, overwrite)

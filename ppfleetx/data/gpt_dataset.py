@@ -48,8 +48,8 @@ def parse_split(split: str | Sequence[float]) -> list[float]:
 def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple[int, int]]:
     """The range ``[first, last)`` of sequences for each of Train, Eval and Test.
 
-    The borders are the running sums of the weights times ``num_sequences``, each rounded half to even: what
-    Megatron-LM does, so that a corpus splits at the same sequence. A range may be empty.
+    The borders are the running sums of the weights times ``num_sequences``, each rounded half to even.
+    Megatron-LM does the same, so a corpus splits at the same sequences. A range may be empty.
     """
     borders = [0.0]
     for weight in parse_split(split):
@@ -61,7 +61,7 @@ def split_ranges(num_sequences: int, split: str | Sequence[float]) -> list[tuple
 Sample = dict[str, np.ndarray]
 
 PADDING = -1
-"""Index of a sample that fills up a batch and counts nowhere."""
+"""The index of a sample that fills up a batch and does not count."""
 
 _MANY_EPOCHS = (
     4  # beyond this, repeated text helps little (Muennighoff et al. 2023, "Data-constrained scaling")
@@ -74,11 +74,11 @@ class SampleOptions:
 
     Attributes:
         sequence_length: tokens the model sees.
-        reset_position_ids: positions start again at 0 after each end of document.
-        reset_attention_mask: a token attends to its own document only.
-        eod_mask_loss: no loss where the input is the end-of-document token.
+        reset_position_ids: whether positions start again at 0 after each end of document.
+        reset_attention_mask: whether a token attends to its own document only.
+        eod_mask_loss: whether positions with the end-of-document token as input have no loss.
         eod_id: end-of-document token; needed by the three options above.
-        vocab_size: true vocabulary; a larger id is an error. None: not checked.
+        vocab_size: the true vocabulary size; an id outside it is an error. None does not check ids.
     """
 
     sequence_length: int
@@ -99,18 +99,18 @@ class SampleOptions:
 
 
 class GPTDataset:
-    """Samples ``0 .. len - 1`` of sequences ``[first, last)`` of a corpus, in shuffled order.
+    """Samples ``0 .. len - 1``, cut from sequences ``[first, last)`` of a corpus, in shuffled order.
 
     Args:
         corpus: the opened corpus.
         first, last: the split's range of sequences.
-        options: how samples are cut and masked.
-        num_samples: samples the run will ask for, which decides how many epochs are shuffled together.
-            None: one epoch.
-        at_least: samples there must be, see `plan_epochs`.
-        seed: decides the order.
-        name: what the split is called in messages (Train, Eval, Test).
-        cache_dir: where index maps are kept; None: ``cache`` beside the corpus.
+        options: the options for cutting and masking samples.
+        num_samples: the number of samples that the run will ask for, which decides how many epochs are
+            shuffled together. None: one epoch.
+        at_least: the minimum number of samples, see `plan_epochs`.
+        seed: the seed of the order.
+        name: the name of the split in messages (Train, Eval, Test).
+        cache_dir: the directory for index maps; None: ``cache`` beside the corpus.
 
     Raises:
         DataError: the split is empty or shorter than one sample.
@@ -180,7 +180,7 @@ class GPTDataset:
         return self.tokens_per_epoch / self.options.sequence_length
 
     def __getitem__(self, index: int) -> Sample:
-        """Return sample ``index`` of the shuffled order, or for `PADDING` one whose loss mask is 0.
+        """Return sample ``index`` of the shuffled order, or for `PADDING` a sample whose loss mask is 0.
 
         Returns:
             ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``sample_ids``
@@ -198,7 +198,7 @@ class GPTDataset:
         return sample
 
     def _pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """The pieces of sequences that make up sample ``index``, as (sequence, first token, end)."""
+        """The pieces of sequences that form sample ``index``, as (sequence, first token, end)."""
         row = int(self._maps.shuffle_index[index])
         (position, offset), (last_position, last_offset) = self._maps.sample_index[row : row + 2].tolist()
         sequences = self._maps.document_index[position : last_position + 1].tolist()
@@ -247,7 +247,7 @@ class GPTDataset:
 def make_sample(window: np.ndarray, options: SampleOptions) -> Sample:
     """Make inputs, labels and masks from L + 1 tokens.
 
-    An end-of-document token belongs to the document it ends: what follows it is the next one.
+    An end-of-document token belongs to the document that it ends; the next document starts after it.
     """
     tokens, labels = window[:-1], window[1:]
     positions = np.arange(tokens.shape[0], dtype=np.int64)

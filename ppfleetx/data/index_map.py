@@ -1,13 +1,14 @@
-"""The order of training samples: document, sample and shuffle maps, bit for bit those of Megatron-LM.
+"""The order of training samples: document, sample and shuffle maps, bit for bit equal to Megatron-LM's.
 
 A split's sequences, repeated for E epochs and shuffled (`document_index`), form one long stream of tokens.
-Sample k is tokens ``[k L, k L + L]`` of the stream: L + 1 of them, so neighbours share one. `sample_index`
-says where each sample starts and `shuffle_index` in which order the samples are visited. The rules are those
-of Megatron-LM ``core/datasets/gpt_dataset.py``; here no loop runs over samples or documents.
+Sample k consists of the L + 1 tokens ``[k L, k L + L]`` of the stream, so neighbours share one.
+`sample_index` says where each sample starts, and `shuffle_index` in which order the samples are visited. The
+rules are the same as in Megatron-LM's ``core/datasets/gpt_dataset.py``, but no loop runs over samples or
+documents.
 
-The maps are cached on disk. The key of a file covers everything that decides the arrays, so equal keys mean
-equal content: builders that run at the same time write the same bytes, and whichever rename comes last does
-no harm.
+The maps are cached on disk. The key of a file covers everything that determines the arrays, so equal keys
+mean equal content. Builders that run at the same time write the same bytes, and it does not matter which
+rename comes last.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import available_bytes
 
 ORDER_VERSION = 1
-"""Changes when equal arguments would give other maps than before; part of cache names and fingerprints."""
+"""Increased when equal arguments would give different maps; part of cache names and fingerprints."""
 
-_CHUNK = 1 << 22  # documents handled at a time: bounds the temporary memory to about 100 MB
-_SEPARATE_BELOW = 0.80  # the last epoch is shuffled apart when less than this part of its samples is needed
+_CHUNK = 1 << 22  # documents handled at a time, to limit temporary memory to about 100 MB
+_SEPARATE_BELOW = 0.80  # shuffle the last epoch separately if less than this share is needed
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class EpochPlan:
     """The number of times a split is read to yield the requested samples.
 
     Attributes:
-        tokens_per_epoch: tokens of the split.
+        tokens_per_epoch: the number of tokens of the split.
         sequence_length: tokens the model sees per sample (L).
-        num_epochs: smallest number of epochs whose tokens suffice (E).
-        separate_final_epoch: whether the last epoch is shuffled apart, after all others.
-        num_samples: samples that E epochs give, at least as many as asked for.
+        num_epochs: the smallest number of epochs whose tokens suffice (E).
+        separate_final_epoch: whether the last epoch is shuffled separately, after all others.
+        num_samples: the number of samples in E epochs, at least as many as requested.
     """
 
     tokens_per_epoch: int
@@ -63,12 +64,12 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class IndexMaps:
-    """The three arrays; dtypes as in Megatron-LM.
+    """The three arrays, with the dtypes of Megatron-LM.
 
     Attributes:
         document_index: int32 [E * sequences], sequence ids in the order of the token stream.
         sample_index: int32 or int64 [S + 1, 2], (position in `document_index`, token offset) of each start.
-        shuffle_index: uint32 or int64 [S], sample visited at each step.
+        shuffle_index: uint32 or int64 [S], the sample visited at each step.
     """
 
     document_index: np.ndarray
@@ -85,8 +86,9 @@ def plan_epochs(
     Args:
         tokens_per_epoch: tokens of the split, at least 1.
         sequence_length: tokens the model sees per sample.
-        num_samples: samples asked for.
-        at_least: samples there must be. The plan is for as many where that for ``num_samples`` holds fewer.
+        num_samples: the requested number of samples.
+        at_least: the minimum number of samples. If the plan for ``num_samples`` has fewer, the plan is made
+            for this number.
     """
     assert tokens_per_epoch > 0
     assert sequence_length > 0
@@ -106,7 +108,7 @@ def plan_epochs(
 
 
 def maps_bytes(num_sequences: int, plan: EpochPlan) -> int:
-    """Bytes of the three arrays for this many sequences; building them needs little more memory."""
+    """Bytes of the three arrays for this number of sequences. Building them needs little more memory."""
     documents = num_sequences * plan.num_epochs
     position = 4 if documents <= np.iinfo(np.int32).max else 8
     sample = 4 if plan.num_samples < np.iinfo(np.uint32).max - 1 else 8
@@ -118,10 +120,10 @@ def build_index_maps(sizes: np.ndarray, first: int, last: int, plan: EpochPlan, 
 
     Args:
         sizes: int32 [N], tokens of every sequence of the corpus.
-        plan: from `plan_epochs` with the tokens of that range.
-        seed: for the generator that shuffles documents, then samples.
+        plan: the result of `plan_epochs` with the tokens of that range.
+        seed: the seed of the generator that shuffles documents, then samples.
     """
-    # The legacy generator is the definition of the order: only its stream gives Megatron's permutations.
+    # The order is defined by the legacy generator: only its stream gives Megatron's permutations.
     random = np.random.RandomState(seed)
     # Lengths mapped from an .idx file start at byte 34; gathering from unaligned memory is slow.
     sizes = np.require(sizes, requirements="A")
@@ -142,10 +144,10 @@ def _document_index(first: int, last: int, plan: EpochPlan, random: np.random.Ra
 
 
 def _sample_index(sizes: np.ndarray, document_index: np.ndarray, plan: EpochPlan) -> np.ndarray:
-    """Row k: the sequence that holds token k L of the stream, and that token's offset in it.
+    """Row k holds the sequence with token k L of the stream, and the offset of that token in it.
 
-    Token k L lies in the first sequence whose end is beyond it, which skips empty sequences. Only row 0 is
-    (0, 0) even if the first sequence is empty, because nothing has been walked over yet.
+    Token k L lies in the first sequence that ends beyond it, so empty sequences are skipped. The exception is
+    row 0, which is always (0, 0), even if the first sequence is empty.
     """
     length, num_rows = plan.sequence_length, plan.num_samples + 1
     dtype = np.int32 if document_index.shape[0] <= np.iinfo(np.int32).max else np.int64
@@ -180,7 +182,7 @@ def _shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> np.ndarray
 def order_fingerprint(corpus: str, first: int, last: int, plan: EpochPlan, seed: int) -> str:
     """A hash of exactly the inputs that determine the order of samples.
 
-    The number of samples asked for counts only through the number of epochs and the separate last one: a
+    The requested number of samples matters only through the number of epochs and the separate last epoch. A
     longer run whose order begins with the same samples has the same fingerprint.
     """
     decisive = {
@@ -212,13 +214,14 @@ def load_or_build(
     """Memory-map the arrays stored under ``key``, after building and storing them if they are missing or
     damaged.
 
-    Files: ``{key}-{name}.npy`` per array, and ``{key}.json`` with length and checksum of each, written last.
-    If the directory cannot be written, a warning is logged and every process builds the arrays.
+    The files are ``{key}-{name}.npy`` for each array and, written last, ``{key}.json`` with the length and
+    checksum of each. If the directory cannot be written, a warning is logged, and every process builds the
+    arrays.
 
     Args:
-        names: the arrays that ``build`` returns.
+        names: the names of the arrays that ``build`` returns.
         about: the meaning of the key, written to the JSON file for people to read.
-        num_bytes: approximate memory for building them.
+        num_bytes: the approximate memory for building the arrays.
 
     Raises:
         DataError: the arrays are not stored, and there is not enough memory to build them.

@@ -1,7 +1,7 @@
 """Tokenised corpora on disk: Megatron's ``.bin`` / ``.idx`` pair, read through mmap and written as a stream.
 
-``PREFIX.bin`` is the token ids of all sequences one after the other, nothing else.
-``PREFIX.idx`` is, little-endian throughout (N sequences, D = documents + 1)::
+``PREFIX.bin`` holds the token ids of all sequences, one after another, and nothing else. ``PREFIX.idx`` is,
+little-endian throughout (N sequences, D = documents + 1)::
 
     offset     bytes  content
     0          9      magic  b"MMIDIDX\\0\\0"
@@ -13,7 +13,8 @@
     34 + 4N    8N     byte offset of each sequence in .bin (int64)
     34 + 12N   8D     document boundaries counted in sequences, first 0, last N (int64)
 
-One *sequence* is what the index maps shuffle and split; a document may hold several (sentences) or none.
+A *sequence* is the unit that the index maps shuffle and split. A document may hold several (sentences) or
+none.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
     """Raise DataError if a finished pair exists that must not be replaced.
 
-    A ``.bin`` alone is not finished: the index is written last.
+    A ``.bin`` alone is not a finished pair, because the index is written last.
     """
     if idx_path(prefix).exists() and not overwrite:
         raise DataError(f"{idx_path(prefix)} exists already; --overwrite replaces it")
@@ -85,10 +86,10 @@ class IndexedDataset(TokenStore):
     """Reader of one ``.bin`` / ``.idx`` pair; everything is memory-mapped and checked when opened.
 
     Args:
-        prefix: path of the pair without ``.bin`` or ``.idx`` (either suffix is accepted and taken off).
+        prefix: the path of the pair without ``.bin`` or ``.idx`` (either suffix is accepted and removed).
 
     Raises:
-        DataError: a file of the pair is missing, truncated, damaged, or of a kind we do not read.
+        DataError: a file of the pair is missing, truncated, damaged, or of an unsupported kind.
     """
 
     @os_errors(DataError)
@@ -114,18 +115,18 @@ def _map_file(path: Path, dtype: np.dtype, *, read_ahead: bool = True) -> np.nda
     if size % dtype.itemsize or size == 0:
         return np.empty(
             0, dtype
-        )  # cannot be mapped; `_check_index` decides by its size whether that is right
+        )  # an empty file cannot be mapped; `_check_index` checks whether it should be empty
     with opened(path, DataError) as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if not read_ahead and hasattr(mmap, "MADV_RANDOM"):
-        # Samples lie anywhere in the file: what the system reads around each would be wasted, and costs
-        # milliseconds a sample while the corpus is not in memory yet.
+        # Samples lie anywhere in the file. Read-ahead around each sample would be wasted, and costs
+        # milliseconds per sample while the corpus is not in memory yet.
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, dtype)
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Views of lengths, byte offsets and document boundaries, after a check of the header and file length."""
+    """Check the header and file length; return views of lengths, byte offsets and document boundaries."""
     raw = _map_file(path, np.dtype("u1"))
     if raw.shape[0] < HEADER.size:
         raise DataError(f"{path} is truncated: {raw.shape[0]} bytes, the header alone has {HEADER.size}")
@@ -186,13 +187,13 @@ def _check_index(
 class IndexedDatasetWriter:
     """Writes a ``.bin`` / ``.idx`` pair as a stream; nothing appears under the final names before `finalize`.
 
-    Beside the pair it writes their checksums (`ppfleetx.data.checksums`). The index is held in memory as flat
-    integers: 4 bytes a sequence and 8 bytes a document. As a context manager it finalises on success and
-    removes the temporary file when the block raises.
+    It also writes the checksums of both files (`ppfleetx.data.checksums`). The index is held in memory as
+    flat integers: 4 bytes per sequence and 8 bytes per document. As a context manager it finalises on
+    success, and removes the temporary file if the block raises.
 
     Args:
         prefix: path of the pair to write; existing files are replaced by `finalize`, ``.idx`` last.
-        dtype: dtype of the stored tokens, see `optimal_dtype`.
+        dtype: the dtype of the stored tokens, see `optimal_dtype`.
 
     Raises:
         DataError: the dtype cannot be stored, or a file cannot be written.
@@ -223,7 +224,7 @@ class IndexedDatasetWriter:
         return len(self._boundaries) - 1
 
     def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int]) -> None:
-        """Append one document, whose sequences of ``lengths`` tokens follow one another.
+        """Append one document. ``lengths`` are the token counts of its consecutive sequences.
 
         Raises:
             ValueError: ``lengths`` do not add up to the number of tokens.
@@ -235,12 +236,12 @@ class IndexedDatasetWriter:
         self._boundaries.append(len(self._lengths))
 
     def add_documents(self, flat_tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append many documents of one sequence each; faster than one at a time.
+        """Append many documents of one sequence each. This is faster than one at a time.
 
         Args:
-            flat_tokens: tokens of all documents, one after the other.
-            lengths: tokens of each document. 0 writes a document without a sequence, as
-                ``add_document([], [])`` does.
+            flat_tokens: the tokens of all documents, one after another.
+            lengths: the number of tokens of each document. 0 writes a document without a sequence, like
+                ``add_document([], [])``.
         """
         lengths = np.asarray(lengths)
         filled = lengths != 0
@@ -250,9 +251,10 @@ class IndexedDatasetWriter:
         """Append many documents with any number of sequences each.
 
         Args:
-            flat_tokens: tokens of all sequences, one after the other.
-            lengths: tokens of each sequence.
-            boundaries: number of these sequences up to the end of each document; the last is all of them.
+            flat_tokens: the tokens of all sequences, one after another.
+            lengths: the number of tokens of each sequence.
+            boundaries: for each document, the number of sequences up to its end; the last one is the number
+                of all sequences.
 
         Raises:
             ValueError: ``lengths`` do not add up to the number of tokens, or one is negative.
@@ -271,8 +273,8 @@ class IndexedDatasetWriter:
         """Append all sequences and documents of another pair.
 
         Args:
-            other: stores the same dtype.
-            blocks: the bytes of its ``.bin``.
+            other: the other pair, which must store the same dtype.
+            blocks: the bytes of the other pair's ``.bin``.
         """
         assert other.dtype == self.dtype
         first_sequence = len(self._lengths)
@@ -292,8 +294,8 @@ class IndexedDatasetWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            # An old index must never be seen beside the new tokens, so it goes first and the new one comes
-            # last, after the checksums.
+            # An old index must never lie beside the new tokens. So it is removed first, and the new index
+            # comes last, after the checksums.
             idx_path(self.prefix).unlink(missing_ok=True)
             checksums_path(self.prefix).unlink(missing_ok=True)
             self._temporary.replace(bin_path(self.prefix))

@@ -21,24 +21,24 @@ Tail = Literal["wrap", "drop", "pad"]
 class GlobalBatchSampler:
     """Divides global batches of consecutive positions in the dataset's order among the data ranks.
 
-    Global batch k holds positions ``consumed_samples + [k B, (k + 1) B)``: a function of consumed samples and
-    batch size alone, also where the batch grows (``size_at``). Micro batch m of data rank r are positions
-    ``(m D + r) b + [0, b)`` of the global batch (b micro batch, D data ranks), so neither D nor b changes
-    which samples a step trains on.
+    Global batch k holds positions ``consumed_samples + [k B, (k + 1) B)``. It depends only on consumed
+    samples and batch size, also if the batch grows (``size_at``). Micro batch m of data rank r holds
+    positions ``(m D + r) b + [0, b)`` of the global batch (b: micro batch, D: number of data ranks), so D and
+    b do not affect which samples a step trains on.
 
     Args:
-        total: samples of the dataset.
-        global_batch_size: samples of a step over all data ranks (B).
-        micro_batch_size: samples of a forward pass on one data rank (b).
-        data_rank, data_size: this rank and their number (D).
-        consumed_samples: samples already used, where to start. Iterating again starts there again.
-        size_at: samples of the step that begins after so many samples, where that is not always B.
-        tail: what happens at the end of the dataset. ``"wrap"``: batches never end, after the last
-            sample comes the first again (position modulo total), and a batch may hold both. ``"drop"``: the
-            last incomplete batch is left out. ``"pad"``: it is filled up with index -1, which has a zero
-            loss mask.
-        shuffle_seed: None: the dataset's own order. Otherwise every pass over the dataset has its own
-            permutation, drawn from (seed, number of the pass).
+        total: the number of samples of the dataset.
+        global_batch_size: the number of samples of a step over all data ranks (B).
+        micro_batch_size: the number of samples of a forward pass on one data rank (b).
+        data_rank, data_size: this data rank, and the number of data ranks (D).
+        consumed_samples: the number of samples already used. Every iteration starts after them.
+        size_at: a function that returns the size of the step that begins after a number of samples, if it is
+            not always B.
+        tail: the behaviour at the end of the dataset. ``"wrap"``: batches never end; the first sample follows
+            the last (position modulo total), and a batch may hold both. ``"drop"``: the last incomplete batch
+            is left out. ``"pad"``: it is filled up with index -1, whose sample has a zero loss mask.
+        shuffle_seed: the seed of the order. Every pass over the dataset has its own permutation, drawn from
+            (seed, number of the pass). None: the dataset's own order.
 
     Raises:
         ConfigError: the sizes do not divide.
@@ -77,21 +77,21 @@ class GlobalBatchSampler:
 
     @property
     def num_steps(self) -> int | None:
-        """The steps of one iteration; None: endless."""
+        """The number of steps of one iteration; None if it is endless."""
         if self.tail == "wrap":
             return None
         left = max(0, self.total - self.consumed_samples)
         return left // self.global_batch_size if self.tail == "drop" else -(-left // self.global_batch_size)
 
     def __iter__(self) -> Iterator[list[np.ndarray]]:
-        """This rank's micro batches of each step, as arrays of sample indices int64 [b]."""
+        """Yield this rank's micro batches of each step, as arrays of sample indices, int64 [b]."""
         step, num_steps = 0, self.num_steps
         while num_steps is None or step < num_steps:
             yield self.micro_batches(step)
             step += 1
 
     def micro_batches(self, step: int) -> list[np.ndarray]:
-        """This rank's micro batches of a step; steps are counted from `consumed_samples`."""
+        """This rank's micro batches of a step. Steps are counted from `consumed_samples`."""
         batch = self.global_batch(step).reshape(-1, self.data_size, self.micro_batch_size)
         return list(batch[:, self.data_rank])
 
@@ -139,11 +139,12 @@ _PREFETCH_PER_WORKER = 2  # steps prepared ahead by each thread
 
 @runtime_checkable
 class Dataset(Protocol):
-    """The interface of datasets: samples numbered from 0 to ``len - 1``; `PADDING` (-1) gives one that
+    """The interface of datasets: samples numbered from 0 to ``len - 1``. `PADDING` (-1) gives a sample that
     does not count.
 
     Attributes:
-        fingerprint: hash of all that decides the samples and their order; a run that resumes refuses another.
+        fingerprint: a hash of everything that determines the samples and their order. A resumed run refuses a
+            dataset with a different fingerprint.
     """
 
     fingerprint: str
@@ -163,13 +164,13 @@ class Dataset(Protocol):
         ``loss_mask`` float32 [s] (all 0 for `PADDING`), ``sample_ids`` int64 [] (the index). Several
         threads call this at once.
 
-        Where samples come from several sources, an attribute ``sources`` names them, and each sample has
-        ``source_ids`` int64 [], its place in that list: for `Engine.log_source_loss`.
+        If samples come from several sources, an attribute ``sources`` lists their names, and each sample has
+        ``source_ids`` int64 [], its place in that list, for `Engine.log_source_loss`.
         """
 
 
 def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """Stack samples to arrays [b, s] (``sample_ids`` [b])."""
+    """Stack samples into arrays [b, s] (``sample_ids``: [b])."""
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
@@ -177,7 +178,7 @@ def without_padding(micro_batches: list[MicroBatch], multiple: int) -> list[Micr
     """Cut batches to the longest of their sequences (``lengths``), rounded up to a multiple of
     ``multiple``.
 
-    One length for all micro batches of a step: a pipeline wants them equal.
+    All micro batches of a step get the same length, because a pipeline requires it.
     """
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
     end = -(-longest // multiple) * multiple
@@ -193,9 +194,10 @@ class DataLoader:
     Iterating again starts again at the sampler's first step, so every evaluation sees the same batches.
 
     Args:
-        dataset: where samples come from.
-        sampler: which of them, and when.
-        num_workers: threads that prepare steps ahead of time, in order; 0: none, the caller's thread does it.
+        dataset: the source of the samples.
+        sampler: decides which samples are in each step.
+        num_workers: the number of threads that prepare steps ahead of time, in order; with 0, the caller's
+            thread does it.
     """
 
     def __init__(self, dataset: Dataset, sampler: GlobalBatchSampler, num_workers: int = 0) -> None:
@@ -216,7 +218,7 @@ class DataLoader:
 
     @property
     def sources(self) -> list[str]:
-        """The names of the sources that ``source_ids`` number; empty if samples have no source."""
+        """The names of the sources, in the order of ``source_ids``; empty if samples have no source."""
         return list(getattr(self.dataset, "sources", ()))
 
     def describe(self) -> str:
@@ -242,5 +244,5 @@ class DataLoader:
                 pending.extend(pool.submit(self._load, step) for step in islice(steps, 1))
                 yield batch
         finally:
-            # Also on Ctrl-C and when the caller stops iterating: what was prepared ahead is dropped.
+            # Also on Ctrl-C and when the caller stops iterating: steps prepared ahead are dropped.
             pool.shutdown(wait=True, cancel_futures=True)

@@ -16,22 +16,22 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.utils.foreign_files import opened
 
 MAX_LINE_BYTES = 64_000_000
-"""Longest line of a file of records."""
+"""The longest line of a file of records."""
 
 _PACKED = (".gz", ".zst")
 _OTHER_PACKING = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zstd", ".gzip", ".zip", ".7z", ".z")
 _TEXT = (".jsonl", ".json", ".txt", ".text", ".ndjson")
-_PACKED_BYTES = 2048  # decompressed at a time: at most some 64 MB come out
+_PACKED_BYTES = 2048  # decompressed at a time, which yields at most about 64 MB
 _BLOCK_BYTES = 1 << 20
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the file name ends in that of a supported compression."""
+    """Whether the file name ends in the suffix of a supported compression."""
     return path.suffix in _PACKED
 
 
 def refuse_other_packing(path: Path) -> None:
-    """Raise DataError for text in an unsupported compression, which would be skipped silently otherwise."""
+    """Raise DataError for text in an unsupported compression, which would otherwise be skipped silently."""
     packed = path.suffix.lower() in (*_PACKED, *_OTHER_PACKING) and not is_packed(path)
     if packed and path.with_suffix("").suffix.lower() in _TEXT:
         raise DataError(
@@ -41,15 +41,15 @@ def refuse_other_packing(path: Path) -> None:
 
 
 class TextFile:
-    """The bytes of a file, unpacked if its name ends in ``.gz`` or ``.zst``; a context manager.
+    """The bytes of a file, decompressed if its name ends in ``.gz`` or ``.zst``. This is a context manager.
 
-    Consecutive gzip members or zstandard frames are one text. Each must be complete.
+    Consecutive gzip members or zstandard frames form one text. Each must be complete.
 
     Args:
         path: the file.
 
     Raises:
-        DataError: the file cannot be read, is damaged or cut off.
+        DataError: the file cannot be read, is damaged, or is cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class TextFile:
 class _ZstdFile:
     """Reads a zstandard file, which must end at the end of a frame.
 
-    The library's own reader does not notice that a file is cut off.
+    The library's own reader does not notice if a file is cut off.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -150,10 +150,10 @@ def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tup
 
     Args:
         path: the file.
-        see: called with all bytes in order, to hash them.
+        see: a function called with all bytes in order, to hash them.
 
     Raises:
-        DataError: as `TextFile`, or a line is longer than `MAX_LINE_BYTES`.
+        DataError: as in `TextFile`, or a line is longer than `MAX_LINE_BYTES`.
     """
     number, pending, size = 0, [], 0
     with TextFile(path) as file:
@@ -178,14 +178,14 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes]]:
-    """Yield the records of a file, as (line where the record begins, its text).
+    """Yield the records of a file, as (line where the record begins, text).
 
     Records are the lines that are not empty or, in a ``.json`` file that begins with ``[``, the items of the
     array.
 
     Args:
         path: the file, compressed or not.
-        see: called with all bytes in order, to hash them.
+        see: a function called with all bytes in order, to hash them.
 
     Raises:
         DataError: as in `read_lines`, or the array is not JSON. Lines are not parsed yet.
@@ -231,8 +231,8 @@ def load_line(line: bytes) -> Any:
     """Parse a line of JSON.
 
     Raises:
-        UnicodeDecodeError: it is not UTF-8.
-        ValueError: it is not JSON, or too deeply nested.
+        UnicodeDecodeError: the line is not UTF-8.
+        ValueError: the line is not JSON, or too deeply nested.
     """
     try:
         return json.loads(line.decode("utf-8"))

@@ -12,7 +12,7 @@ _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096
 
 
 def runs_from_zero(boundaries: np.ndarray, last: int) -> bool:
-    """Whether ``boundaries`` begin with 0, end with ``last`` and never decrease; checked in chunks."""
+    """Whether ``boundaries`` begin with 0, end with ``last`` and never decrease. The check runs in chunks."""
     if not boundaries.shape[0] or boundaries[0] != 0 or boundaries[-1] != last:
         return False
     parts = (boundaries[first : first + _CHUNK + 1] for first in range(0, boundaries.shape[0], _CHUNK))
@@ -24,8 +24,8 @@ class TokenStore:
 
     Attributes:
         prefix: the path without its suffix, as the user gave it; used in messages.
-        sizes: int32 [N], tokens per sequence.
-        byte_offsets: int64 [N], where each sequence starts in the flat token array.
+        sizes: int32 [N], the number of tokens of each sequence.
+        byte_offsets: int64 [N], the start of each sequence in the flat token array, in bytes.
         document_indices: int64 [documents + 1], document boundaries counted in sequences.
         dtype: dtype of the stored tokens.
     """
@@ -79,9 +79,9 @@ class TokenStore:
         """A hash that distinguishes corpora without reading them: lengths, boundaries, size, and a few
         blocks.
 
-        Two corpora with equal sequence lengths (fixed-length chunks under two tokenizers, say) differ in the
-        sampled blocks, though a single changed token elsewhere goes unnoticed. The path is not part of it, so
-        a corpus can be moved.
+        The blocks distinguish two corpora with equal sequence lengths (fixed-length chunks under two
+        tokenizers, for example), but a single changed token elsewhere goes unnoticed. The hash does not
+        contain the path, so a corpus can be moved.
         """
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens}".encode())

@@ -12,10 +12,10 @@ _PART = 1 << 16  # tokens that are read in one go
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Check that a model with ``vocab_size`` tokens has all ids of ``tokenizer``; it may have more.
+    """Check that a model with ``vocab_size`` tokens has all ids of ``tokenizer``. The model may have more.
 
     Raises:
-        DataError: the tokenizer has more.
+        DataError: the tokenizer has more ids than the model.
     """
     count = tokenizer.vocab_size
     if count > vocab_size:
@@ -30,13 +30,13 @@ def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 <<
     """Check that a model with ``vocab_size`` tokens has the ids of a corpus.
 
     Args:
-        corpus: a small one is read whole, a large one in evenly spaced parts. The other ids are checked when
-            they are read for training.
-        vocab_size: number of ids of the model.
+        corpus: the corpus. A small one is read whole, a large one in evenly spaced parts; the other ids are
+            checked when they are read for training.
+        vocab_size: the number of ids of the model.
         most_tokens: the most tokens to read.
 
     Returns:
-        The highest id found (-1: there is no token), and the number of tokens read.
+        The highest id found (-1 if there is no token), and the number of tokens read.
 
     Raises:
         DataError: a token id is outside the model's vocabulary.

@@ -97,7 +97,7 @@ def check_one_process(processes: int) -> None:
     """Check that this is the only process of the job.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the job has several processes.
     """
     if processes > 1:
         raise ConfigError(
@@ -113,7 +113,7 @@ def check_target(cfg: RunConfig) -> None:
     """Check that ``output_dir``/rank_0 can be created, or is an export that may be replaced.
 
     Raises:
-        ConfigError: it cannot be created, or holds something else.
+        ConfigError: the directory cannot be created, or holds something else.
     """
     output_dir = Path(cfg.Engine.save_load.output_dir)
     target = output_dir / RANK_DIRECTORY

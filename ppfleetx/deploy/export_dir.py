@@ -1,4 +1,4 @@
-"""The directory of an exported model: its manifest, its checks, and what its program can do.
+"""The directory of an exported model: its manifest, its checks, and the abilities of its program.
 
 ::
 
@@ -118,7 +118,7 @@ def open_export(model_dir: str | Path, *, verify: bool = True) -> tuple[Path, Ex
 
     Args:
         model_dir: the directory itself, or the ``output_dir`` that contains it.
-        verify: compare the checksums of all files; sizes are always compared.
+        verify: whether to compare the checksums of all files; sizes are always compared.
 
     Raises:
         ConfigError: there is no exported model, it is damaged, or another version wrote it.
@@ -135,7 +135,7 @@ def is_export(directory: Path) -> bool:
 
 
 def files_of_others(directory: Path) -> list[str]:
-    """Files in an export's directory that are not part of the export; none if its manifest is damaged."""
+    """Files in an export's directory that are not part of the export; empty if its manifest is damaged."""
     try:
         own = {*_read(directory / MANIFEST_FILE).files, MANIFEST_FILE}
     except ConfigError:
@@ -222,10 +222,10 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
     """Check that an exported program can decode as the ``Generation`` section says.
 
     Args:
-        places: where the keys were set.
+        places: the places where the keys were set.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the program or the machine cannot do so.
     """
     key, rule = None, ""
     if section.decode_strategy == "beam_search":
@@ -255,15 +255,15 @@ def check_generation(section: GenerationConfig, places: Mapping[str, str] | None
 def check_onednn(section: GenerationConfig, vocab_size: int, places: Mapping[str, str] | None = None) -> None:
     """Check that an exported program can decode as the ``Generation`` section says when oneDNN runs it.
 
-    It can sample from the likeliest tokens only. When it samples from the whole vocabulary, Paddle 3.3.1
-    raises an exception without a message.
+    With oneDNN, the program can sample only from the likeliest tokens. If it samples from the whole
+    vocabulary, Paddle 3.3.1 raises an exception without a message.
 
     Args:
         vocab_size: number of tokens that may be generated.
-        places: where the keys were set.
+        places: the places where the keys were set.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the program or the machine cannot do so.
     """
     if section.decode_strategy == "sampling" and not 0 < section.top_k < vocab_size:
         raise ConfigError(
@@ -280,7 +280,7 @@ def check_inference(cfg: RunConfig, device: str) -> None:
     """Check that this machine can run an exported program as the ``Inference`` section says.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the program or the machine cannot do so.
     """
     options = cfg.Inference
     if options.mp_degree not in (None, 1):

@@ -40,8 +40,9 @@ _NO_TOKEN = -1
 _GPU_POOL_MB = 256  # initial size; it grows
 _GARBAGE, _GARBAGE_GB = "FLAGS_eager_delete_tensor_gb", 1 / 1024
 """On a CPU Paddle hands unused tensors to another thread that frees them. By default it hands over one at a
-time, and waking that thread costs a pass over few rows a tenth of its time. This many are handed over
-together, in each of the program's blocks, of which there are some thirty."""
+time, and waking that thread costs a pass over few rows a tenth of its time. This setting hands over so many
+together, in each of the program's blocks, of which there are about thirty.
+"""
 
 
 class InferenceEngine(TextGenerator):
@@ -126,7 +127,7 @@ class InferenceEngine(TextGenerator):
 
     @staticmethod
     def _row(ids: list[int], limit: int, end_ids: tuple[int, ...], text: RowText) -> Row:
-        """The row up to its end. The program continues every row until all have ended."""
+        """Cut a row at its end. The program continues every row until all rows have ended."""
         row = Row(limit)
         for token_id in ids:
             is_stopped = text.feed(token_id)
@@ -153,7 +154,7 @@ class Program:
             paddle.set_flags({_GARBAGE: _GARBAGE_GB})
         self._predictor = inference.create_predictor(_configuration(directory, program, options, device))
         if is_cpu:
-            back_process_by_huge_pages()  # for the weights; Paddle does not say where they are in memory
+            back_process_by_huge_pages()  # for the weights, whose place in memory Paddle does not say
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run the program on :data:`ppfleetx.deploy.static.program.INPUTS`: new tokens ``[b, up to t]``
@@ -195,7 +196,9 @@ def _configuration(directory: Path, program: str, options: InferenceConfig, devi
 
 
 def _program_file(files: Collection[str], options: InferenceConfig) -> str:
-    """The program to run on a CPU: the one with our own operators if it can run here, but not with oneDNN."""
+    """The program to run on a CPU. It is the one with our own operators if these can run here and oneDNN is
+    off.
+    """
     if options.onednn:
         return PROGRAM_FILE
     cpu_ops.note_if_missing()

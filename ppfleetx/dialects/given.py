@@ -15,11 +15,11 @@ class Given:
     """One value of another toolkit.
 
     Attributes:
-        key: dotted name as it was written (``parallel_config.data_parallel``, ``--num-layers``). An item of a
-            list of mappings has its number in it: ``callbacks.0.type``.
-        value: plain Python value; None: the key was written without one.
+        key: the dotted name as the user wrote it (``parallel_config.data_parallel``, ``--num-layers``). For
+            items of a list of mappings, it contains their number: ``callbacks.0.type``.
+        value: the plain Python value; None if the key was written without a value.
         place: ``file:line`` or ``argument 3``.
-        text: the value as it was written, of a plain scalar.
+        text: the value as the user wrote it, if it is a plain scalar.
     """
 
     key: str
@@ -29,12 +29,12 @@ class Given:
 
     @property
     def origin(self) -> str:
-        """Place and key, as messages show where a native value came from."""
+        """The place and key, for messages about the origin of a native value."""
         return f"{self.place}, {self.key}"
 
 
 def given_in(tree: Node, prefix: str = "") -> Iterator[Given]:
-    """Every value of ``tree`` under its dotted key, in the order of the file.
+    """All values of ``tree`` with their dotted keys, in the order of the file.
 
     Mappings and lists of mappings are flattened; every other list is one value. An empty mapping is None.
     """
@@ -61,18 +61,19 @@ def given_arguments(
     *,
     first: int = 1,
 ) -> Iterator[Given]:
-    """Every option of a command line: ``--name value``, ``--name=value`` or a flag alone.
+    """All options of a command line: ``--name value``, ``--name=value`` or a flag alone.
 
     Args:
         argv: the arguments, without the program's name.
-        flags: normal names (see :func:`normal_name`) of options that take no value; theirs is True.
-        many: normal names of options that take every value up to the next option, as a list.
-        known: normal names of all options; None: any. An unknown option may be a flag and is refused later.
+        flags: normal names (see :func:`normal_name`) of options that take no value; their value is True.
+        many: normal names of options that take all values up to the next option, as a list.
+        known: normal names of all options; None allows any. An unknown option may be a flag, and is refused
+            later.
         first: the number of ``argv[0]`` in places.
 
     Raises:
-        ConfigError: an argument that belongs to no option, an option without its value, or one given twice
-            with unequal values.
+        ConfigError: an argument belongs to no option, or an option lacks its value or is given twice with
+            different values.
     """
     seen: dict[str, Given] = {}
     position = 0
@@ -113,7 +114,7 @@ def _values_after(argv: Sequence[str], position: int) -> list[str]:
 
 
 def weighted_corpora(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Corpora of a list, and their weights if a number stands before each: ``0.3 a 0.7 b``."""
+    """The corpora in a list, and their weights if there is a number before each: ``0.3 a 0.7 b``."""
     try:
         weights = [float(word) for word in words[::2]]
     except ValueError:
@@ -133,8 +134,9 @@ _NODES = ("nnodes", "num_nodes")
 
 
 def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
-    """A command line without the launcher before ``*.py``: the processes that the launcher starts, the
-    arguments after the program, and the number of the first one."""
+    """Split off the launcher before ``*.py``. Returns the number of processes that the launcher starts, the
+    arguments after the program, and the number of the first of these arguments.
+    """
     refuse_other_models(argv)
     program = next((at for at, text in enumerate(argv) if text.endswith(".py")), None)
     if program is None:
@@ -145,7 +147,7 @@ def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
         name, equals, value = text.partition("=")
         value = value if equals else "".join(before[at + 1 : at + 2])
         option = normal_name(name) if text.startswith("-") else ""
-        if option == "worker_num" and is_index(value):  # msrun: of all hosts
+        if option == "worker_num" and is_index(value):  # for msrun, of all hosts
             return int(value), list(argv[program + 1 :]), program + 2
         if option in _PROCESSES:
             processes = _count(name, value)
@@ -159,7 +161,7 @@ def without_launcher(argv: Sequence[str]) -> tuple[int | None, list[str], int]:
 
 
 def refuse_other_models(argv: Sequence[str]) -> None:
-    """Raise where a command line is of a program of Megatron's that trains another kind of model than GPT."""
+    """Refuse the command line of a Megatron program that trains a model other than GPT."""
     for text in argv:
         name = text.rpartition("/")[2]
         if name.startswith("pretrain_") and name.endswith(".py") and name != "pretrain_gpt.py":
@@ -173,7 +175,7 @@ def _count(name: str, value: str) -> int:
 
 
 def world_of(environ: Mapping[str, str]) -> int | None:
-    """Processes of the job, from its launcher's variables; None without a launcher."""
+    """The number of processes of the job, from its launcher's variables; None without a launcher."""
     for name in _WORLD:
         text = environ.get(name, "")
         if is_index(text) and int(text) > 0:

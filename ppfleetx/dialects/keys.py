@@ -1,16 +1,17 @@
 """The keys of a dialect and their translations, read from its ``keys.yaml``.
 
-The tables of a file are those of the dialect's page. A row says what happens to a key, or to several keys
-with blanks between them:
+The tables of a file are also the tables of the dialect's page. A row says what happens to a key, or to
+several keys separated by blanks:
 
-- ``to``: the native keys that its value becomes, as it is, or ``by`` one of `CONVERSIONS`, or by a table of
-  ``choices``;
+- ``to``: the native keys that get its value, unchanged, converted ``by`` one of `CONVERSIONS`, or by a table
+  of ``choices``;
 - ``joint``: native keys that a rule of the dialect computes from this key and others;
-- ``fixed``: nothing follows this key, for this reason; with ``only``, no other values are accepted;
+- ``fixed``: the key has no effect, for this reason; with ``only``, no other values are accepted;
 - ``unused``: the key has no meaning here, for this reason;
 - ``refused``: the key is an error, for this reason.
 
-``says`` is a note for the page. ``*`` stands for any one part of a key, a last ``**`` for one or more parts.
+``says`` is a note for the page. ``*`` stands for any single part of a key, and ``**`` at the end for one or
+more parts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ import yaml
 from ppfleetx.config.errors import shown, shown_key
 
 Convert = Callable[[Any], Mapping[str, Any] | Any]
-"""From the value of a key to native values: a mapping of native keys, or the one value of ``Key.to``."""
+"""Converts the value of a key to native values: a mapping of native keys, or a single value for
+``Key.to``.
+"""
 
 
 class Kind(StrEnum):
@@ -46,11 +49,12 @@ class Key:
     """One key of a dialect.
 
     Attributes:
-        name: dotted; ``*`` stands for any one part, a last ``**`` for any one or more parts.
-        kind: what happens to it.
-        to: native keys that it decides, alone or together with others.
-        convert: how; None with ``to``: a rule of the dialect reads the key together with others.
-        accepts: the values that a fixed key may have; None: any.
+        name: the dotted name. ``*`` stands for any single part, and ``**`` at the end for one or more parts.
+        kind: what happens to the key.
+        to: the native keys that it sets, alone or together with other keys.
+        convert: the conversion of its value; None if there is none, or if a rule of the dialect reads the key
+            together with others.
+        accepts: the values that a fixed key may have; None allows any.
         says: the conversion, the reason, or what to do instead, as a sentence without its full stop.
     """
 
@@ -63,7 +67,7 @@ class Key:
 
 
 def same(value: Any) -> Any:
-    """The value as it is."""
+    """Return the value unchanged."""
     return value
 
 
@@ -71,8 +75,8 @@ class KeyTable:
     """The keys of a dialect, found by the names that its users write.
 
     Args:
-        keys: in the order of the documentation.
-        normal: turns a name as written into the name in the table.
+        keys: the keys, in the order of the documentation.
+        normal: a function that turns a name as written into the name in the table.
     """
 
     def __init__(self, keys: Iterable[Key], normal: Callable[[str], str] = same) -> None:
@@ -84,7 +88,7 @@ class KeyTable:
             raise ValueError("a key stands twice in the table")
 
     def find(self, name: str) -> Key | None:
-        """The key that ``name`` names; an exact one before a pattern."""
+        """Find the key for ``name``. An exact match takes precedence over a pattern."""
         name = self._normal(name)
         if name in self._exact:
             return self._exact[name]
@@ -101,14 +105,14 @@ class KeyTable:
         )
 
     def nearest(self, name: str) -> str:
-        """A sentence with the keys that the writer of an unknown key may have meant."""
+        """A sentence with the known keys that the user may have meant by an unknown key."""
         return nearest_names(
             self._normal(name), [key.name for key in self.keys if not key.name.endswith("**")]
         )
 
 
 def nearest_names(name: str, known: list[str]) -> str:
-    """A sentence with those of ``known`` that the writer of ``name`` may have meant."""
+    """A sentence with the names in ``known`` that the user may have meant by ``name``."""
     last = name.rpartition(".")[2]
     near = [one for one in known if one.rpartition(".")[2] == last]
     near += difflib.get_close_matches(name, known, n=2, cutoff=0.7)
@@ -140,7 +144,7 @@ _WINDOW = re.compile(r"\s*[(\[]?\s*(-1|\d{1,9})\s*,\s*(-1|\d{1,9})\s*[)\]]?\s*",
 
 
 def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
-    """A conversion by a table of values; others are refused with the list."""
+    """Make a conversion from a table of values. Other values are refused with a list of the allowed ones."""
 
     def convert(value: Any) -> Any:
         for word, meaning in words.items():
@@ -152,10 +156,11 @@ def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
 
 
 def integer(value: Any, *, least: int = 1) -> int:
-    """``value``, which must be an integer of at least ``least``: for conversions that compute with it.
+    """Check that ``value`` is an integer of at least ``least``, and return it, for conversions that compute
+    with it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"must be an integer of at least {least}")
@@ -163,10 +168,10 @@ def integer(value: Any, *, least: int = 1) -> int:
 
 
 def number(value: Any, *, least: float = 0.0) -> float:
-    """``value``, which must be a finite number of at least ``least``.
+    """Check that ``value`` is a finite number of at least ``least``, and return it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
         raise ValueError(f"must be a number of at least {least:g}")
@@ -174,10 +179,10 @@ def number(value: Any, *, least: float = 0.0) -> float:
 
 
 def flag(value: Any) -> bool:
-    """``value``, which must be true or false.
+    """Check that ``value`` is true or false, and return it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``value`` is anything else.
     """
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
@@ -185,7 +190,7 @@ def flag(value: Any) -> bool:
 
 
 def _window(value: Any) -> dict[str, Any]:
-    """``(left, right)``: a causal model has no right side, and a left side of -1 is no window."""
+    """Convert ``(left, right)``. A causal model has no right side, and a left side of -1 means no window."""
     found = _WINDOW.fullmatch(str(value))
     if found is None:
         raise ValueError("must be two integers, left and right, -1 for no limit, e.g. (128,0)")
@@ -216,11 +221,11 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "window": _window,
     "betas": _betas,
 }
-"""Functions from the value of a key to native values; None leaves the native key open."""
+"""Functions that convert the value of a key to native values. None leaves the native key unset."""
 
 
 def read_file(dialect: str) -> dict[str, Any]:
-    """The content of ``keys.yaml`` of a dialect."""
+    """Read the ``keys.yaml`` of a dialect."""
     text = (Path(__file__).parent / dialect / "keys.yaml").read_text("utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - safe, both of them
 
@@ -228,11 +233,11 @@ def read_file(dialect: str) -> dict[str, Any]:
 def tables_of(
     content: Mapping[str, Any], prefixes: Mapping[str, str] | None = None
 ) -> dict[str, tuple[Key, ...]]:
-    """The tables of a file by name.
+    """Make the tables of a file, by name.
 
     Args:
-        content: the file, see :func:`read_file`. Only its lists of rows are tables.
-        prefixes: the prefix of all keys of a table.
+        content: the content of the file, see :func:`read_file`. Only its lists of rows are tables.
+        prefixes: the prefix of all keys, for the tables that need one.
     """
     return {
         name: tuple(key for row in rows for key in _keys(row, (prefixes or {}).get(name, "")))

@@ -19,22 +19,23 @@ _MODULES: tuple[str, ...] = (
     "mindspeed.dialect",
     "paddleformers.dialect",
 )
-"""Modules of this package that hold a ``DIALECT``, in the order in which they are asked."""
+"""Modules of this package with a ``DIALECT``, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How another toolkit describes a run.
+    """The way in which another toolkit describes a run.
 
     Attributes:
-        name: its module and the value of ``--dialect``.
+        name: the name of its module, and the value of ``--dialect``.
         title: its name in messages.
-        tables: key tables by their heading in the documentation, ``docs/dialects/{name}.md``.
-        of_file: translates a file, with further arguments of the toolkit's own program.
-        of_arguments: translates a command line without the program's name; None: there is none.
-        programs: file names of the toolkit's programs, for recognising a command line.
-        keys_of_files: top-level keys that its files have, for recognising a file.
-        options: normal names of options that its command lines have and others do not.
+        tables: key tables, by their headings in the documentation, ``docs/dialects/{name}.md``.
+        of_file: a function that translates a file, with further arguments of the toolkit's own program.
+        of_arguments: a function that translates a command line without the program's name; None if there is
+            none.
+        programs: file names of the toolkit's programs, to recognise a command line.
+        keys_of_files: top-level keys of its files, to recognise a file.
+        options: normal names of the options on its command lines, to recognise a command line.
     """
 
     name: str
@@ -57,7 +58,7 @@ def dialect_named(name: str) -> Dialect:
     """The dialect ``name``.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no dialect of that name.
     """
     known = dialects()
     if name not in known:
@@ -66,10 +67,10 @@ def dialect_named(name: str) -> Dialect:
 
 
 def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
-    """The dialect that most of the top-level ``keys`` of the file ``path`` belong to.
+    """Find the dialect to which most of the top-level ``keys`` of the file ``path`` belong.
 
     Raises:
-        ConfigError: none of them does.
+        ConfigError: no key belongs to a dialect.
     """
     scores = {one.name: len(one.keys_of_files & keys) for one in dialects().values()}
     best = max(scores, key=lambda name: scores[name], default=None)
@@ -85,11 +86,11 @@ def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
 
 
 def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
-    """The dialect of a command line, and what its ``of_arguments`` takes: the line, without the program where
-    no launcher's options stand before that.
+    """Find the dialect of a command line. Returns it and the arguments for its ``of_arguments``: the whole
+    line if a launcher's options come before the program, otherwise the words after the program.
 
     Raises:
-        ConfigError: neither program nor options belong to one.
+        ConfigError: neither the program nor the options belong to a dialect.
     """
     refuse_other_models(argv)
     known = [one for one in dialects().values() if one.of_arguments is not None]
@@ -113,7 +114,7 @@ def _runs(dialect: Dialect, text: str) -> bool:
 
 
 def _score(dialect: Dialect, others: Sequence[Dialect], options: set[str]) -> tuple[int, int]:
-    """Options that no other dialect has, then all that it has: of those given."""
+    """The number of given options that only this dialect has, and the number of all that it has."""
     theirs = frozenset().union(*(one.options for one in others if one is not dialect))
     mine = dialect.options & options
     return len(mine - theirs), len(mine)

@@ -1,5 +1,5 @@
-"""A translation: what the user gave, the engine that applies a key table and rules to it, and native values
-that know where they came from.
+"""A translation: the user's values, the engine that applies a key table and rules to them, and native values
+that know their origins.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Native:
     """A native value.
 
     Attributes:
-        value: plain Python value.
-        origins: the user's values that it follows from; empty: it is always so in this dialect.
-        why: an explanation beside or instead of the origins, for the comment in the YAML.
+        value: the plain Python value.
+        origins: the user's values that it follows from; empty if it is always the same in this dialect.
+        why: an explanation in addition to the origins, or instead of them, for the comment in the YAML.
     """
 
     value: Any
@@ -34,30 +34,30 @@ class Native:
 
     @property
     def place(self) -> str:
-        """Its place, for messages."""
+        """The place of the value, for messages."""
         return "; ".join(one.origin for one in self.origins) or f"not written; {self.why}"
 
     @property
     def comment(self) -> str:
-        """Where it came from and why, for the comment in the YAML."""
+        """The origin of the value and the reason for it, for the comment in the YAML."""
         return "; ".join([*(one.origin for one in self.origins), *filter(None, [self.why])])
 
 
 @dataclass
 class Translation:
-    """The values that a user gave, read with a type by :meth:`integer` and its like, and the native values.
+    """The user's values, which :meth:`integer` and similar methods read, and the native values.
 
-    These methods take a default for a key that is not given or has no value, and raise a ConfigError with
-    key, value and place where a value has another type.
+    These methods take a default for a key that is missing or has no value. If a value has another type, they
+    raise a ConfigError with key, value and place.
 
     Attributes:
         dialect: the toolkit's name, as in "MindFormers".
         place: the file or command line that was translated.
-        native: native values by dotted native key.
-        fixed: given keys that change nothing, with the reason.
-        unused: given keys without meaning here.
-        notes: deliberate differences between a run here and there; tools log them.
-        given: every given value by its name in the key table.
+        native: the native values, by dotted native key.
+        fixed: the given keys that have no effect, with the reason.
+        unused: the given keys that have no meaning here.
+        notes: deliberate differences between a run here and a run of the toolkit; tools log them.
+        given: all given values, by their names in the key table.
     """
 
     dialect: str
@@ -69,14 +69,14 @@ class Translation:
     given: dict[str, Given] = field(default_factory=dict)
 
     def put(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
-        """Set a native value; None leaves the key open.
+        """Set a native value. None leaves the key unset.
 
         Args:
-            sources: the values that it follows from, or their names; names that are not given are left out.
+            sources: the values that it follows from, or their names. Names that are not given are left out.
             why: an explanation for the comment in the YAML.
 
         Raises:
-            ConfigError: something else has been set for it, from another place.
+            ConfigError: the key already has another value, from another place.
         """
         if value is None:
             return
@@ -92,12 +92,12 @@ class Translation:
         self.native[key] = Native(value, (*before, *new), why)
 
     def replace(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
-        """Set a native value, whatever was set before."""
+        """Set a native value, and replace any earlier one."""
         self.native.pop(key, None)
         self.put(key, value, *sources, why=why)
 
     def put_null(self, key: str, *sources: str | Given, why: str = "") -> None:
-        """Set a native value to null, where that is not the key's default."""
+        """Set a native value to null, for keys whose default is not null."""
         self.native[key] = Native(None, self._given(sources), why)
 
     def _given(self, sources: Sequence[str | Given]) -> tuple[Given, ...]:
@@ -111,15 +111,15 @@ class Translation:
         return key in self.given and self.given[key].value is not None
 
     def origins(self, *keys: str) -> tuple[Given, ...]:
-        """The given ones of ``keys``, to say where a native value came from."""
+        """The given values among ``keys``, as the origins of a native value."""
         return tuple(self.given[key] for key in keys if key in self)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value, of whatever type it is."""
+        """Read a value of any type."""
         return self.given[key].value if key in self else default
 
     def integer(self, key: str, default: Any = None, *, least: int | None = None) -> Any:
-        """An integer, at least ``least``."""
+        """Read an integer of at least ``least``."""
         value = self.value(key)
         if value is None:
             return default
@@ -130,7 +130,7 @@ class Translation:
         return value
 
     def number(self, key: str, default: Any = None, *, least: float | None = None) -> Any:
-        """A finite number, at least ``least``."""
+        """Read a finite number of at least ``least``."""
         value = self.value(key)
         if value is None:
             return default
@@ -141,7 +141,7 @@ class Translation:
         return float(value)
 
     def flag(self, key: str, default: Any = None) -> Any:
-        """true or false."""
+        """Read true or false."""
         value = self.value(key)
         if value is None:
             return default
@@ -150,7 +150,7 @@ class Translation:
         return value
 
     def text(self, key: str, default: Any = None) -> Any:
-        """A text that is not empty, as it was written."""
+        """Read a text that is not empty, as the user wrote it."""
         if key not in self:
             return default
         one = self.given[key]
@@ -160,7 +160,7 @@ class Translation:
         return value
 
     def choice(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
-        """One of ``choices``."""
+        """Read one of ``choices``."""
         value = self.value(key)
         if value is None:
             return default
@@ -170,12 +170,12 @@ class Translation:
         return value
 
     def error(self, key: str, rule: str, hint: str | None = None) -> ConfigError:
-        """An error about a key that is given."""
+        """Make an error about a given key."""
         one = self.given[key]
         return ConfigError(rule, key=one.key, value=one.value, place=one.place, hint=hint)
 
     def conflict(self, keys: Sequence[str], rule: str) -> ConfigError:
-        """An error about several keys; the first given one is named first."""
+        """Make an error about several keys. The first given one is named first."""
         first, *others = self.origins(*keys)
         also = ", ".join(f"{one.key} = {shown(one.value)} ({one.place})" for one in others)
         return ConfigError(
@@ -190,7 +190,7 @@ class Translation:
         return (*self.notes, *line)
 
     def tree(self) -> Node:
-        """The native values as a tree whose places name the user's files, lines and keys."""
+        """The native values as a tree. Its places name the user's files, lines and keys."""
         root = Node({}, self.place)
         for key, native in self.native.items():
             *sections, last = key.split(".")
@@ -205,7 +205,7 @@ class Translation:
         return [f"{key}={_flow(native.value)}" for key, native in self.native.items()]
 
     def yaml(self) -> str:
-        """A native configuration with a comment for each key."""
+        """The native configuration as YAML, with a comment for each key."""
         return "\n".join([*self._head(), *_yaml_lines(self.native)]) + "\n"
 
     def _head(self) -> Iterator[str]:
@@ -231,7 +231,7 @@ def _node(native: Native) -> Node:
 
 
 def _as_written(native: Native) -> str | None:
-    """The user's spelling of a value that is taken over unchanged, so that a text field gets ``007``."""
+    """The user's spelling of an unchanged value, so that a text field gets ``007``."""
     if len(native.origins) != 1 or isinstance(native.value, str):
         return None
     one = native.origins[0]
@@ -239,7 +239,7 @@ def _as_written(native: Native) -> str | None:
 
 
 def _yaml_lines(native: dict[str, Native]) -> Iterator[str]:
-    """Sections and keys in the order of the configuration's own documentation."""
+    """Yield lines of YAML, with sections and keys in the order of the configuration's documentation."""
     order = {name: index for index, name in enumerate(RunConfig.model_fields)}
     tree: dict[str, Any] = {}
     for key in sorted(native, key=lambda name: order.get(name.split(".")[0], len(order))):
@@ -274,24 +274,24 @@ def _one_line(text: str) -> str:
 
 
 Rule = Callable[[Translation], None]
-"""Reads keys that decide native values together, and puts those into the translation."""
+"""A function that reads keys that together decide native values, and puts these into the translation."""
 
 
 def translate(
     dialect: str, place: str, given: Iterable[Given], table: KeyTable, rules: Sequence[Rule] = ()
 ) -> Translation:
-    """Native values of everything that is given.
+    """Translate all given values to native values.
 
     Args:
         dialect: the toolkit's name.
-        place: the file or command line, for messages about what is missing.
-        given: its values; later ones of the same name replace earlier ones.
-        table: what its keys mean.
-        rules: applied in order, after the keys that mean something alone.
+        place: the file or command line, for messages about missing values.
+        given: the values; later values replace earlier ones of the same name.
+        table: the table of the toolkit's keys.
+        rules: the rules, applied in order after the keys that are translated one by one.
 
     Raises:
-        ConfigError: an unknown or refused key, an unsupported value, or values that contradict each other;
-            with key, value and place as the user wrote them.
+        ConfigError: a key is unknown or refused, a value is unsupported, or values contradict each other. The
+            message has key, value and place as the user wrote them.
     """
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}
@@ -299,7 +299,7 @@ def translate(
     for one in given:
         key = table.find(one.key)
         if key is None:
-            if one.value is not None or not table.is_block(one.key):  # else a block with nothing in it
+            if one.value is not None or not table.is_block(one.key):  # otherwise an empty block
                 unknown.append(one)
             continue
         name = one.key if "*" in key.name else key.name
@@ -318,7 +318,9 @@ def translate(
 
 
 def _refuse_first(found: Mapping[str, tuple[Given, Key]], table: KeyTable) -> None:
-    """Raise for unsupported keys in table order: the kind of network comes before its details."""
+    """Raise an error for the first unsupported key in table order, where the kind of network comes before its
+    details.
+    """
     given = {key.name: one for one, key in found.values() if one.value is not None}
     for key in table.keys:
         if key.name in given and key.kind is Kind.REFUSED:

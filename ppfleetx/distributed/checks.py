@@ -1,8 +1,10 @@
-"""Consistency checks: what must be equal or different between ranks, and numbers that are not finite.
+"""Check that ranks agree on shared data and weights, read different samples where they should, and compute
+finite numbers.
 
-``Engine.checks`` decides how much of it is done. ``cheap``: configurations at the start, batches at every
-step (a few bytes), copies of weights at the start and before each checkpoint. ``full``: copies of weights
-and of optimizer state after every step, every sample, every activation and gradient. ``off``: nothing.
+``Engine.checks`` selects the checks. ``cheap`` compares configurations at the start, batches at every step (a
+few bytes), and copies of weights at the start and before each checkpoint. ``full`` compares copies of weights
+and of optimizer state after every step, and checks every sample, activation and gradient. ``off`` checks
+nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ if TYPE_CHECKING:
     from paddle import Tensor, nn
 
 MAX_NAMED = 4
-"""Names listed in a message."""
+"""The most names listed in a message."""
 
 
 class CheckFailedError(UserError):
-    """The ranks of a job do not hold what the plan says they hold."""
+    """The ranks of a job do not hold the data or weights that the plan assigns to them."""
 
 
 # -- configurations ---------------------------------------------------------------------------
@@ -38,7 +40,7 @@ def check_same_configuration(ctx: ParallelContext, values: Mapping[str, Any]) ->
     """Check that all ranks read the same configuration; ``values`` are its keys, flattened.
 
     Raises:
-        CheckFailedError: naming keys and ranks.
+        CheckFailedError: configurations differ; the message names keys and ranks.
     """
     texts = {key: repr(value) for key, value in values.items()}
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
@@ -68,13 +70,13 @@ def batch_digest(micro_batches: Sequence[Mapping[str, np.ndarray]]) -> int:
 
 def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: bool) -> None:
     """Check that ranks of one replica read the same batch and, with ``distinct``, that replicas read
-    different ones.
+    different batches.
 
     Args:
         digests: :func:`batch_digest` of every rank.
 
     Raises:
-        CheckFailedError: naming two ranks; on every rank.
+        CheckFailedError: on every rank, if the check fails; the message names two ranks.
     """
     first_of: dict[int, int] = {}
     for rank, digest in enumerate(digests):
@@ -99,7 +101,7 @@ def check_samples(ctx: ParallelContext, sample_ids: Sequence[int]) -> None:
     """Check that no two data ranks read the same sample in a step.
 
     Raises:
-        CheckFailedError: naming samples and ranks; on every rank.
+        CheckFailedError: on every rank, if the check fails; the message names samples and ranks.
     """
     of_rank = gather(ctx, [int(i) for i in sample_ids])
     seen: dict[int, int] = {}
@@ -119,11 +121,11 @@ Held = tuple[str, "Tensor", Any]
 
 
 def check_copies(ctx: ParallelContext, tensors: Iterable[Held]) -> None:
-    """Check that all copies of a tensor are equal to the last bit: over dp, sharding, sep and mp, and tied
-    weights across pipeline stages.
+    """Check that all copies of a tensor are equal to the last bit: across dp, sharding, sep and mp, and
+    across pipeline stages for tied weights.
 
     Raises:
-        CheckFailedError: naming tensors and ranks; on every rank.
+        CheckFailedError: on every rank, if copies differ; the message names tensors and ranks.
     """
     if ctx.world_size == 1:
         return
@@ -165,11 +167,13 @@ class NonFinitePlace:
     """Where a number that is not finite first appeared on a rank.
 
     Attributes:
-        in_forward: an output of ``layer``; else a gradient of its parameter ``parameter``.
-        index: number of the layer (stage) in the model.
-        layer: class of the layer with its number, for people.
-        parameter: canonical name; with ``in_forward`` a parameter that is itself not finite, or "".
-        micro_batch: of the rank's micro batches, from 0; None when not known.
+        in_forward: whether the number is in an output of ``layer``; otherwise it is in the gradient of
+            ``parameter``.
+        index: the number of the layer (stage) in the model.
+        layer: the layer's class and number, for messages.
+        parameter: the parameter's canonical name; with ``in_forward``, a parameter that is itself not finite,
+            or "".
+        micro_batch: the index among the rank's micro batches, from 0; None if unknown.
     """
 
     in_forward: bool
@@ -189,7 +193,7 @@ class NonFiniteSearch:
     """Context manager that checks every stage output and every parameter gradient for non-finite numbers.
 
     Args:
-        stages: (index in the model, layer) of what this rank holds.
+        stages: (index in the model, layer) of each stage on this rank.
     """
 
     def __init__(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
@@ -232,7 +236,7 @@ class NonFiniteSearch:
 
     def _look_at_output(self, index: int, layer: nn.Layer, out: Any, passes: dict[Any, int]) -> None:
         if not hasattr(out[0] if isinstance(out, tuple) else out, "detach"):
-            return  # a head that has computed nothing yet
+            return  # the head has computed nothing yet
         number = passes[index] = passes.get(index, -1) + 1
         if self.forward is None and not _is_finite(out[0] if isinstance(out, tuple) else out):
             bad = [p.info.name for p in layer.parameters() if p._is_initialized() and not _is_finite(p)]

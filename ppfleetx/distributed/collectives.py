@@ -1,4 +1,4 @@
-"""Collectives on many tensors at once, and those that carry a gradient."""
+"""Collectives on many tensors at once, and collectives that gradients pass through."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from paddle import distributed
 from paddle.autograd import PyLayer
 
 BUCKET_BYTES = 64 << 20
-"""Tensors are packed up to this size: few messages, little extra memory."""
+"""Tensors are packed up to this size, for few messages and little extra memory."""
 
 ALIGNMENT = 256
-"""Bytes at whose multiples tensors begin that live in a flat one, as in memory of their own: kernels for many
-tensors load vectors of them, and do not look whether they may."""
+"""Tensors within a flat tensor begin at multiples of this many bytes, as in their own memory. Kernels for
+many tensors load vectors, and do not check the alignment.
+"""
 
 
 def begins_of(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
-    """The offsets, in elements, of parts of these ``sizes`` in an aligned flat tensor, and the end of the
+    """The offsets, in elements, of parts with these ``sizes`` in an aligned flat tensor, and the end of the
     last part.
 
     >>> begins_of([3, 64, 65, 1], 4)
@@ -32,13 +33,14 @@ def begins_of(sizes: Iterable[int], itemsize: int) -> tuple[list[int], int]:
 
 
 def all_reduce_packed(tensors: Sequence[paddle.Tensor], group: Any) -> None:
-    """Sum each tensor over ``group``, in place, in few messages."""
+    """Sum each tensor over ``group``, in place, with few messages."""
     _packed(tensors, lambda flat: distributed.all_reduce(flat, group=group, sync_op=False))
 
 
 def reduce_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -> None:
-    """Sum each tensor over ``group`` into the member ``owner``; on other members the contents become
-    undefined."""
+    """Sum each tensor over ``group`` into the member ``owner``. On other members, the tensors' contents
+    become undefined.
+    """
     destination = group.ranks[owner]
     _packed(tensors, lambda flat: distributed.reduce(flat, destination, group=group, sync_op=False))
 
@@ -53,8 +55,8 @@ def broadcast_packed(tensors: Sequence[paddle.Tensor], group: Any, owner: int) -
 def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
     """Sum a few numbers over ``group`` in a type that some collective libraries cannot reduce.
 
-    Each member gets the numbers of all and adds them in the order of the ranks: the same bits for all.
-    Ascend's library, for one, sums neither float64 nor uint8, and has no mean; it moves every type.
+    Each member gathers all numbers and adds them in rank order, so all members get the same bits. Ascend's
+    library, for example, moves every type but sums neither float64 nor uint8, and has no mean.
     """
     own = tensor.reshape([-1])
     received = paddle.empty([group.nranks * own.size], own.dtype)
@@ -65,8 +67,8 @@ def sum_gathered(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
     """Overwrite every member's copies with the first member's, to the last bit.
 
-    The others' are multiplied by zero and added: that changes no bit, in whatever order the sum is made,
-    but a number of theirs that is not finite reaches every member instead of being forgotten.
+    The other members' copies are multiplied by zero and added to the first member's. This changes no bit,
+    whatever the order of the sum, but spreads any number that is not finite to all members.
     """
     is_first = group.rank == 0
 
@@ -78,10 +80,9 @@ def equalize_packed(copies: Sequence[paddle.Tensor], group: Any) -> None:
 
 @paddle.no_grad()
 def _packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
-    """Run the operation bucket by bucket.
+    """Run the operation on one bucket at a time.
 
-    What is held beside the tensors is one bucket: with all of them under way at once it would be a copy of
-    everything that is sent.
+    This needs memory for only one bucket; running all at once would need a copy of everything that is sent.
     """
     for bucket in _buckets(tensors):
         Packed(bucket, start).complete()
@@ -91,8 +92,8 @@ class Packed:
     """A running operation on tensors packed into one message.
 
     Args:
-        tensors: of one type; they get the result in :meth:`complete` and must be left alone until then.
-        start: starts it on a flat tensor, in place, and returns the task.
+        tensors: tensors of one type. They get the result in :meth:`complete`; leave them alone until then.
+        start: a function that starts the operation on a flat tensor, in place, and returns the task.
     """
 
     def __init__(self, tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tensor], Any]) -> None:
@@ -107,7 +108,7 @@ class Packed:
         end, flat = 0, self._flat
         for tensor in self._tensors if len(self._tensors) > 1 else ():
             begin, end = end, end + tensor.size
-            part = flat._slice(begin, end)  # the bucket's own memory, whatever FLAGS_use_stride_kernel says
+            part = flat._slice(begin, end)  # memory of the bucket, for any FLAGS_use_stride_kernel
             paddle.assign(part.reshape_(tensor.shape), tensor)
         self._tensors, self._flat, self._task = [], None, None
 
@@ -116,9 +117,9 @@ class Packed:
 def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
     """Move ``tensors`` of one type into one flat tensor; they become views of it.
 
-    They become views of it, each at a multiple of :data:`ALIGNMENT`, with zeros between them, and what they
-    had is free; a single one is given as it is. So nothing has to be copied back, and memory is needed twice
-    only while they are moved. Not for parts of other tensors.
+    Each view starts at a multiple of :data:`ALIGNMENT`, with zeros in the gaps, and the tensors' old memory
+    is freed. A single tensor is returned unchanged. Nothing has to be copied back, and memory is needed twice
+    only during the move. ``tensors`` must not be views of other tensors.
     """
     if len(tensors) == 1:
         return _whole(tensors[0])
@@ -136,7 +137,7 @@ def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
 
 
 def _whole(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Make a tensor contiguous, which NCCL requires. Paddle moves the tensor itself."""
+    """Make a tensor contiguous, as NCCL requires. Paddle moves the tensor itself."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -170,8 +171,9 @@ def exchange(tensor: paddle.Tensor, group: Any, *, split_dim: int, concat_dim: i
 
 
 def sum_of_ranks(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
-    """Sum ``tensor`` over ``group`` where everything computed from the sum is the same on all ranks and
-    counts once: each rank's part gets the gradient of the sum."""
+    """Sum ``tensor`` over ``group``; each rank's part gets the gradient of the sum. This is for sums from
+    which all ranks compute the same result, which counts once.
+    """
     return _SumOfRanks.apply(tensor, group)
 
 
@@ -190,15 +192,18 @@ def all_gather_columns(tensor: paddle.Tensor, group: Any) -> paddle.Tensor:
 def alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> paddle.Tensor:
-    """Send each member of ``group`` its ``sent`` rows, and receive ``received`` rows from each. No
-    gradient passes; every member takes part, even without rows."""
+    """Send each member of ``group`` its ``sent`` rows, and receive ``received`` rows from each. No gradient
+    passes. Every member takes part, even one without rows.
+    """
     return start_alltoall_rows(rows, sent, received, group)[1]()
 
 
 def start_alltoall_rows(
     rows: paddle.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> tuple[paddle.Tensor, Callable[[], paddle.Tensor]]:
-    """Start :func:`alltoall_rows`. Returns the tensor that the rows arrive in, and what waits for them."""
+    """Start :func:`alltoall_rows`. Returns the tensor that will contain the rows, and a task to wait for
+    them.
+    """
     sent, received = ([int(number) for number in numbers] for numbers in (sent, received))
     out = paddle.empty([sum(received), *rows.shape[1:]], rows.dtype)
     rows = _whole(rows)
@@ -214,8 +219,9 @@ def start_alltoall_rows(
 
 
 def gather_rows(rows: paddle.Tensor, stride: int, group: Any) -> paddle.Tensor:
-    """Gather the rows of all members of ``group``; those of member i start at row ``i * stride``, with
-    zeros after them. No gradient passes."""
+    """Gather the rows of all members of ``group``. Member i's rows start at row ``i * stride``, followed by
+    zeros. No gradient passes.
+    """
     missing = stride - rows.shape[0]
     if missing:
         rows = paddle.concat([rows, paddle.zeros([missing, *rows.shape[1:]], rows.dtype)])

@@ -1,4 +1,4 @@
-"""A process's place in the job. Created once and passed on; there is no global."""
+"""A process's place in the job. It is created once and passed as an argument, not kept in a global."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DATA_AXES = ("dp", "sharding")
 class ParallelContext:
     """One process's place in the plan.
 
-    ``data_rank`` counts the replicas that read different samples (dp times sharding); processes that
-    differ in other axes only read the same samples.
+    ``data_rank`` numbers the replicas that read different samples; there are dp times sharding of them.
+    Processes that differ only in other axes read the same samples.
 
     Attributes:
         plan: the degrees.
-        rank: number of this process in the job.
-        data_rank: number of the replica, ``dp rank x sharding + sharding rank``.
+        rank: the number of this process in the job.
+        data_rank: the number of the replica, ``dp rank x sharding + sharding rank``.
         device: ``cpu`` or ``gpu``.
         groups: Paddle's process group of each axis with more than one rank.
     """
@@ -86,10 +86,10 @@ class ParallelContext:
         return self.groups[axis]
 
     def group_over(self, axes: tuple[str, ...]) -> Any:
-        """The process group of the ranks that differ along ``axes``; None if this rank is alone there.
+        """The process group of the ranks that differ along ``axes``; None if the group has only this rank.
 
-        Of several axes, and of those of experts, :meth:`with_groups` has made it; but for dp and sep
-        together, for which fleet has one.
+        :meth:`with_groups` must have made groups of several axes and of the experts' axes. The exception is
+        dp with sep, for which fleet has a group.
         """
         axes = tuple(axis for axis in axes if self.size_of(axis) > 1)
         if not axes:
@@ -101,8 +101,9 @@ class ParallelContext:
         return self.groups["+".join(axes)]
 
     def with_groups(self, needed: Iterable[tuple[str, ...]]) -> ParallelContext:
-        """Return this context with a group for each of ``needed``. Collective: creating a group involves
-        all ranks, and ``needed`` is the same on each."""
+        """Return this context with a group for each of ``needed``. This is a collective: creating a group
+        involves all ranks, and ``needed`` must be the same on each.
+        """
         from paddle import distributed
 
         groups = dict(self.groups)
@@ -117,7 +118,7 @@ class ParallelContext:
         return self if groups == self.groups else replace(self, groups=groups)
 
     def sum_over(self, axes: Iterable[str], *values: float) -> list[float]:
-        """Sum ``values`` over the ranks of ``axes`` in float64, with the same result on each."""
+        """Sum ``values`` over the ranks of ``axes`` in float64. All these ranks get the same result."""
         if all(axis not in self.groups for axis in axes):
             return list(values)
         from ppfleetx.distributed.transfer import read, upload
@@ -143,8 +144,7 @@ class ParallelContext:
         return tensor
 
     def sum_of_data_ranks(self, values: Sequence[float]) -> float:
-        """The sum over the data axes of values already known: ``values`` has one entry per rank of the
-        job."""
+        """Sum over the data axes without communication: ``values`` has one entry per rank of the job."""
         of_data = {self.plan.data_rank(rank): value for rank, value in enumerate(values)}
         first = {data_rank % self.plan.sharding: 0.0 for data_rank in of_data}
         for data_rank in sorted(of_data):

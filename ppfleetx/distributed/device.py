@@ -1,9 +1,9 @@
 """The only module that knows kinds of devices. Only functions that query Paddle import it.
 
-A device is named as Paddle names it, ``npu`` or ``npu:3``; its kind is what comes before the colon. Next to
-``cpu``, ``gpu`` and ``xpu`` any name may be a kind: that under which a plugin has registered itself with
-Paddle. All but a CPU are *cards*: they have memory of their own, and compute beside the host, which waits for
-them where it reads what they have computed.
+A device has Paddle's name for it, ``npu`` or ``npu:3``; its kind is the part before the colon. The kinds are
+``cpu``, ``gpu``, ``xpu``, and any name that a plugin has registered with Paddle. Every device but a CPU is a
+*card*: it has its own memory and computes in parallel with the host, which waits for the card when it reads a
+result.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def is_gpu(device: str) -> bool:
 
 
 def name_errors(device: str) -> None:
-    """Make Paddle add its own call site to errors of a plugin's device, which otherwise give a number
-    only."""
+    """Make Paddle add its call site to errors of a plugin's device, which otherwise contain only a number."""
     import paddle
 
     if kind_of(device) not in (CPU, GPU, XPU):
@@ -55,7 +54,7 @@ def waiting_for_each_operator(device: str) -> Iterator[None]:
     """Context manager: Paddle's executor of exported programs waits for each operator on a plugin's
     device.
 
-    Paddle (3.3.1) reads the conditions of loops there, and frees what it copies, without waiting.
+    On such a device, Paddle (3.3.1) reads loop conditions and frees copied memory without waiting.
     """
     import paddle
 
@@ -113,10 +112,11 @@ def choose_device(wanted: str, place: str | None = None) -> str:
     """Resolve ``Global.device`` to a kind of device that exists.
 
     Args:
-        place: where it was written, for the message.
+        place: the place where it was set, for messages.
 
     Raises:
-        ConfigError: cards are wanted and there are none, or fewer than this process was told to take.
+        ConfigError: the configuration asks for cards and there are none, or this process's card does not
+            exist.
     """
     import paddle
 
@@ -147,7 +147,7 @@ def choose_device(wanted: str, place: str | None = None) -> str:
 
 
 def is_built_for_gpus() -> bool:
-    """Whether the installed Paddle is a CUDA build, whether or not there are cards."""
+    """Whether the installed Paddle is a CUDA build, even if the machine has no cards."""
     import paddle
 
     return paddle.is_compiled_with_cuda()
@@ -163,8 +163,7 @@ def place() -> Any:
 def generator() -> Any:
     """The random generator that operators on this process's device use.
 
-    Paddle has one for each device, and by ``paddle.seed`` seeds those of all that are visible, one after the
-    other.
+    Paddle has one generator for each device; ``paddle.seed`` seeds the generators of all visible devices.
     """
     from paddle.base import core
 
@@ -212,8 +211,8 @@ def capability(device: str) -> tuple[int, int]:
 def computes_in(dtype: str) -> bool:
     """Whether this process's device computes in ``dtype``, ``float16`` or ``bfloat16``.
 
-    On a card a product is tried: where the device, or Paddle's ``auto_cast`` on it, does not, Paddle computes
-    in float32 with a warning that is soon out of sight, or has no kernel. A CPU's flags tell.
+    On a card, this tries a product, because Paddle may lack the kernel, or compute in float32 with only a
+    warning that is easy to miss. On a CPU, it reads the CPU's flags.
     """
     import paddle
 
@@ -235,8 +234,9 @@ def groups_messages(device: str) -> bool:
 
 
 def backends(device: str) -> tuple[str, ...]:
-    """The names of a device in Paddle's kernel registry. Some kernels are registered for all plugins;
-    Paddle uses them where a plugin has none."""
+    """The names of a device in Paddle's kernel registry. Some kernels are registered for all plugins; Paddle
+    uses them if a plugin has no kernel of its own.
+    """
     kind = kind_of(device)
     return {CPU: ("CPU",), GPU: GPU_BACKENDS, XPU: ("XPU",)}.get(kind, (kind, *PLUGIN_BACKENDS))
 
@@ -253,8 +253,9 @@ def kernel_types(kernel: str, device: str) -> frozenset[str]:
 def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
     """Whether this process's device has no ``kernel`` for the 16-bit type of ``x``.
 
-    Paddle would run the CPU's, which waits for the card, copies, and draws from a generator that nobody
-    seeds; or raise, where a CPU has none either. GPUs have all kernels of ``gpu_operators.json``.
+    Without one, Paddle would run the CPU's kernel, which waits for the card, copies, and draws from an
+    unseeded generator; or raise an error if the CPU has none either. GPUs have all kernels of
+    ``gpu_operators.json``.
     """
     import paddle
 
@@ -266,7 +267,7 @@ def lacks_kernel(kernel: str, x: paddle.Tensor) -> bool:
 
 
 def plugin_operator(name: str) -> Callable[..., Any] | None:
-    """Return an operator that the plugin of this device provides, by its name there; None if it has none."""
+    """Return the operator that this device's plugin provides under a name; None if there is none."""
     import paddle
 
     return getattr(_operators_of_plugin(kind_of(paddle.get_device())), name, None)
@@ -278,18 +279,17 @@ def _operators_of_plugin(kind: str) -> ModuleType | None:
         return None
     try:
         return importlib.import_module(f"paddle_custom_device.{kind}")
-    except (ImportError, OSError, RuntimeError):  # without them the device computes by plain operators
+    except (ImportError, OSError, RuntimeError):  # without them, plain operators are used
         return None
 
 
 def moves_powers(device: str) -> bool:
-    """Whether AdamW's kernels move the powers of beta from host memory to the device. Those of GPUs do
-    not."""
+    """Whether AdamW's kernels move the powers of beta from host memory to the device. GPU kernels do not."""
     return kind_of(device) not in (CPU, GPU)
 
 
 def profiler_targets(device: str) -> list[Any]:
-    """The targets ``paddle.profiler`` records on a device."""
+    """The targets that ``paddle.profiler`` records on a device."""
     from paddle.profiler import ProfilerTarget
 
     cards = {CPU: [], GPU: [ProfilerTarget.GPU], XPU: [ProfilerTarget.XPU]}
@@ -309,8 +309,8 @@ def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
     """Queue a copy of ``array`` to this process's card without waiting.
 
     Returns:
-        The copy; and what it is made from, memory of the host that must stay until the copy is done. It is
-        pinned where Paddle has pinned memory, which is for GPUs.
+        The copy, and its source in host memory, which must stay alive until the copy is done. The source is
+        pinned on GPUs, the only devices for which Paddle has pinned memory.
     """
     import paddle
 
@@ -325,7 +325,7 @@ def queue_copy(array: np.ndarray) -> tuple[paddle.Tensor, paddle.Tensor]:
 def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
     """Queue a copy of a contiguous tensor to host memory; it is complete once the card has reached it.
 
-    Only memory that is pinned, which Paddle has for GPUs, is written without the host's waiting.
+    The host waits unless the memory is pinned, which Paddle supports for GPUs only.
     """
     import paddle
 
@@ -336,8 +336,8 @@ def queue_copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
 def join(device_place: Any) -> None:
     """Select the process's card in the calling thread before its first CUDA call.
 
-    Otherwise CUDA makes a context on card 0, which costs some hundred megabytes of that card for each process
-    of the machine.
+    Otherwise every process on the machine makes a CUDA context on card 0, which costs a few hundred megabytes
+    there.
     """
     from paddle.base import core
 

@@ -21,8 +21,8 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
     """Set Paddle's device and seeds for this process, and join the job's other processes.
 
     Raises:
-        ConfigError: ``Global.device`` names a device this machine or this Paddle does not have, or
-            ``Global.flags`` a flag that Paddle does not take.
+        ConfigError: ``Global.device`` names a device that this machine or this Paddle does not have, or
+            ``Global.flags`` a flag that Paddle does not accept.
     """
     device = choose_device(cfg.Global.device, cfg.origins.get("Global.device"))
     name_errors(device)
@@ -40,7 +40,7 @@ def init_distributed(cfg: RunConfig) -> ParallelContext:
     return ctx
 
 
-# Values of the flags that an earlier run in this process has set, from before it did.
+# Flags that earlier runs in this process have set, with their values before those runs.
 _flags_before: dict[str, Any] = {}
 
 
@@ -69,9 +69,9 @@ def flags_of_run() -> dict[str, Any]:
 
 
 def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelContext:
-    """``fleet.init`` with the degrees of ``plan``: the only call of it in this package.
+    """Call ``fleet.init`` with the degrees of ``plan``. Nothing else in this package calls it.
 
-    On the CPU the process groups of :mod:`ppfleetx.distributed.cpu.backend` are installed before.
+    On a CPU, this first installs the process groups of :mod:`ppfleetx.distributed.cpu.backend`.
 
     Raises:
         ConfigError: CPU processes with a Paddle build for GPUs, where those groups do not work.
@@ -90,7 +90,7 @@ def start_fleet(plan: ParallelPlan, batch: BatchPlan, device: str) -> ParallelCo
     else:
         RECORD.record_class(paddle.base.core.ProcessGroup, OPERATIONS)
         RECORD.join_device = partial(join, place())
-    # A second plan in the same process (tests): fleet would keep the first one's topology.
+    # With a second plan in the same process (tests), fleet would keep the topology of the first.
     fleet.base.topology._HYBRID_PARALLEL_GROUP = None
     fleet.init(is_collective=True, strategy=_strategy(plan, batch))
     hcg = fleet.get_hybrid_communicate_group()

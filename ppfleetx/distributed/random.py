@@ -1,13 +1,13 @@
-"""Random streams that belong to a step, not to the history of the process.
+"""Random streams that depend on the step, not on the history of the process.
 
-The dropout masks of a stage are a function of (seed, step, micro batch, replica, stage): whatever ran
-before, whether the run was resumed, how often evaluation happened in between, and on which pipeline rank
-the stage lives do not change them. Paddle 3.3.1 cannot serialise its CPU generator without pickle, and
-with this rule it need not be.
+The dropout masks of a stage are a function of (seed, step, micro batch, replica, stage). They do not depend
+on earlier computation, on whether the run was resumed, on how often it was evaluated, or on the pipeline rank
+of the stage. So generators need not be saved, and Paddle 3.3.1 cannot serialise its CPU generator without
+pickle.
 
-Two streams: the *default* one where tensor-parallel ranks hold the same activations and must drop the
-same elements, the *sliced* one where they hold different parts. Both are Paddle generators, so that
-recomputation finds and restores them.
+There are two streams: the *default* stream where tensor-parallel ranks hold the same activations and must
+drop the same elements, and the *sliced* stream where they hold different parts. Both are Paddle generators,
+so recomputation finds and restores them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that differs whenever any part differs (SHA-256 of the parts)."""
+    """A 63-bit seed made from ``parts`` with SHA-256: it differs whenever any part differs."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and Paddle's default generators for whatever draws outside a step."""
+    """Seed the default generators of Python, NumPy and Paddle, for random numbers drawn outside a step."""
     import paddle
 
     random.seed(seed)
@@ -60,8 +60,8 @@ class DropoutStreams:
 
     Args:
         seed: ``Global.seed``.
-        ctx: this process's place: replicas and sequence parts draw different masks, and tensor-parallel
-            ranks do so in the sliced stream.
+        ctx: this process's place in the job. Replicas and sequence parts draw different masks; in the sliced
+            stream, tensor-parallel ranks do so too.
     """
 
     def __init__(self, seed: int, ctx: ParallelContext) -> None:
@@ -74,7 +74,7 @@ class DropoutStreams:
         self._step, self._passes = step, {}
 
     def attach(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
-        """Watch ``(index in the model, layer)`` pairs; layers that never drop anything are passed over."""
+        """Watch ``(index in the model, layer)`` pairs; layers that never drop anything are skipped."""
         from paddle.nn import Dropout
 
         for index, layer in stages:

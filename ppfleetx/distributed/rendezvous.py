@@ -1,4 +1,5 @@
-"""Rendezvous of the processes of a job: the first one listens, the others connect, and each learns about all.
+"""Rendezvous of the processes of a job: the first one listens, the others connect, and each learns about all
+others.
 
 CPU process groups start this way rather than with Paddle's TCPStore, which waits in C++ for missing ranks and
 cannot name them. ``ppfleetx doctor`` uses the same rendezvous and keeps the connections. Every wait has a
@@ -28,7 +29,7 @@ from ppfleetx.utils.log import get_logger
 Address = tuple[str, int]
 
 MARGIN_SECONDS = 10.0
-"""How much longer the others wait than the first process, which knows who is missing."""
+"""The extra time that other processes wait after the first one, which knows which process is missing."""
 _LOG_AFTER_SECONDS = 10.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 _ANSWER_SECONDS = 10.0
@@ -67,7 +68,7 @@ def meeting_point() -> Address:
 
 
 class Line:
-    """A connection that carries one JSON value per line. One thread may receive while others send."""
+    """A connection that carries one JSON value per line. One thread may receive while other threads send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self._read = connection, bytearray()
@@ -80,7 +81,9 @@ class Line:
             self._out.sendall(json.dumps(value).encode() + b"\n")
 
     def receive(self, deadline: float) -> Any:
-        """The next value. Raises TimeoutError at ``deadline`` (monotonic), ConnectionError if closed."""
+        """Return the next value. Raises TimeoutError at ``deadline`` (monotonic), ConnectionError if the
+        connection is closed.
+        """
         while (value := self.buffered()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -90,7 +93,7 @@ class Line:
         return value
 
     def fill(self) -> None:
-        """Read what has arrived."""
+        """Read the bytes that have arrived."""
         data = self.connection.recv(1 << 16)
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "connection closed")
@@ -116,13 +119,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Member:
-    """What a process says about itself.
+    """The facts that a process tells about itself.
 
     Attributes:
         name: its name in messages, e.g. ``rank 3``.
         number: its number in the job, 0 for the process that listens; None if members are numbered in the
             order they arrive.
-        address: where the others can reach it later, if they need to.
+        address: the address at which the others can reach it later, if they need to.
     """
 
     name: str
@@ -132,14 +135,14 @@ class Member:
 
 @dataclass
 class Members:
-    """What every process knows once all have met.
+    """The facts that every process knows once all processes have met.
 
     Attributes:
         number: the number of this process.
-        names, addresses: names and addresses of all processes, by number.
+        names, addresses: the names and addresses of all processes, by number.
         token: 256 random bits that prove that a connection belongs to this job.
-        lines: the open connections, by number: the first process has one to each of the others, and each of
-            the others has one to it.
+        lines: the open connections, by number. The first process has one to every other process; each other
+            process has one to the first.
     """
 
     number: int
@@ -154,7 +157,7 @@ class Members:
 
 
 class _Wait:
-    """A wait with a time limit. If it takes long, the log says once what it is for."""
+    """A wait with a time limit. If it takes long, the log says once what this process waits for."""
 
     def __init__(self, seconds: float) -> None:
         self._begin, self.seconds, self._is_logged = time.monotonic(), seconds, False
@@ -179,8 +182,8 @@ def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
     """Listen at ``point`` until all ``size`` processes have arrived.
 
     Raises:
-        RendezvousError: the port cannot be opened, or a process did not arrive or has left again. The others
-            get the same message.
+        RendezvousError: the port cannot be opened, or a process did not arrive or left again. The other
+            processes get the same message.
     """
     try:
         listener = socket.create_server(("", point[1]), backlog=size + 16)
@@ -234,7 +237,7 @@ class _Reception:
         names, addresses = [one.name for one in members], [one.address for one in members]
         token = secrets.token_bytes(32)
         for number, line in self._lines.items():
-            with contextlib.suppress(OSError):  # it is gone; the next to need it will notice
+            with contextlib.suppress(OSError):  # it is gone, which the next use of it will notice
                 line.send({"number": number, "names": names, "addresses": addresses, "token": token.hex()})
         return Members(0, names, addresses, token, self._lines)
 
@@ -253,7 +256,7 @@ class _Reception:
             self._selector.register(connection, selectors.EVENT_READ, line)
 
     def _hear(self, line: Line) -> bool:
-        """Read what has arrived. Returns False if the connection is of no use.
+        """Read the data that has arrived. Returns False if the connection is useless.
 
         Raises:
             RendezvousError: a member that had arrived has left.

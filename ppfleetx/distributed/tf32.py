@@ -1,4 +1,4 @@
-"""TF32: float32 matrix products of NVIDIA GPUs from Ampere on, of numbers rounded to 10 bits of mantissa."""
+"""TF32: float32 matrix products on NVIDIA GPUs from Ampere on, with inputs rounded to 10 bits of mantissa."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import paddle
 from paddle.base import core
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
-"""With "0" in it, NVIDIA's libraries never use TF32, whatever a program asks for."""
+"""If this variable is "0", NVIDIA's libraries never use TF32, whatever a program asks for."""
 
-# Paddle has had switches since 2.0; where a build for GPUs has these flags, they decide.
+# Paddle has had these switches since 2.0; in a GPU build with these flags, the flags decide.
 _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
 
 
@@ -33,7 +33,7 @@ def exact_products() -> Iterator[None]:
 def allow_tf32(allowed: bool) -> str:
     """Set whether cuBLAS and cuDNN may use TF32 in this process; return a line for the log.
 
-    May be called again at any time: Paddle asks for each product.
+    This may be called again at any time: Paddle reads the setting for each product.
     """
     core.set_cublas_switch(allowed)
     core.set_cudnn_switch(allowed)

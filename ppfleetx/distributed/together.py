@@ -26,7 +26,7 @@ _BEAT_SECONDS = 30.0
 
 
 class JointError(UserError):
-    """A user's mistake that another rank found."""
+    """A user's mistake that a different rank found."""
 
 
 def beat_seconds() -> float:
@@ -36,7 +36,7 @@ def beat_seconds() -> float:
 
 
 def gather(ctx: ParallelContext, value: Any) -> list[Any]:
-    """Return every rank's ``value``, which must be JSON, ordered by rank."""
+    """Return every rank's ``value``, ordered by rank. The values must be valid JSON."""
     if ctx.world_size == 1:
         return [value]
     content = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -48,7 +48,7 @@ def gather(ctx: ParallelContext, value: Any) -> list[Any]:
 
 
 def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
-    """Return every rank's ``numbers`` (as many on each) as int64 ``[rank, number]``."""
+    """Return every rank's ``numbers`` as int64 ``[rank, number]``. All ranks must have equally many."""
     mine = np.asarray(numbers, np.int64)
     return mine[None] if ctx.world_size == 1 else _all_gather(ctx, mine)
 
@@ -62,11 +62,11 @@ def any_rank(ctx: ParallelContext, flag: object) -> bool:
 def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[None]:
     """Context manager: a user's mistake raised inside it on one rank ends all ranks with the same message.
 
-    Within there must be no communication: a rank that has failed would not take part. ``name_ranks``: the
-    message says which ranks found it; of no use where one rank looks on behalf of all.
+    The block must not communicate, because a rank that has failed would not take part. With ``name_ranks``,
+    the message says which ranks found the mistake; turn this off if one rank checks on behalf of all.
 
     Raises:
-        UserError: on every rank when there was one on any.
+        UserError: on every rank, if any rank raised one.
     """
     error: UserError | None = None
     try:
@@ -77,7 +77,7 @@ def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[N
 
 
 def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ranks: bool = True) -> None:
-    """Raise a given error on all ranks if any rank has one."""
+    """Raise an error on all ranks if any rank has one."""
     if ctx.world_size == 1:
         if error is not None:
             raise error
@@ -102,11 +102,11 @@ def joint_message(texts: Sequence[str | None], *, name_ranks: bool = True) -> st
 def first_on_each_node(ctx: ParallelContext, make: Callable[[], T]) -> T:
     """Run ``make()`` on the first rank of each node, then on the others, which find its results in caches.
 
-    However long the first takes, nobody gives up, and nobody waits for a rank that is gone: meanwhile
-    all ranks exchange signs of life.
+    Meanwhile all ranks exchange signs of life. So they wait for the first rank however long it takes, but
+    never for a rank that is gone.
 
     Raises:
-        UserError: on every rank when one of them raises it.
+        UserError: on every rank, if any rank raises one.
     """
     if ctx.world_size == 1:
         return make()

@@ -1,9 +1,8 @@
 """Copies between host and device that do not make the host wait.
 
-``paddle.to_tensor`` of an ordinary array makes the host wait for a card: the copy leaves pageable memory, and
-the host goes on when it is done. Here all arrays of a micro batch go in one copy, through pinned memory where
-there is some, queued behind what the device already has to do; and what is read or kept comes back in the
-same way. On a CPU there is nothing to wait for.
+``paddle.to_tensor`` of an ordinary array makes the host wait for a card, because it copies from pageable
+memory. Here all arrays of a micro batch travel in one copy, through pinned memory if Paddle has it, queued
+behind the device's other work. Results come back in the same way. On a CPU there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from ppfleetx.distributed.device import on_card, queue_copy, queue_copy_to_host,
 from ppfleetx.resilience.activity import PROGRESS
 from ppfleetx.resilience.flight_recorder import RECORD
 
-_ALIGNMENT = 256  # bytes; as Paddle's own allocations
-_LOOKS_SECONDS = 1e-3  # how often a card is asked how far it is
+_ALIGNMENT = 256  # bytes, like Paddle's own allocations
+_LOOKS_SECONDS = 1e-3  # how often a card is asked for its progress
 
 _on_their_way: deque[tuple[Any, Any]] = deque()
-"""(event behind a copy, the host's memory), oldest first: memory must stay until its copy is done."""
+"""(event after a copy, the host's memory), oldest first. Memory must stay alive until its copy is done."""
 _begun: deque[Any] = deque()
-"""An event at the beginning of each micro batch that the card may not have come to, oldest first."""
+"""An event at the beginning of each micro batch that the card may not have reached, oldest first."""
 
 
 def upload(array: np.ndarray) -> paddle.Tensor:
@@ -35,7 +34,7 @@ def upload(array: np.ndarray) -> paddle.Tensor:
 
 
 def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
-    """Copy the arrays to the device; on a card in one transfer, whose parts the tensors are."""
+    """Copy the arrays to the device. On a card, this is one transfer, and the tensors are parts of it."""
     has_views = paddle.get_flags("FLAGS_use_stride_kernel")["FLAGS_use_stride_kernel"]
     if not (on_card() and has_views and arrays):
         return {name: upload(array) for name, array in arrays.items()}
@@ -44,7 +43,7 @@ def upload_all(arrays: Mapping[str, np.ndarray]) -> dict[str, paddle.Tensor]:
 
 
 def note_micro_batch() -> None:
-    """Note for the watchdog that a micro batch begins, on the host now and on a card when it gets there."""
+    """Tell the watchdog that a micro batch begins: on the host now, on a card when the card reaches it."""
     PROGRESS.go_on()
     if on_card():
         while _begun and _begun[0].query():
@@ -55,10 +54,10 @@ def note_micro_batch() -> None:
 def read(tensor: paddle.Tensor) -> np.ndarray:
     """Return the tensor's contents once the device has computed them.
 
-    ``Tensor.numpy`` would wait for all streams of a card, and so for messages that nothing needs yet.
+    ``Tensor.numpy`` would wait for all streams of a card, including messages that are not needed yet.
 
-    A card may have most of a step still to do. Each micro batch that it comes to is progress: the watch is
-    not to end a run because its steps are long.
+    The card may still have most of a step to compute. Each micro batch that it reaches counts as progress, so
+    that the watchdog does not end a run with long steps.
     """
     with RECORD.reading():
         while _begun:
@@ -74,8 +73,9 @@ def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
     """Start to copy the tensor's contents to the host, after the work queued so far.
 
     Returns:
-        What waits for the copy and gives it, in any thread. Meanwhile the tensor may change: the device does
-        that behind the copy. A bfloat16 array is of its bits, uint16.
+        A function that waits for the copy and returns it, in any thread. The tensor may change meanwhile,
+        because the device queues the change behind the copy. A bfloat16 tensor is returned as its bits, in
+        uint16.
     """
     if not on_card() or tensor.place.is_cpu_place():
         array = tensor.numpy()
@@ -92,7 +92,7 @@ def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
 
 
 def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:
-    """Concatenate the arrays' bytes; return them with the offset of each array."""
+    """Concatenate the arrays' bytes. Returns the bytes and the offset of each array."""
     begins, end = {}, 0
     for name, array in arrays.items():
         begins[name] = end
@@ -109,8 +109,8 @@ def _unpacked(
 ) -> dict[str, paddle.Tensor]:
     """Cut ``flat`` into tensors of the types and shapes of ``arrays``.
 
-    The whole is given another type and then cut: Paddle (3.3.1) takes the beginning of a part for a number of
-    elements when the part is given another type.
+    ``flat`` is first viewed as another type and then cut. If a part is viewed as another type, Paddle (3.3.1)
+    mistakes its offset for a number of elements.
     """
     typed = {array.dtype: flat.view(str(array.dtype)) for array in arrays.values()}
     tensors = {}

@@ -1,4 +1,6 @@
-"""Compare what must be equal in all processes of a job: versions, sources, configuration, data, variables."""
+"""Compare facts that must be equal in all processes of a job: versions, sources, configuration, data,
+variables.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,22 @@ _UNREAD: Values = {"unread": True}
 _PACKAGE = Path(__file__).resolve().parents[1]
 _VARIABLES = ("NCCL_", "HCCL_", "BKCL_", "FLAGS_", "NVIDIA_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")
 _OF_A_RANK = ("FLAGS_selected_",)
-_OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA", "HCCL_IF_IP")  # the names of interfaces may differ by machine
+_OF_A_MACHINE = ("_IFNAME", "NCCL_IB_HCA", "HCCL_IF_IP")  # names of interfaces may differ between machines
 # These may differ between machines without harm: logs, cards, wiring.
 _HARMLESS = ("NCCL_DEBUG", "NVIDIA_", "NCCL_TOPO", "NCCL_IB_GID_INDEX", "NCCL_NET_GDR", "FLAGS_logtostderr")
 _SHOWN = 4
-_READ_SECONDS = 40.0  # to read one fact; shorter than the others wait
+_READ_SECONDS = 40.0  # seconds to read one fact; less than other processes wait
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that must be equal in all processes.
+    """A fact that must be equal in all processes.
 
     Attributes:
-        name: name of the row.
-        read: returns this process's values by name.
+        name: the name of the row.
+        read: a function that returns this process's values by name.
         fix: what to do if the values differ.
-        of_node: whether only the first process of each node reads it.
+        of_node: whether only the first process of each node reads the fact.
     """
 
     name: str
@@ -59,14 +61,16 @@ class Fact:
 
 
 def _versions(target: Target) -> Values:
-    """The versions of ppfleetx, Paddle and the libraries that they use, NVIDIA's among them."""
+    """The versions of ppfleetx, Paddle and the libraries that they use, including NVIDIA's."""
     wanted = {"paddlepaddle", "paddlepaddle-gpu", *LIBRARIES.values()}
     mine = {name: version for name, version in _installed().items() if name in wanted or "nvidia" in name}
     return {"python": platform.python_version(), **mine, "ppfleetx": __version__}
 
 
 def _installed() -> dict[str, str]:
-    """The versions of installed distributions; of duplicates the first on the path, which Python imports."""
+    """The versions of installed distributions. Of duplicates, the first on the path counts, which Python
+    imports.
+    """
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:
@@ -118,8 +122,8 @@ def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | 
     """A hash of each fact in this process; None if another process of the node reads it.
 
     Args:
-        target: what this process examines.
-        announce: called with the name of each fact before it is read, which may take a while.
+        target: the subject that this process examines.
+        announce: a function called with the name of each fact before it is read, which may take a while.
     """
     found: dict[str, str | None] = {}
     for fact in FACTS:
@@ -134,7 +138,7 @@ def _digest(values: Values) -> str:
 
 
 def differing(answers: Sequence[Mapping[str, str | None]]) -> list[str]:
-    """The names of facts that differ between processes or that a process could not read."""
+    """The names of facts that differ between processes, or that a process could not read."""
     hashes = {fact.name: {one.get(fact.name) for one in answers} - {None} for fact in FACTS}
     return [name for name, those in hashes.items() if len(those) > 1 or _digest(_UNREAD) in those]
 
@@ -156,7 +160,7 @@ def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Se
 
     Args:
         answers: the results of :func:`in_full`, by rank.
-        names: the facts that differ or could not be read; all others are equal.
+        names: the facts that differ or could not be read. All other facts are equal.
     """
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
@@ -172,7 +176,7 @@ def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Se
 
 
 def _differences(values: Mapping[int, Values]) -> Iterator[str]:
-    """Describe what differs, naming the ranks."""
+    """Describe the differences, and name the ranks."""
     keys = sorted({key for mine in values.values() for key in mine})
     unequal = [key for key in keys if len({str(mine.get(key)) for mine in values.values()}) > 1]
     for key in unequal[:_SHOWN]:

@@ -1,4 +1,4 @@
-"""Check a card: its driver, the types it computes in, and small computations compared with the CPU.
+"""Check a card: its driver, the types that it computes in, and small computations, compared with the CPU.
 
 The computations take a device argument so that tests can run them on a CPU; as checks they run on cards only.
 """
@@ -26,7 +26,7 @@ _BUSY_SHARE = 0.1
 
 
 def driver(target: Target) -> Iterator[Row]:
-    """Report what ``nvidia-smi`` says: driver, cards, memory in use, memory errors, links."""
+    """Report the output of ``nvidia-smi``: driver, cards, memory in use, memory errors, links."""
     program = shutil.which("nvidia-smi")
     if program is None:
         yield warn("nvidia-smi", "not found", "install the driver's tools; in a container: --gpus all")
@@ -92,7 +92,9 @@ def card(target: Target) -> Iterator[Row]:
 
 
 def _lacking(dtype: str, device: str, target: Target) -> Row:
-    """The row for a type the card cannot compute in: a failure if the configuration asks for it."""
+    """The row for a type that the card cannot compute in. It is a failure if the configuration asks for the
+    type.
+    """
     text = f"{device} does not compute in {dtype}"
     if target.cfg is None:
         return skipped(dtype, f"{text}; nothing of it is tried")
@@ -148,7 +150,9 @@ OPERATORS: dict[str, tuple[Operator, Inputs]] = {
 
 
 def small_operators(target: Target) -> Iterator[Row]:
-    """Compare each operator, forward and backward, with the CPU in each type of the plan; fused ones too."""
+    """Compare each operator, including fused ones, forward and backward, with the CPU, in each type of the
+    plan.
+    """
     types = [dtype for dtype in target.float_types if dtype in TOLERANCE and not lacks(dtype)]
     for dtype in types:
         yield operators_row(dtype, target.device)
@@ -213,7 +217,7 @@ def flash(target: Target) -> Iterator[Row]:
 
 
 def attention_row(dtype: str, *, packed: bool, head_sizes: Sequence[int] = HEAD_SIZES) -> Row:
-    """Compare all head sizes in one type; with ``packed`` a row holds several documents."""
+    """Compare all head sizes in one type. With ``packed``, a row holds several documents."""
     name = f"flash {dtype}{', documents' if packed else ''}"
     well, wrong, refused = [], [], {}
     for size in head_sizes:

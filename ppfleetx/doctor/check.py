@@ -28,12 +28,12 @@ class Row:
     """One finding.
 
     Attributes:
-        name: what was examined.
+        name: the subject of the check.
         status: a single ``fail`` makes the exit code 1.
-        found: what was found, or why the check was skipped.
+        found: the finding, or the reason why the check was skipped.
         fix: how to fix it; every ``fail`` has one.
         group: heading, set by :func:`ppfleetx.doctor.registry.examine`.
-        ranks: the ranks that found this; empty: all that ran the check, or the job as a whole.
+        ranks: the ranks that found this; empty for all ranks that ran the check, or for the job as a whole.
         numbers: measurements by name; the name includes the unit.
     """
 
@@ -59,7 +59,7 @@ class Row:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Row:
-        """The inverse of :meth:`as_json`."""
+        """Parse the output of :meth:`as_json`."""
         known = dict(content)
         status, ranks = Status(known.pop("status")), tuple(known.pop("ranks"))
         return cls(status=status, ranks=ranks, fix=known.pop("cure"), **known)
@@ -95,8 +95,8 @@ class Target:
     """The machine, process and configuration to examine.
 
     Attributes:
-        cfg: the configuration given with ``-c``; None: only the machine is examined.
-        device: ``cpu`` or ``gpu``.
+        cfg: the configuration given with ``-c``; None to examine only the machine.
+        device: the kind of device, ``cpu`` or ``gpu``.
         rank: number of this process in the job.
         world_size: number of processes in the job.
         local_rank: number of this process on its node.
@@ -119,7 +119,7 @@ class Target:
 
     @property
     def float_types(self) -> tuple[str, ...]:
-        """The floating-point types the plan computes in; without a configuration, all of them."""
+        """The floating-point types that the plan computes in; without a configuration, all types."""
         if self.cfg is None:
             return ("float32", "float64", *_HALF_TYPES)
         precision = self.cfg.Engine.mix_precision
@@ -134,7 +134,8 @@ def lacks(dtype: str) -> bool:
 
 
 def within(seconds: float, act: Callable[[], Result]) -> Result:
-    """Call ``act`` in a thread and abandon it at the time limit: a disk or name server may never answer.
+    """Call ``act`` in a thread, and abandon it at the time limit, because a disk or name server may never
+    answer.
 
     Raises:
         TimeoutError: ``act`` did not finish in time.

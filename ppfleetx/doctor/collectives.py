@@ -113,7 +113,7 @@ def _send_receive(member: Member, mine: paddle.Tensor) -> paddle.Tensor:
         distributed.P2POp(distributed.irecv, result, before, member.group),
     ]
     if member.place % 2 and not groups_messages(paddle.get_device()):
-        messages.reverse()  # messages go one by one, so every second rank must receive first
+        messages.reverse()  # messages are sent one by one, so every second rank must receive first
     for task in distributed.batch_isend_irecv(messages):
         task.wait()
     return result
@@ -130,7 +130,7 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
     "send and receive": (_send_receive, lambda member, inputs: inputs[member.place - 1]),
     "uneven all_to_all": (_uneven_all_to_all, _uneven_parts),
 }
-"""The last one is for ranks that divide experts."""
+"""The operations to try. The last one is for ranks that divide experts."""
 
 
 def examine_groups(
@@ -140,7 +140,7 @@ def examine_groups(
 
     Args:
         ctx: the parallel context of this process.
-        announce: called with the name of each operation before it runs.
+        announce: a function called with the name of each operation before it runs.
         sizes: message sizes in bytes; None: the default for the device.
     """
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
@@ -174,7 +174,7 @@ def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
 
 
 def _problem(result: paddle.Tensor, expected: np.ndarray, dtype: str) -> str:
-    """Describe what is wrong with a result; empty if it is correct."""
+    """Describe the error of a result; empty if the result is correct."""
     found = result.astype("float32").numpy()
     wrong = ~np.isclose(found, expected, rtol=_ROUNDING.get(dtype, 0.0), atol=0.0)
     if not wrong.any():

@@ -60,7 +60,7 @@ def start(target: Target) -> Iterator[Row]:
 
 
 def memory(target: Target) -> Iterator[Row]:
-    """Compare the memory the planner predicts with what the device has."""
+    """Compare the memory that the planner predicts with the device's memory."""
     prediction = run_prediction(target.cfg, target.device)
     if prediction is None:
         yield skipped("memory", "the planner only knows the training of our own GPT")

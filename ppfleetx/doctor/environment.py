@@ -119,7 +119,9 @@ def open_files_row(soft: int, hard: int) -> Row:
 
 
 def locked_row(soft: int, target: Target) -> Row:
-    """The limit of locked memory (``ulimit -l``) where there is InfiniBand: a failure if the job needs it."""
+    """The row for the limit of locked memory (``ulimit -l``), if there is InfiniBand. A low limit is a
+    failure if the job needs InfiniBand.
+    """
     is_needed = is_card(target.device) and target.world_size > target.local_size
     text = f"at most {bytes_text(soft)}: InfiniBand cannot register its buffers"
     fix = "ulimit -l unlimited before the job starts, or docker run --ulimit memlock=-1"

@@ -1,4 +1,6 @@
-"""Check the files of a run: the corpora, tokenizer and checkpoints it reads, the directory it writes to."""
+"""Check the files of a run: the corpora, tokenizer and checkpoints that it reads, and its output
+directory.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ _DENIED_FIX = "let this user read it: chmod a+r FILE, and a+x on the directories
 _DAMAGED_FIX = "copy it again from where it is whole, or make it again (ppfleetx prepare)"
 _BLOCKS, _BLOCKS_COMPARED = 256, 64
 """How many blocks of 1 MiB, spread over a file, are read; smaller files are read completely."""
-_READ_SECONDS = 30.0  # for all corpora of one mode
+_READ_SECONDS = 30.0  # seconds for all corpora of one mode
 _DAMAGE = ("truncated", "damaged", "not as it was written", "input/output")
 _MODES = ("Train", "Eval")
 
 
 def data(target: Target) -> Iterator[Row]:
-    """Open every corpus and text file of ``Data.Train`` and ``Data.Eval``, and read its ends."""
+    """Open every corpus and text file of ``Data.Train`` and ``Data.Eval``, and read its beginning and end."""
     found, unguarded = False, list[str]()
     for mode, name, cfg in _sets(target.cfg):
         found = True
@@ -149,7 +151,7 @@ def corpora_of(cfg: RunConfig, mode: str) -> list[TokenStore]:
 
 
 def tokenizer(target: Target) -> Iterator[Row]:
-    """Load the tokenizer, and check that its ids and those of the corpora fit the model's vocabulary."""
+    """Load the tokenizer, and check that its ids and the corpora's ids fit the model's vocabulary."""
     try:
         loaded = load_tokenizer(target.cfg)
         lines = token_id_lines(target.cfg)
@@ -170,7 +172,7 @@ def tokenizer(target: Target) -> Iterator[Row]:
 
 
 def checkpoints(target: Target) -> Iterator[Row]:
-    """Check the marker, manifest, sizes and headers of the checkpoints the run starts from."""
+    """Check the marker, manifest, sizes and headers of the checkpoints that the run starts from."""
     refuse_foreign(target.cfg)
     named = list(weight_sources(target.cfg))
     if not named:
@@ -245,7 +247,7 @@ def _digest(path: Path) -> str:
 
 
 _PIECE_BYTES, _PIECES = 4 << 20, 8
-_SLOW_SECONDS = 120.0  # to write one checkpoint
+_SLOW_SECONDS = 120.0  # seconds to write one checkpoint
 _FIXES = {
     errno.EACCES: "let this user write there, or",
     errno.EPERM: "let this user write there, or",
@@ -278,7 +280,7 @@ def output_directory(target: Target) -> Iterator[Row]:
 
 
 def room(target: Target) -> Iterator[Row]:
-    """Compare the free disk space with the size of the checkpoints the run will keep."""
+    """Compare the free disk space with the size of the checkpoints that the run will keep."""
     needed = one_checkpoint(target.cfg)
     if needed is None:
         yield skipped("room", "the size of a checkpoint is only known for training our own GPT")
@@ -302,7 +304,7 @@ def room_row(free: float, each: float, count: int, place: Path) -> Row:
 
 
 def nearest_directory(directory: Path) -> Path:
-    """The directory itself, or its nearest parent that exists."""
+    """The directory itself, or its nearest existing parent."""
     place = directory.absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -336,7 +338,7 @@ def _refused(where: str, error: OSError) -> Row:
 
 
 def one_checkpoint(cfg: RunConfig) -> float | None:
-    """The size of one checkpoint of this run in bytes; None if the planner cannot tell."""
+    """The size of one checkpoint of this run in bytes; None if the planner cannot predict it."""
     prediction = run_prediction(cfg, cfg.Global.device)
     return None if prediction is None else checkpoint_bytes(prediction.job)
 

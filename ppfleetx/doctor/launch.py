@@ -1,4 +1,4 @@
-"""Check what the launcher needs, check the nodes, then start the ranks that run the other checks.
+"""Check the launcher's requirements and the nodes, then start the ranks that run the other checks.
 
 The launcher runs as a separate process. This process therefore prints only the table, whatever launcher and
 ranks print, and reports even if they crash.
@@ -42,10 +42,10 @@ _IMPORT_SECONDS = 120.0
 
 
 def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> Iterator[Row]:
-    """Problems that would make the launcher fail; nothing if there are none.
+    """Rows for problems that would make the launcher fail; none if there are no problems.
 
     Args:
-        environ: the environment the launcher will get.
+        environ: the environment variables of the launcher.
         nodes: number of machines.
         nproc: number of processes on this machine; None: one per card.
     """
@@ -75,7 +75,9 @@ def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> 
 
 
 def import_row() -> Row | None:
-    """Why Paddle cannot be imported; None if it can. Another process tries, because the import may crash."""
+    """The row that says why Paddle cannot be imported; None if it can. Another process tries, because the
+    import may crash.
+    """
     command = [sys.executable, "-c", "import paddle"]
     try:
         done = subprocess.run(
@@ -100,7 +102,7 @@ def import_row() -> Row | None:
 
 
 DIRECTORY_VARIABLE = "PPFLEETX_DOCTOR_DIR"
-"""Names the directory where the ranks of a machine leave their reports for the process that started them."""
+"""The variable that names the directory in which ranks leave reports for the process that started them."""
 _REPORT, _LOG = "report.*.json", "launcher.log"
 _END_SECONDS, _LOOK_SECONDS = 10.0, 0.5
 _ALONE_SECONDS = 90.0
@@ -119,14 +121,15 @@ def job_rows(
     seconds: float,
     logs_there: Path | None,
 ) -> tuple[list[Row], int]:
-    """Examine the launcher's needs and the nodes, then start the ranks. Returns the rows and the job's size.
+    """Examine the launcher's requirements and the nodes, then start the ranks. Returns the rows and the job's
+    size.
 
     Args:
-        command: starts all ranks of this machine, and ends when they have ended.
+        command: the command that starts all ranks of this machine, and ends when they have ended.
         nproc: number of processes on this machine; None: one per card.
         nodes: number of machines; None: one. PADDLE_NNODES takes precedence, as in the launcher.
-        master: ``HOST:PORT`` where they meet. PADDLE_MASTER takes precedence, as in the launcher.
-        seconds: how long machines and processes wait for each other.
+        master: the ``HOST:PORT`` where machines meet. PADDLE_MASTER takes precedence, as in the launcher.
+        seconds: the time that machines and processes wait for each other.
         logs_there: directory for the ranks' logs; None: they are not kept.
     """
     named = os.environ.get("PADDLE_NNODES", "")
@@ -142,7 +145,7 @@ def job_rows(
 
 
 def examine_nodes_first(nodes: int, master: str | None, seconds: float) -> list[Row]:
-    """Check the nodes of a job on several machines; no rows for a job on one."""
+    """Check the nodes of a job on several machines. There are no rows for a job on one machine."""
     if nodes < 2:
         return []
     if master is None:
@@ -163,7 +166,7 @@ def launched_rows(
         environ = {**os.environ, DIRECTORY_VARIABLE: str(place)}
         environ.setdefault(
             START_VARIABLE, f"{seconds + _END_SECONDS:g}"
-        )  # the ranks report first who is missing
+        )  # the ranks themselves report missing ranks first
         with (place / _LOG).open("wb") as log:
             code = _run([*command, *logs], environ, log.fileno(), LOCAL_SECONDS + 4 * seconds, place)
         return _read(place, logs_there or place / "log", code)
@@ -172,7 +175,7 @@ def launched_rows(
 
 
 def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
-    """The report of the first rank that left one; if none did, rows made from the ends of the logs."""
+    """The report of the first rank that left one. If none did, rows are made from the ends of the logs."""
     reports = sorted(place.glob(_REPORT))
     if reports:
         content = json.loads(reports[0].read_text("utf-8"))
@@ -181,7 +184,9 @@ def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
 
 
 def _unreported(launcher_log: Path, logs: Path, code: int) -> Iterator[Row]:
-    """Explain why there is no report: crashed ranks, the ends of the logs, and what this process finds."""
+    """Explain why there is no report: crashed ranks, the ends of the logs, and this process's own
+    findings.
+    """
     found = list(_FAILED_RANK.finditer(_text_of(launcher_log)))
     for rank, number in {(one[1], int(one[2])) for one in found}:
         how = f"exit code {number}" if number >= 0 else _signal_words(-number)
@@ -210,8 +215,9 @@ def _signal_words(number: int) -> str:
 def _run(command: Sequence[str], environ: dict[str, str], log: int, seconds: float, place: Path) -> int:
     """Run the launcher, leave nothing running, and return its exit code.
 
-    Once a rank has reported, the others should end soon; one that does not is hanging or stopped. Ranks that
-    did not meet get more time: they run on their own, and the first rank of a machine has more checks to run.
+    Once a rank has reported, the others should end soon; a rank that does not is hanging or stopped. Ranks
+    that did not meet get more time: they run on their own, and the first rank of a machine has more checks to
+    run.
     """
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
     deadline, is_near = time.monotonic() + seconds, False
@@ -254,7 +260,7 @@ def _end_of(file: Path) -> str:
 
 
 def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_rank: int) -> None:
-    """Write the rows where the process that started this one will read them."""
+    """Write the rows to the place where the process that started this one will read them."""
     content = {"world_size": world_size, "rows": [row.as_json() for row in rows]}
     name = _report_of(local_rank)
     part = Path(directory) / f"{name}.part"

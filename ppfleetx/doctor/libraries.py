@@ -1,4 +1,6 @@
-"""Check that the libraries ppfleetx imports are installed, can be imported and have a supported version."""
+"""Check that the libraries that ppfleetx imports are installed, can be imported and have a supported
+version.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Exchange values between processes over plain sockets, before any communication library is trusted.
 
 The first process is the host, the others are its guests. Every wait has a time limit, and its error names the
-process that did not answer and what it was last doing.
+process that did not answer and its last known activity.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROUNDS = 10  # the host decides when to give up, so a guest waits this many tim
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a round for one member: its value, or why there is none."""
+    """The result of a round for one member: its value, or the reason why there is none."""
 
     value: Any = None
     problem: str = ""
@@ -47,14 +47,15 @@ class Meeting(Protocol):
     names: list[str]
 
     def announce(self, place: str) -> None:
-        """Tell the host what this member is doing now, to be reported if it stops answering."""
+        """Tell the host this member's current activity, which is reported if the member stops answering."""
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
-        """Exchange values: returns all members' by number. All must call this in the same order.
+        """Exchange values, and return the values of all members by number. All members must call this in the
+        same order.
 
         Args:
             value: this member's value.
-            seconds: how long to wait while no member makes progress; each value and each :meth:`announce` is
+            seconds: the time to wait while no member makes progress. Each value and each :meth:`announce` is
                 progress.
 
         Raises:
@@ -73,7 +74,7 @@ def open_meeting(
     Args:
         size: number of members, including this one.
         number: number of this member; None: members are numbered in the order they arrive.
-        seconds: how long to wait for the others.
+        seconds: the time to wait for the other members.
 
     Raises:
         RendezvousError: a member does not arrive, or the address cannot be used.

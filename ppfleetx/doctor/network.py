@@ -1,8 +1,8 @@
 """Check the network of a job: interfaces, links between machines, and whether all machines can meet.
 
 This happens before the launcher starts anything. All machines run the same command: the one named in
-``--master`` listens, and the others connect to it. Then each machine connects to a port of every other one,
-as NCCL and Gloo will.
+``--master`` listens, and the others connect to it. Then each machine connects to a port of every other
+machine, as NCCL and Gloo will.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def interfaces() -> list[Interface]:
     """The interfaces of this machine (strictly, of this process's network namespace)."""
     found: list[Interface] = []
     for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError):  # containers come and go
+        with contextlib.suppress(OSError):  # interfaces of containers, which come and go
             flags, address = interface_flags(name), ""
             with contextlib.suppress(OSError):
                 address = interface_address(name)
@@ -54,14 +54,14 @@ def interfaces() -> list[Interface]:
 
 
 def network(target: Target) -> Iterator[Row]:
-    """List all interfaces, and check those that environment variables name."""
+    """List all interfaces, and check the ones that environment variables name."""
     found = interfaces()
     yield ok("interfaces", ", ".join(map(str, found)))
     yield from named_rows(target, found)
 
 
 def named_addresses(target: Target) -> dict[str, list[str]]:
-    """For each variable that names interfaces, the addresses of those that can be used."""
+    """For each variable that names interfaces, the addresses of the usable ones."""
     there = interfaces()
     return {
         variable: [one.address for one in choose(value, there) if one.is_up and one.address]
@@ -97,7 +97,7 @@ def _named_row(
 
 
 def nccl_choice(value: str, found: Sequence[Interface]) -> list[Interface]:
-    """The interfaces NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, according to its documentation.
+    """The interfaces that NCCL selects for a value of ``NCCL_SOCKET_IFNAME``, according to its documentation.
 
     The value is a comma-separated list of prefixes. A leading ``=`` makes them whole names, and a leading
     ``^`` selects all interfaces but these.
@@ -125,11 +125,12 @@ def is_local(address: str) -> bool:
 
 
 def route_to(address: str) -> str:
-    """This machine's source address for packets to ``address``; empty if there is no route. For one of its
-    own addresses that is the address itself."""
+    """This machine's source address for packets to ``address``; empty if there is no route. For an address of
+    this machine, it is the address itself.
+    """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        socket.inet_aton(address)  # refuses names, which a name server would have to resolve
-        probe.connect((address, 9))  # sends nothing
+        socket.inet_aton(address)  # this refuses names, which a name server would have to resolve
+        probe.connect((address, 9))  # this sends nothing
         return probe.getsockname()[0]
     return ""
 
@@ -139,7 +140,7 @@ _VARIABLES = (("NCCL_SOCKET_IFNAME", nccl_choice), ("GLOO_SOCKET_IFNAME", _exact
 
 _THREADS = 32
 _REACH_SECONDS, _SEND_SECONDS, _ROUND_SECONDS = 5.0, 5.0, 60.0
-_ALL_SECONDS = 20.0  # to measure all links of a machine
+_ALL_SECONDS = 20.0  # seconds to measure all links of a machine
 _FEW_BYTES, _PACKETS_BYTES, _MOST_BYTES = 64, 64 << 10, 16 << 20
 _HEAD = struct.Struct("!I")
 _SLOW, _TOO_SLOW = 12.5e6, 1.25e6  # bytes a second: 100 and 10 Mbit/s
@@ -157,7 +158,7 @@ _SLOW_FIX = (
 
 
 def reach(address: tuple[str, int], seconds: float) -> str:
-    """Why a connection to ``address`` fails; empty if it succeeds."""
+    """The reason why a connection to ``address`` fails; empty if it succeeds."""
     try:
         socket.create_connection(address, seconds).close()
     except TimeoutError:
@@ -169,7 +170,7 @@ def reach(address: tuple[str, int], seconds: float) -> str:
 
 @contextlib.contextmanager
 def receiving() -> Iterator[int]:
-    """Context in which a port of this machine receives what :func:`send` sends."""
+    """Context in which a port of this machine receives data from :func:`send`."""
     with socket.create_server(("", 0), backlog=1024) as listener:
         threading.Thread(target=_serve, args=(listener,), name="links", daemon=True).start()
         yield listener.getsockname()[1]
@@ -195,7 +196,7 @@ def send(connection: socket.socket, count: int) -> float:
     """Send ``count`` bytes, wait for the acknowledgement, and return the seconds it took.
 
     Raises:
-        OSError: it did not come in time.
+        OSError: the acknowledgement did not come in time.
     """
     begin = time.perf_counter()
     connection.settimeout(_SEND_SECONDS)
@@ -243,11 +244,11 @@ def examine_links(meeting: Meeting, own: str, port: int, environ: Mapping[str, s
     Args:
         own: address of this machine.
         port: the port from :func:`receiving`.
-        environ: may name the interfaces of NCCL and Gloo.
+        environ: the environment variables, which may name the interfaces of NCCL and Gloo.
     """
     announced = meeting.exchange([own, port, named_addresses(Target(environ=environ))], _ROUND_SECONDS)
     size = len(announced)
-    # Each machine begins with the next one, so they do not all try the same one first.
+    # Each machine begins with the next machine, so that they do not all try the same one first.
     order = [(meeting.number + step) % size for step in range(1, size)]
     there = {n: announced[n].value for n in order if not announced[n].problem}
     addresses = {n: (value[0], value[1]) for n, value in there.items()}
@@ -275,7 +276,7 @@ def _unreached_interfaces(number: int, announced: Sequence[Any]) -> list[tuple[s
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """The rows for what each machine found.
+    """The rows for the findings of each machine.
 
     Args:
         names: names of the machines.
@@ -332,13 +333,13 @@ _RESOLVE_SECONDS = 20.0
 
 
 def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
-    """Meet the other machines and try the links; the rows are this machine's.
+    """Meet the other machines and try the links. Returns this machine's rows.
 
     Args:
         master: ``HOST:PORT``, as given to the launcher.
         size: number of machines.
-        seconds: how long to wait for the others.
-        environ: ``POD_IP`` in it is the address that the launcher announces.
+        seconds: the time to wait for the other machines.
+        environ: the environment variables. ``POD_IP`` is the address that the launcher announces.
     """
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
@@ -392,7 +393,7 @@ def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | No
     """The row for a bad address announced by the launcher; None if the address is good.
 
     Args:
-        own: that address.
+        own: the announced address.
         host: the host in ``--master``, as written.
         master: the host's address.
         is_first: whether ``--master`` names this machine.

@@ -1,4 +1,4 @@
-"""Check that the installed Paddle has every operator ppfleetx runs, without running any."""
+"""Check that the installed Paddle has every operator that ppfleetx runs, without running any."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _SHOWN = 8
 def registered(target: Target) -> Iterator[Row]:
     """Look up every kernel of the committed table in the registry of the installed Paddle.
 
-    CPU kernels are always checked, in the types a CPU computes in; GPU kernels if Paddle was built for GPUs,
-    with or without a card; and those of another kind of card if there is one.
+    CPU kernels are always checked, in the types that a CPU computes in. GPU kernels are checked if Paddle was
+    built for GPUs, with or without a card, and kernels of another kind of card if there is one.
     """
     from paddle.base import core
 
@@ -41,8 +41,9 @@ def registered(target: Target) -> Iterator[Row]:
 
 
 def card_row(target: Target, registry: Mapping[str, Iterable[str]]) -> Row:
-    """The row that says whether a card other than a GPU has the kernels. The host computes missing ones if
-    it can."""
+    """The row that says whether a card other than a GPU has the kernels. The host computes operators without
+    a kernel if it can.
+    """
     kind, asked = kind_of(target.device), used_on_plugins(used_kernels())
     wanted = {
         name: [dtype for dtype in types if dtype in asked.get(name, ())]
@@ -81,7 +82,7 @@ def _shown(pairs: Sequence[str]) -> str:
 
 
 def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """The kernels, each with the element types the plan can use it with."""
+    """The kernels, each with the element types that the plan can use it with."""
     wanted = target.float_types
     return {
         name: [dtype for dtype in kernel.used if dtype in wanted or dtype not in _FLOATS]
@@ -91,7 +92,7 @@ def used_by(target: Target, kernels: Mapping[str, Kernel]) -> dict[str, list[str
 
 
 def used_on_cpu(kernels: Mapping[str, Kernel]) -> dict[str, list[str]]:
-    """The kernels a CPU needs, each with its types. A CPU does not compute in 16-bit floats."""
+    """The kernels that a CPU needs, each with its types. A CPU does not compute in 16-bit floats."""
     return {
         name: [dtype for dtype in kernel.used if dtype not in _HALF]
         for name, kernel in kernels.items()

@@ -17,7 +17,7 @@ from ppfleetx.config.errors import UserError
 from ppfleetx.distributed.device import count, is_card, is_gpu, kind_of
 from ppfleetx.doctor.check import Row, Target, fail, skipped, within
 
-_LEAST_PATIENCE = 30.0  # machines are busy when jobs start
+_LEAST_PATIENCE = 30.0  # generous, because machines are busy when jobs start
 
 
 class Need(Enum):
@@ -31,7 +31,7 @@ class Need(Enum):
 
 
 class Each(Enum):
-    """Which processes run a check."""
+    """The processes that run a check."""
 
     RANK = "every process"
     NODE = "the first process of each node"
@@ -46,8 +46,8 @@ class Check:
         group: heading in the report.
         module, function: where the check is defined in this package.
         title: name of the row that is reported if the check itself cannot run.
-        need: what it needs in order to run.
-        each: which processes run it.
+        need: its requirement.
+        each: the processes that run it.
         seconds: time limit; the check then runs in its own thread. The target's patience applies if it is
             shorter. None: the check only computes, and needs no limit.
     """
@@ -109,7 +109,7 @@ def examine(check: Check, target: Target) -> list[Row]:
 
 
 def obstacle(check: Check, target: Target) -> str:
-    """Why a check cannot run here; an empty string if it can."""
+    """The reason why a check cannot run here; an empty string if it can."""
     if check.need is Need.CONFIG and target.cfg is None:
         return (
             "the configuration could not be read" if target.found else "no configuration was given (-c FILE)"

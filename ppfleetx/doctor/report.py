@@ -1,4 +1,4 @@
-"""Format rows: a table for people, JSON for programs."""
+"""Format rows as a table for people, or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def exit_code(rows: Iterable[Row]) -> int:
 def joined(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Row]:
     """Merge the rows of all ranks, sorted by group; equal rows become one.
 
-    A row names no ranks if all ranks have it. A row that is not a failure names none either if all ranks that
-    ran the check have it.
+    A row names no ranks if all ranks have it. A row that is not a failure also names no ranks if all ranks
+    that ran the check have it.
     """
     ranks: dict[tuple[Any, ...], list[int]] = {}
     first: dict[tuple[Any, ...], Row] = {}

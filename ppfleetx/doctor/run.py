@@ -31,10 +31,10 @@ from ppfleetx.doctor.report import in_groups, joined
 
 LOCAL_SECONDS = 1200.0
 """Time limit for all checks that a process runs on its own; each check also has its own limit."""
-_CHECK_SECONDS = 360.0  # longer than any single check may take
+_CHECK_SECONDS = 360.0  # seconds, longer than any single check may take
 _SHORT_SECONDS, _LOOK_SECONDS = 60.0, 20.0
 ALONE = "meeting"
-"""Name of the row of a rank that did not meet the others."""
+"""The name of the row for a rank that did not meet the others."""
 _PROCESSES, _AGREEMENT, _COLLECTIVES = "processes", "agreement", "collectives"
 # After a failure under one of these headings the process groups would fail or hang.
 _DECISIVE = ("environment", "network", "configuration", _PROCESSES, _AGREEMENT)
@@ -55,9 +55,9 @@ def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]],
     """Examine the job and return its rows, the same in every process. All processes must call this.
 
     Args:
-        target: what this process examines.
+        target: the subject that this process examines.
         seconds: time limit of the wait for the others, and of each collective.
-        finish: called with the rows just before a process whose communication hangs is ended.
+        finish: a function called with the rows just before a process whose communication hangs is ended.
     """
     try:
         meeting = meet(target, seconds)
@@ -145,7 +145,7 @@ class Job:
                 self.of_job.append(_in(_PROCESSES, fail(f"rank {rank}", text, _LOST_FIX)))
 
     def compare(self) -> None:
-        """Check what must be equal, and that all machines share the output directory."""
+        """Check the facts that must be equal, and that all machines share the output directory."""
 
         def announce(what: str) -> None:
             self.meeting.announce(f"{_AGREEMENT}, {what}")
@@ -166,7 +166,9 @@ class Job:
         return {rank: answer.value for rank, answer in enumerate(answers) if not answer.problem}
 
     def _shared_directory(self) -> Iterator[Row]:
-        """Rank 0 creates a temporary file in the output directory, and the others look for it."""
+        """Check for a shared output directory: rank 0 creates a temporary file there, and the others look for
+        it.
+        """
         try:
             directory = output_dir_of(self.target.cfg)
             place = within(_LOOK_SECONDS, lambda: nearest_directory(directory))
@@ -264,7 +266,8 @@ class Guard:
 
     Args:
         seconds: time limit of each step.
-        give_up: called in another thread with the name of the step; leaving the block waits until it returns.
+        give_up: a function called in another thread with the name of the step. Leaving the block waits until
+            it returns.
 
     Attributes:
         has_given_up: whether ``give_up`` was called.

@@ -34,7 +34,9 @@ TOLERANCE = {"cpu": 1e-5, "card": 1e-4, "half": 2e-2}
 
 
 def losses(target: Target) -> Iterator[Row]:
-    """Losses of GPT and Llama in float32; on a card also with recompute, and in 16 bits at O1 and O2."""
+    """Compare the losses of GPT and Llama in float32; on a card also with recompute, and in 16 bits at O1 and
+    O2.
+    """
     golden = json.loads(GOLDEN.read_text("utf-8"))["losses"]
     allow_tf32(False)
     device, tolerance = target.device, TOLERANCE["card" if is_card(target.device) else "cpu"]
@@ -60,7 +62,7 @@ def losses_row(name: str, found: Sequence[float], expected: Sequence[float], tol
     array = np.asarray(expected)
     worst = float(np.max(np.abs(np.asarray(found) - array) / np.abs(array)))
     text = f"losses of {len(found)} steps are {_shown(found)}"
-    if not worst <= tolerance:  # a nan is not
+    if not worst <= tolerance:  # a NaN is not
         return fail(
             name,
             f"{text} and should be {_shown(expected)}: off by {worst:.1e}, more than {tolerance:g}",

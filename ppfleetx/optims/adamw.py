@@ -1,8 +1,8 @@
-"""AdamW: one kernel for each parameter, or one for all float32 parameters of a group.
+"""AdamW: one kernel call for each parameter, or one for all float32 parameters of a group.
 
-On a GPU the kernel of one parameter is launched a dozen times a block, most times for vectors that are done
+On a GPU, the kernel for one parameter is launched a dozen times per block, mostly for vectors that finish
 before the next launch arrives. ``fused_adam_`` takes lists of tensors, and on a GPU packs up to 60 of them,
-or 320 chunks, into one launch. Either way states are one tensor for each parameter.
+or 320 chunks, into one launch. In both cases each state is one tensor per parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ppfleetx.distributed.device import moves_powers
 from ppfleetx.optims.rule import ParamView, Rule, StateSpec, as_tensor
 
 _CHUNK = 1 << 16
-"""Elements that one block of threads works through."""
+"""The number of elements that one block of threads processes."""
 _LARGEST = (1 << 31) - 1
 """The fused kernel counts a tensor's elements in 32 bits."""
 STATES = ("moment1", "moment2", "beta1_pow", "beta2_pow")
@@ -27,7 +27,8 @@ Powers = tuple[float, float]
 class AdamW(Rule):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019): p -= lr * decay * p, then Adam's step.
 
-    16-bit parameters go one by one: the kernel rounds them too, and the fused kernel cannot.
+    16-bit parameters are updated one by one, because the single kernel also rounds them and the fused kernel
+    cannot.
     """
 
     rounds = True
@@ -65,8 +66,9 @@ class AdamW(Rule):
                 adamw(view, rate, **options)
 
     def _learn_powers(self, views: Sequence[ParamView]) -> None:
-        """Read the powers of both betas where they are not cached. Parameters of one fused call must share
-        them, because a GPU kernel reads the first one's for all."""
+        """Read the powers of both betas if they are not cached. All parameters of a fused call must have the
+        same powers, because a GPU kernel uses the first parameter's for all.
+        """
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
 
@@ -83,18 +85,18 @@ def adamw(
         lr,
         moment1,
         moment2,
-        None,  # largest second moment, of AMSGrad
+        None,  # AMSGrad's largest second moment
         power1,
         power2,
         view.value if has_master else None,
         None,  # whether to skip the update
         *betas,
         epsilon,
-        1.0,  # ratio of the learning rate
+        1.0,  # factor of the learning rate
         weight_decay,
         weight_decay != 0.0,
         False,  # lazy mode
-        1000,  # rows of a sparse gradient from which it takes threads
+        1000,  # number of sparse gradient rows from which threads are used
         has_master,
         False,  # powers shared by all parameters
         False,  # AMSGrad
@@ -114,10 +116,11 @@ def fused_adamw(
     """Apply one step of AdamW to float32 tensors in place.
 
     Args:
-        parameters, gradients: as many of each, pairwise of one shape.
-        lr: learning rate, one element.
-        states: first and second moments, and both betas to the power of the steps begun, one element each.
-        betas, epsilon, weight_decay: of AdamW.
+        parameters, gradients: two lists of the same length; each pair has the same shape.
+        lr: the learning rate, one element.
+        states: first and second moments, and the powers of both betas, with one element each. Their exponent
+            is the number of steps begun.
+        betas, epsilon, weight_decay: the constants of AdamW.
     """
     moments1, moments2, powers1, powers2 = states
     _C_ops.fused_adam_(
@@ -126,7 +129,7 @@ def fused_adamw(
         lr,
         list(moments1),
         list(moments2),
-        None,  # largest second moments, of AMSGrad
+        None,  # AMSGrad's largest second moments
         list(powers1),
         list(powers2),
         None,  # master weights
@@ -135,7 +138,7 @@ def fused_adamw(
         epsilon,
         _CHUNK,
         weight_decay,
-        True,  # decay as AdamW
+        True,  # decay as in AdamW
         False,  # master weights
         False,  # powers shared by all parameters
         False,  # AMSGrad
@@ -143,8 +146,9 @@ def fused_adamw(
 
 
 def _powers(views: list[ParamView]) -> list[Powers]:
-    """Return both betas to the power of the step count, from the states; 0 on a CPU, whose kernel reads
-    each parameter's own."""
+    """Return both betas to the power of the step count, read from the states; 0 on a CPU, whose kernel reads
+    the powers of each parameter itself.
+    """
     if not views or views[0].value.place.is_cpu_place():
         return [(0.0, 0.0)] * len(views)
     powers = [view.states[name] for name in STATES[2:] for view in views]

@@ -34,7 +34,7 @@ def build_optimizer(
         mup_factor: the model's width over that of its base (``Model.mup_base_width``).
 
     Raises:
-        ConfigError: the optimizer is not known, or is not what it was registered as.
+        ConfigError: the optimizer is unknown, or differs from its registered kind.
     """
     place = place or UpdatePlace()
     groups = optimizer_groups(cfg_optimizer)
@@ -54,10 +54,10 @@ def build_optimizer(
 
 
 def optimizer_groups(cfg: OptimizerConfig) -> list[Group]:
-    """The parameter groups of section ``Optimizer``: first those of ``groups``, then those of the
-    registered optimizer.
+    """The parameter groups of section ``Optimizer``: first the groups of the key ``groups``, then the groups
+    of the registered optimizer.
 
-    A parameter that a group of the section names leaves the registered optimizer's group for it.
+    A parameter that belongs to a group of the section is not in a group of the registered optimizer.
     """
     groups = []
     for number, own in enumerate(cfg.groups):
@@ -75,7 +75,9 @@ def _takes_both(own: ParamGroupConfig, group: Group, spec: ParamSpec) -> bool:
 
 
 def _registered(cfg: OptimizerConfig) -> Sequence[Group]:
-    """Return the registered entry: a rule for all parameters, or a function that returns groups."""
+    """Return the parameter groups of the registered optimizer, which is a rule for all parameters or a
+    function that returns groups.
+    """
     part = OPTIMIZERS.load(cfg.name)
     if not isinstance(part, type):
         groups = OPTIMIZERS.make(cfg.name, cfg, gives=list)

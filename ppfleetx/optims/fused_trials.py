@@ -1,4 +1,4 @@
-"""Trials of the optimizer's fused operators: each is compared with plain operators on a few tensors."""
+"""Trials of the optimizer's fused operators. Each is compared with plain operators on a few tensors."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def adamw(dtype: str) -> Pairs:
 
 
 def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
-    """Make a parameter, its moments and its powers; the powers in host memory, where Paddle's optimizers
-    keep them."""
+    """Make a parameter, its moments and its powers. The powers are in host memory, as in Paddle's
+    optimizers.
+    """
     states = []
     for value in start:
         powers = [paddle.full([1], beta).cpu() for beta in _BETAS]

@@ -1,8 +1,8 @@
 """Clipping of gradients by their global L2 norm.
 
-Paddle's own kernel takes the squared norm of each gradient in float32 (on a CPU it runs at memory speed and
-sums in blocks, so 40 million elements lose no digits; a plain dot product loses three). The squares of all
-parameters are added in float64, so the sum does not depend on how parameters are grouped.
+Paddle's own kernel computes the squared norm of each gradient in float32. (On a CPU it runs at memory speed
+and sums in blocks, so 40 million elements lose no digits; a plain dot product loses three.) The squared norms
+of all parameters are added in float64, so the sum does not depend on the grouping of parameters.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from paddle import Tensor
 
 _SMALL = 1 << 16
-"""Elements below which a gradient's norm takes less time than its launch on a GPU."""
+"""A gradient with fewer elements takes less time for its norm than for the launch on a GPU."""
 
 
 def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tensor:
     """Return the sum of squares of all gradients, a float64 tensor of shape [].
 
-    A parameter that comes twice (tied) counts once; one without a gradient counts zero.
+    A parameter that occurs twice (tied) counts once; a parameter without a gradient counts as zero.
     """
     import paddle
 
@@ -35,7 +35,7 @@ def squared_norm(params: Iterable[Tensor], ops: FusedOps = NO_FUSED_OPS) -> Tens
 
 
 def squares_of(gradients: Sequence[Tensor], ops: FusedOps) -> list[Tensor]:
-    """Return squared norms of shape [] that add up to that of all ``gradients``."""
+    """Return squared norms of shape [] whose sum is the squared norm of all ``gradients``."""
     import paddle
     from paddle import _C_ops
 
@@ -53,7 +53,7 @@ def scale_all(gradients: Sequence[Tensor], factor: float, ops: FusedOps) -> None
 
     with paddle.no_grad():
         if len(gradients) > 1 and ops.takes("grad_scale", *gradients):
-            # It divides, as mixed precision does by the loss scale.
+            # The operator divides, like mixed precision does by the loss scale.
             _C_ops.check_finite_and_unscale_(list(gradients), paddle.full([1], 1.0 / factor))
             return
         for gradient in gradients:
@@ -65,9 +65,9 @@ def scale_to_norm(
 ) -> None:
     """Scale all gradients in place so that their global norm, given as ``norm``, is at most ``max_norm``.
 
-    The factor is ``max_norm / (norm + 1e-6)``, applied when below 1 (Megatron); ``max_norm`` None or 0 leaves
-    them alone. So does a norm that is not finite: whether to skip the step or to stop is the caller's choice,
-    and scaling would hide which gradient was bad.
+    The factor is ``max_norm / (norm + 1e-6)``, applied if it is below 1 (Megatron). If ``max_norm`` is None
+    or 0, the gradients do not change. A norm that is not finite does not change them either: the caller
+    decides whether to skip the step or stop, and scaling would hide the bad gradient.
     """
     if not max_norm or not math.isfinite(norm):
         return
@@ -87,5 +87,5 @@ def _gradients(params: Iterable[Tensor]) -> Iterable[Tensor]:
     for param in _unique(params):
         grad = gradient_of(param)
         if grad is not None:
-            # 16-bit gradients: their kernel is missing on a CPU, and 16-bit sums overflow.
+            # 16-bit gradients have no kernel on a CPU, and 16-bit sums overflow.
             yield grad if grad.dtype == paddle.float32 else grad.astype("float32")

@@ -1,8 +1,8 @@
 """Access to a parameter's gradient: ``grad``, or the float32 ``main_grad`` of a 16-bit parameter.
 
-A 16-bit parameter may keep its gradient in float32 beside it, in ``main_grad`` (the attribute Paddle's own
-optimizers look for); ``grad`` then is empty between backward passes. Everything that reads, sums, scales
-or drops a gradient asks here.
+A 16-bit parameter may keep its gradient in float32 in ``main_grad`` (the attribute that Paddle's own
+optimizers use); ``grad`` is then empty between backward passes. All code that reads, sums, scales or drops a
+gradient uses this module.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient, contiguous, for reading or in-place work; None if the parameter has none.
+    """Return the gradient as a contiguous tensor, to read or change in place; None if the parameter has none.
 
-    It has no strides: the backward pass may give one that has, and neither collectives nor operators that
-    write into lists of tensors can take that. Paddle then moves the tensor itself.
+    The backward pass may produce a strided gradient, which collectives and operators that write into lists of
+    tensors cannot handle. In this case Paddle moves the tensor itself.
     """
     main = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if main is None else main
@@ -25,7 +25,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def complete_gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient; create zeros if no pass produced one."""
+    """Return the gradient, or create zeros if no pass produced one."""
     import paddle
 
     gradient = gradient_of(parameter)
@@ -39,20 +39,21 @@ def complete_gradient(parameter: Tensor) -> Tensor:
 
 
 def expects_gradient(parameter: Tensor) -> bool:
-    """Whether a step computes with the parameter; the answer is the same on all ranks, whatever their
-    data."""
+    """Whether a step computes with the parameter. The answer is the same on all ranks, whatever their
+    data.
+    """
     return not getattr(parameter, "is_idle", False)
 
 
 def drop_gradient(parameter: Tensor) -> None:
-    """Free the gradient (dropped, not zeroed: the next backward pass writes without adding)."""
+    """Free the gradient. It is not set to zero, so the next backward pass writes without adding."""
     if getattr(parameter, "main_grad", None) is not None:
         parameter.main_grad = None
     parameter.clear_gradient(False)
 
 
 def add_to_main_gradient(parameter: Tensor) -> None:
-    """Move ``grad`` into the float32 ``main_grad``, adding to it. A float32 parameter keeps its ``grad``."""
+    """Add ``grad`` to the float32 ``main_grad``, and drop it. A float32 parameter keeps its ``grad``."""
     import paddle
 
     if parameter.grad is None or parameter.dtype == paddle.float32:
@@ -65,12 +66,14 @@ def add_to_main_gradient(parameter: Tensor) -> None:
 
 
 def take_gradient(parameter: Tensor) -> Tensor:
-    """:func:`complete_gradient`; the parameter has none then, and the next backward pass makes a new one."""
+    """Return :func:`complete_gradient` and remove it from the parameter. The next backward pass makes a new
+    one.
+    """
     import paddle
 
     gradient = complete_gradient(parameter)
     if getattr(parameter, "main_grad", None) is None:
-        # Dropping empties the tensor that `grad` gives: the memory needs another.
+        # Dropping empties the tensor that `grad` returns, so another tensor must hold the memory.
         taken = paddle.empty(gradient.shape, gradient.dtype)
         gradient._share_buffer_to(taken)
         gradient = taken
@@ -87,7 +90,7 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         if there is not None:
             there.add_(gradient)
         elif gradient.dtype == parameter.dtype:
-            # By `grad`, whose setter copies and makes the host wait for the card, the first time only.
+            # Set `grad` the first time only: its setter copies, and makes the host wait for the card.
             holder = parameter._grad_value()
             if holder is None:
                 parameter.grad = gradient

@@ -1,4 +1,4 @@
-"""Which parameters train how, decided by their declarations: decay, rate, group. No Paddle."""
+"""Weight decay, learning rate and group of each parameter, from its declaration. Does not import Paddle."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ppfleetx.nn.param_spec import ParamSpec
 def decays(name: str, global_shape: Sequence[int]) -> bool:
     """Whether weight decay applies to parameter `name`.
 
-    Biases and one-dimensional parameters (norm gains) are not decayed; matrices are, word and
-    position embeddings among them (Megatron's rule). The shape is the global one: a slice of a
-    matrix never turns into a vector.
+    Biases and one-dimensional parameters (norm gains) are not decayed; matrices are, including word and
+    position embeddings (Megatron's rule). The shape is the global shape, so a slice of a matrix counts as a
+    matrix.
     """
     return not (name.endswith(".bias") or len(global_shape) <= 1)
 
 
 def takes_all(spec: ParamSpec) -> bool:
-    """Takes every parameter."""
+    """A filter that takes every parameter."""
     return True
 
 
 def is_hidden_matrix(spec: ParamSpec) -> bool:
-    """Whether it is a matrix of a block. Embeddings, heads, routers and adapters are not."""
+    """Whether a parameter is a matrix of a block. Embeddings, heads, routers and adapters are not."""
     return is_hidden(spec.name, spec.kind)
 
 
@@ -48,7 +48,7 @@ def width_factor(spec: ParamSpec, factor: float) -> float:
 
 
 def layer_factor(name: str, decay: float, num_layers: int) -> float:
-    """Factor of a parameter's learning rate under ``Optimizer.layer_decay``."""
+    """The factor of a parameter's learning rate under ``Optimizer.layer_decay``."""
     if decay == 1.0:
         return 1.0
     block = re.match(r"decoder\.layers\.(\d+)\.", name)
@@ -62,11 +62,11 @@ class GroupRow:
     """A line of the list that ``--check`` prints.
 
     Attributes:
-        name: of the group.
-        optimizer: what moves them.
-        names: canonical names of its parameters.
-        num_elements: of all its parameters together.
-        settings: those that differ from the section's.
+        name: the name of the group.
+        optimizer: the optimizer of its parameters.
+        names: the canonical names of its parameters.
+        num_elements: the total number of elements of its parameters.
+        settings: the settings that differ from the section's.
     """
 
     name: str
@@ -80,11 +80,11 @@ def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRo
     """The groups of the section's ``groups``, then the rest.
 
     Args:
-        cfg: section ``Optimizer``.
+        cfg: the section ``Optimizer``.
         specs: all parameters of the model.
 
     Raises:
-        ConfigError: a group takes no parameter, or none that its optimizer moves.
+        ConfigError: a group contains no parameter, or none that its optimizer can update.
     """
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     for spec in specs:

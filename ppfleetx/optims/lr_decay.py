@@ -1,10 +1,10 @@
 """Learning-rate decay functions by their names in ``Optimizer.lr.decay_style``.
 
-A course is a function ``(n, schedule) -> rate``: of the step n being taken, and of a
-:class:`~ppfleetx.optims.schedules.Schedule`, of which it reads ``max_lr``, ``min_lr``, ``warmup_steps`` (W,
-fractional when it comes from a fraction of D) and ``decay_steps`` (D). It is called for W < n <= D only; one
-that is registered with ``ScheduleTraits(decays=False)`` for every n > W. The formulas are those of Megatron's
-parameter scheduler, with steps in the place of samples.
+A decay function ``(n, schedule) -> rate`` takes the current step n and a
+:class:`~ppfleetx.optims.schedules.Schedule`. It reads the schedule's ``max_lr``, ``min_lr``, ``warmup_steps``
+(W, which may be a fraction of D and then need not be whole) and ``decay_steps`` (D). It is called only for W
+< n <= D or, if registered with ``ScheduleTraits(decays=False)``, for every n > W. The formulas are the same
+as in Megatron's parameter scheduler, with steps instead of samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WSD_COEFFICIENT: dict[str, Callable[[float], float]] = {
     "cosine": lambda u: 0.5 * (1.0 + math.cos(math.pi * u)),
     "minus_sqrt": lambda u: 1.0 - math.sqrt(u),
 }
-"""Part of ``max_lr - min_lr`` that is left of it, of the part u of the final decay that is done."""
+"""The share of ``max_lr - min_lr`` that is left after the share u of the final decay."""
 
 
 def cosine(n: int, schedule: Schedule) -> float:
@@ -59,5 +59,5 @@ def wsd(n: int, schedule: Schedule) -> float:
 
 
 def _done(n: int, schedule: Schedule) -> float:
-    """The fraction of the way from W to D that is done."""
+    """The finished share of the way from W to D."""
     return (n - schedule.warmup_steps) / (schedule.decay_steps - schedule.warmup_steps)

@@ -1,4 +1,6 @@
-"""Muon: matrices move by their orthogonalised momentum (Jordan et al., 2024), everything else by AdamW."""
+"""Muon updates matrices with their orthogonalised momentum (Jordan et al., 2024), everything else with
+AdamW.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ COEFFICIENTS: dict[Coefficients, list[tuple[float, float, float]]] = {
 class Muon(Rule):
     """p -= lr * (decay * p + scale * O), with O the orthogonalised momentum of each matrix.
 
-    A fused weight is several matrices: queries, keys and values, or gate and up. Each expert is one, too.
+    A fused weight counts as several matrices: queries, keys and values, or gate and up. Each expert is a
+    matrix, too.
     """
 
     states = (StateSpec("momentum"),)
@@ -68,14 +71,14 @@ class Muon(Rule):
             view.value.subtract_(lr * change)
 
     def _of_each_matrix(self, update: Tensor, parts: Sequence[Part]) -> Tensor:
-        """The change ``[..., in, out]``, in the places of the matrices that ``update`` is made of."""
+        """Compute the change ``[..., in, out]`` of each matrix that ``update`` consists of, in its place."""
         if not parts or self.muon.split == "none":
             return self._orthogonal(update)
         period = parts[0].period
         runs = update.reshape([*update.shape[:-1], -1, period])
         pieces = [runs[..., part.offset : part.offset + part.width] for part in parts]
         heads = self.muon.split == "heads" and parts[0].name in ("q", "k")
-        fused = parts[0].name == "q" and len(parts) > 1  # several heads of queries, one of keys
+        fused = parts[0].name == "q" and len(parts) > 1  # several query heads for one key head
         widths = [min(p.width for p in parts) if fused else part.width for part in parts]
         changed = [
             self._of_part(piece, width if heads else None)
@@ -84,7 +87,7 @@ class Muon(Rule):
         return paddle.concat(changed, axis=-1).reshape(update.shape)
 
     def _of_part(self, piece: Tensor, head_dim: int | None) -> Tensor:
-        """The change of a part ``[..., in, runs, width]``: as one matrix, or one for each head."""
+        """Compute the change of a part ``[..., in, runs, width]``, as one matrix or one for each head."""
         if head_dim is None:
             return self._orthogonal(piece.flatten(-2)).reshape(piece.shape)
         *batch, rows, runs, width = piece.shape
@@ -92,21 +95,21 @@ class Muon(Rule):
         return self._orthogonal(heads.swapaxes(-2, -3)).swapaxes(-2, -3).reshape(piece.shape)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
-        rows, columns = matrix.shape[-2:]  # Paddle's [in, out]; scales are given for [out, in]
+        rows, columns = matrix.shape[-2:]  # Paddle stores [in, out]; scales are defined for [out, in]
         cfg = self.muon
         change = newton_schulz(matrix, cfg.steps, cfg.coefficients, cfg.epsilon)
         return change * scale_of(cfg.scale, fan_out=columns, fan_in=rows)
 
 
 def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilon: float) -> Tensor:
-    """The matrix of the same singular vectors whose singular values are near 1, for each of ``[..., m, n]``.
+    """Move the singular values of each matrix in ``[..., m, n]`` near 1, and keep its singular vectors.
 
     Args:
-        matrix: what to orthogonalise.
-        steps: iterations.
-        coefficients: name of the table; after its end it begins again, that of ``polar_express`` repeats its
-            last row.
-        epsilon: smallest norm to divide by.
+        matrix: the matrices to orthogonalise.
+        steps: the number of iterations.
+        coefficients: the name of the table of coefficients. After its end the table begins again; the table
+            of ``polar_express`` repeats its last row.
+        epsilon: the smallest norm to divide by.
     """
     table = COEFFICIENTS[coefficients]
     norm = matrix.square().sum([-2, -1], keepdim=True).sqrt()
@@ -122,7 +125,7 @@ def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilo
 
 
 def scale_of(kind: MuonScale, *, fan_out: int, fan_in: int) -> float:
-    """How far a matrix moves; see ``Optimizer.muon.scale``."""
+    """The scale of a matrix's change; see ``Optimizer.muon.scale``."""
     if kind == "original":
         return max(1.0, fan_out / fan_in) ** 0.5
     if kind == "unit_rms_norm":
@@ -131,6 +134,6 @@ def scale_of(kind: MuonScale, *, fan_out: int, fan_in: int) -> float:
 
 
 def muon(cfg: OptimizerConfig) -> list[Group]:
-    """The groups of ``Optimizer.name = Muon``."""
+    """The parameter groups of ``Optimizer.name = Muon``."""
     rules: dict[str, type[Rule]] = {"Muon": Muon, "AdamW": AdamW}
     return [Group(name, rules[name](cfg), takes) for name, takes in MUON_RULES.items()]

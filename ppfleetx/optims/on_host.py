@@ -1,7 +1,8 @@
-"""Updates on the CPU of parameters on a device, with states in host memory.
+"""Update parameters of a device on the CPU, with states in host memory.
 
-A rule is given copies on the host in the place of parameters and gradients, one parameter at a time. A 16-bit
-parameter's copy is its float32 master weight, which stays; a float32 parameter's is made for each update.
+A rule gets copies of parameters and gradients in host memory, one parameter at a time. The copy of a 16-bit
+parameter is its float32 master weight, which is kept; the copy of a float32 parameter is made for each
+update.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Copy a tensor to host memory, even if it is there already (``Tensor.cpu`` then returns the tensor
-    itself)."""
+    """Copy a tensor to host memory, even if it is already there, where ``Tensor.cpu`` returns the tensor
+    itself.
+    """
     return tensor.detach()._copy_to(paddle.CPUPlace(), True)
 
 
@@ -41,5 +43,5 @@ def update_on_host(rule: Rule, view: ParamView, *, lr: float, weight_decay: floa
         here = replace(view, value=value, gradient=copy_to_host(view.gradient), rounded=None)
         rule.update([here], lr=lr, weight_decay=weight_decay)
     parameter = view.value if view.rounded is None else view.rounded
-    # Rounded here, so that 16 bits travel; copy_ keeps the place and memory of the parameter.
+    # Round here, so that only 16 bits are sent. copy_ keeps the parameter's place and memory.
     parameter.copy_(value.astype(parameter.dtype), True)

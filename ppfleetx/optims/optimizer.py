@@ -1,7 +1,8 @@
 """An optimizer: groups of named parameters, each with a rule, and the states that the rules keep.
 
-Parameters and states are known by canonical names, so nothing here depends on the plan. Gradients are those
-of ``optims/gradients.py``. Learning rate and weight decay come with each step; no scheduler lives inside.
+Parameters and states have canonical names, so nothing here depends on the plan. ``optims/gradients.py`` gives
+access to gradients. The caller passes learning rate and weight decay with each step; there is no scheduler
+inside.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ class UpdatePlace:
     """Where an optimizer's states live, and how it finds groups of ranks.
 
     Attributes:
-        multi_precision: keep float32 master weights of 16-bit parameters.
-        on_host: keep all state in host memory and update there.
-        fused: update many parameters in one kernel, where the rule has one.
-        group_of: this rank's group along an axis of the ranks; None: there is no other rank along it.
+        multi_precision: whether to keep float32 master weights of 16-bit parameters.
+        on_host: whether to keep all state in host memory and update there.
+        fused: whether to update many parameters in one kernel, if the rule has one.
+        group_of: a function that returns this rank's group along an axis, or None if there is no other rank
+            along it.
     """
 
     multi_precision: bool = False
@@ -55,9 +57,9 @@ class _Members:
     """Parameters that are updated together.
 
     Attributes:
-        rule: how they move.
-        lr_factor: of the step's learning rate.
-        weight_decay: of every step; None: the step's.
+        rule: the update rule.
+        lr_factor: the factor of the step's learning rate.
+        weight_decay: the weight decay in every step; None: the value passed with each step.
         params: the parameters.
     """
 
@@ -108,13 +110,14 @@ class Optimizer:
         self._updated = updated
 
     def keep_masters(self, masters: Mapping[str, Tensor]) -> None:
-        """Use these float32 tensors, by canonical name, as master weights; missing ones are made from the
-        rounded parameters."""
+        """Use these float32 tensors, by canonical name, as master weights. Missing ones are made from the
+        rounded parameters.
+        """
         self._masters |= {name: masters[name] for name, _ in self.named_params if name in masters}
 
     @paddle.no_grad()
     def step(self, lr: float, weight_decay: float | None = None) -> None:
-        """Update all parameters that have a gradient; `weight_decay` None keeps the last one."""
+        """Update all parameters that have a gradient. If `weight_decay` is None, the last value is kept."""
         if weight_decay is not None:
             self._weight_decay = float(weight_decay)
         for each in self._members:
@@ -130,8 +133,9 @@ class Optimizer:
             drop_gradient(param)
 
     def state(self) -> dict[StateKey, Tensor]:
-        """Return the state tensors, (canonical name, state name) -> tensor, creating them if no step was
-        taken."""
+        """Return the state tensors by (canonical name, state name). They are created if no step was taken
+        yet.
+        """
         for group in self._groups:
             group.rule.forget()
         state: dict[StateKey, Tensor] = {}
@@ -143,7 +147,7 @@ class Optimizer:
         return state
 
     def _find_members(self) -> list[_Members]:
-        """Group parameters that are updated together: by group, learning rate and weight decay."""
+        """Group the parameters that are updated together, by group, learning rate and weight decay."""
         found: dict[tuple[int, float, float | None], NamedParams] = {}
         for number, group in enumerate(self._groups):
             for name, param in self.named_params:
@@ -159,7 +163,7 @@ class Optimizer:
         ]
 
     def _views(self, members: NamedParams) -> list[ParamView]:
-        """Views of the parameters that have a gradient."""
+        """Make views of the parameters that have a gradient."""
         views = []
         for name, param in members:
             gradient = gradient_of(param)
@@ -220,6 +224,6 @@ def _is_16_bit(param: Tensor) -> bool:
 
 
 def _trainable(named_params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The trainable parameters, each once (a tied one may be listed twice under one name)."""
+    """The trainable parameters, each once. (A tied parameter may be listed twice under one name.)"""
     unique = {id(param): (name, param) for name, param in reversed(list(named_params))}
     return [pair for pair in reversed(list(unique.values())) if not pair[1].stop_gradient]

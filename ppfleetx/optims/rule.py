@@ -23,9 +23,10 @@ class StateSpec:
     """A tensor that a rule keeps for each parameter. Checkpoints store it under the parameter's name.
 
     Attributes:
-        name: of the state.
-        start: what it is filled with before the first step.
-        is_number: it is one number, ``[1]``, in host memory; False: it has the parameter's shape.
+        name: the name of the state.
+        start: the value of its elements before the first step.
+        is_number: whether it is a single number, ``[1]``, in host memory; otherwise it has the parameter's
+            shape.
     """
 
     name: str
@@ -35,16 +36,16 @@ class StateSpec:
 
 @dataclass
 class ParamView:
-    """A parameter as a rule sees it: float32 tensors of one shape (a state may be a single number).
+    """A parameter as a rule sees it: float32 tensors of the same shape (a state may be a single number).
 
     Attributes:
         name: canonical name.
-        spec: its declaration; None where an optimizer is tried without a model.
+        spec: its declaration; None if an optimizer is tried without a model.
         value: the parameter, or its master weight.
-        gradient: summed over the job and clipped. It may be overwritten.
-        states: by name.
-        rounded: the 16-bit parameter of which ``value`` is the master weight; None: there is none, or it is
-            not in the same memory.
+        gradient: the gradient, summed over the job and clipped. The rule may overwrite it.
+        states: the states, by name.
+        rounded: the 16-bit parameter whose master weight is ``value``; None if there is none, or if it is not
+            in the same memory.
     """
 
     name: str
@@ -59,14 +60,14 @@ class Rule(ABC):
     """An update rule.
 
     Attributes:
-        states: what it keeps for each parameter.
-        needs_whole: a rule that is not elementwise (a norm over a matrix) gets whole matrices, where tensor
-            parallelism would give it slices. One rank of those that share a matrix updates it.
-        rounds: :meth:`update` also writes :attr:`ParamView.rounded`.
-        fused: whether the run takes fused kernels.
+        states: the states that it keeps for each parameter.
+        needs_whole: whether the rule needs whole matrices, because it is not elementwise (it uses a norm of
+            the matrix). Under tensor parallelism, one of the ranks that share a matrix then updates it.
+        rounds: whether :meth:`update` also writes :attr:`ParamView.rounded`.
+        fused: whether the run uses fused kernels.
 
     Args:
-        cfg: section ``Optimizer``; ``cfg.options`` holds the options it was registered with.
+        cfg: the section ``Optimizer``; ``cfg.options`` holds the options that the rule was registered with.
     """
 
     states: tuple[StateSpec, ...] = ()
@@ -82,25 +83,28 @@ class Rule(ABC):
         """Change values and states in place (``add_``, ``subtract_``, ``scale_``, ...).
 
         Args:
-            group: parameters with gradients, or some of them; the others come in other calls of this step.
+            group: parameters with gradients, or some of them; the others are passed in other calls of the
+                same step.
             lr: this step's learning rate.
-            weight_decay: this step's; 0 for a group of biases and gains, which are not decayed.
+            weight_decay: this step's weight decay; 0 for a group of biases and gains, which are not decayed.
         """
 
     def forget(self) -> None:  # noqa: B027  (most rules remember nothing)
-        """Drop what the rule remembers of the states: somebody has asked for them and may change them. A rule
-        that contains another calls that one's."""
+        """Drop all values that the rule has cached from the states, because a caller has asked for the states
+        and may change them. A rule that contains another rule calls its method, too.
+        """
 
 
 def as_tensor(lr: float, value: Tensor) -> Tensor:
-    """The learning rate as kernels that update ``value`` take it. All updates of a step share the tensor: do
-    not change it."""
+    """The learning rate as a tensor, for kernels that update ``value``. All updates of a step share the
+    tensor, so do not change it.
+    """
     return _rate(lr, "float64" if value.dtype == paddle.float64 else "float32", paddle.get_device())
 
 
 @lru_cache(maxsize=1)
 def _rate(lr: float, dtype: str, device: str) -> Tensor:
-    """The learning rate as a tensor, created once a step."""
+    """The learning rate as a tensor, which is created once per step."""
     return paddle.full([1], lr, dtype)
 
 
@@ -109,11 +113,13 @@ class Group:
     """Parameters that share an update rule.
 
     Attributes:
-        name: of the group.
-        rule: how they move.
-        takes: whether a parameter belongs to it; the first group of an optimizer that takes one has it.
-        lr_factor: of the step's learning rate.
-        weight_decay: of all its parameters in every step; None: the step's, and none of biases and gains.
+        name: the name of the group.
+        rule: their update rule.
+        takes: a function that decides whether a parameter belongs to the group. The first group that takes a
+            parameter has it.
+        lr_factor: the factor of the step's learning rate.
+        weight_decay: the weight decay of all its parameters in every step. None: the step's value, and 0 for
+            biases and gains.
     """
 
     name: str
@@ -136,10 +142,10 @@ class SGD(Rule):
 
 
 class UpdateRule(ABC):
-    """The former rule interface, for one more version: it sees one tensor at a time.
+    """The former rule interface, supported for one more version. It sees one tensor at a time.
 
     Attributes:
-        states: names of the tensors of the parameter's shape that it keeps; they start at 0.
+        states: the names of the tensors that it keeps. They have the parameter's shape and start at 0.
     """
 
     states: ClassVar[tuple[str, ...]] = ()

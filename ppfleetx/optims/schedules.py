@@ -3,7 +3,7 @@
 Legend: n  the step being taken, 1, 2, 3, ... (never 0, so the first learning rate is not zero);
         W  warm-up length, D  decay length, both in optimizer steps; W may be fractional when it
         comes from a fraction of D.
-What comes after the warm-up is one of `lr_decay.py`, or a plugin's.
+After the warm-up, a function of `lr_decay.py` or of a plugin gives the learning rate.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ppfleetx.utils.log import get_logger
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything that decides the learning rate and the weight decay of a step.
+    """Everything that determines the learning rate and the weight decay of a step.
 
-    `decay_steps` is D; after it the learning rate stays at `min_lr` (unless the style does not decay).
-    Two schedules are equal when all their fields are; `state()` goes into a checkpoint. The section has
-    checked each number; whether the lengths fit together is checked here (ConfigError).
+    `decay_steps` is D; after it the learning rate stays at `min_lr` (unless the style does not decay). Two
+    schedules are equal if all their fields are. `state()` goes into a checkpoint. The configuration section
+    has checked each number; this class checks that the lengths fit together (ConfigError).
     """
 
     max_lr: float
@@ -46,7 +46,7 @@ class Schedule:
         _check_lengths(self)
 
     def lr(self, step: int) -> float:
-        """Learning rate used in step `step` (1 is the first).
+        """The learning rate used in step `step` (1 is the first).
 
         Raises:
             ConfigError: the schedule gives no learning rate for this step.
@@ -65,7 +65,7 @@ class Schedule:
         raise ConfigError(f"{rule}; it gives {shown(rate)}", key=SCHEDULES.key, value=self.decay_style)
 
     def weight_decay(self, step: int) -> float:
-        """Weight decay used in step `step` (1 is the first): constant, or a linear or cosine ramp."""
+        """The weight decay used in step `step` (1 is the first): constant, or a linear or cosine ramp."""
         if self.weight_decay_style == "constant":
             return self.end_weight_decay
         ratio = min(step / self.weight_decay_steps, 1.0)
@@ -89,12 +89,12 @@ class Schedule:
         return text
 
     def state(self) -> dict[str, Any]:
-        """JSON-able description for a checkpoint; `from_state` gives an equal schedule."""
+        """A JSON description for a checkpoint, from which `from_state` makes an equal schedule."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
-        """Schedule of a checkpoint. Raises CheckpointError when `state` is not one."""
+        """The schedule of a checkpoint. Raises CheckpointError if `state` is not a schedule."""
         known = {field.name for field in fields(cls)}
         unreadable = CheckpointError(
             "the learning-rate schedule in the checkpoint is not one this version can read; "
@@ -108,18 +108,18 @@ class Schedule:
             raise unreadable from error
 
     def differences(self, other: Schedule) -> dict[str, tuple[Any, Any]]:
-        """Fields that differ: name -> (value here, value in `other`)."""
+        """The fields that differ, as {name: (value here, value in `other`)}."""
         mine, theirs = self.state(), other.state()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
 def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any]) -> Schedule:
-    """Schedule to continue with after loading a checkpoint (`Engine.save_load.lr_schedule`).
+    """The schedule to continue with after loading a checkpoint (`Engine.save_load.lr_schedule`).
 
-    `strict` wants the saved one equal to the configured one, `checkpoint` takes the saved one,
-    `config` the configured one. Raises CheckpointError (strict and different), naming each difference.
+    `checkpoint` takes the saved schedule, `config` the configured one. `strict` requires both to be equal; if
+    they are not, it raises a CheckpointError that names each difference.
     """
-    if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints, always 0
+    if isinstance(saved, Mapping) and saved.get("init_lr") == 0.0:  # a field of older checkpoints
         saved = {name: value for name, value in saved.items() if name != "init_lr"}
     if policy == "config":
         if saved != configured.state():
@@ -143,11 +143,11 @@ def resume_schedule(policy: str, configured: Schedule, saved: Mapping[str, Any])
 
 
 def build_schedule(cfg_optimizer: OptimizerConfig, max_steps: int) -> Schedule:
-    """Schedule of section `Optimizer`, in optimizer steps.
+    """Build the schedule of section `Optimizer`, in optimizer steps.
 
-    `max_steps` stands in for a decay length that is null, and ends the ramp of the weight decay.
-    Raises ConfigError when the lengths do not fit together, or the schedule gives no learning rate for the
-    first or the last step that it is asked for.
+    `max_steps` replaces a decay length that is null, and ends the ramp of the weight decay. Raises
+    ConfigError if the lengths do not fit together, or if the schedule gives no learning rate for the first or
+    the last step of the run.
     """
     lr = cfg_optimizer.lr
     decay_steps = lr.decay_steps or max_steps
@@ -192,7 +192,7 @@ def _weight_decay(cfg_optimizer: OptimizerConfig, max_steps: int) -> dict[str, A
 
 
 def _check_lengths(schedule: Schedule) -> None:
-    if not SCHEDULES.traits(schedule.decay_style).decays:  # which raises for an unknown style
+    if not SCHEDULES.traits(schedule.decay_style).decays:  # this raises for an unknown style
         return
     if schedule.warmup_steps > schedule.decay_steps:
         rule = f"must not exceed decay_steps ({schedule.decay_steps})"

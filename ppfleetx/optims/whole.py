@@ -1,6 +1,6 @@
-"""Update rules that need whole matrices of which tensor-parallel ranks hold slices.
+"""Apply update rules that need whole matrices to matrices that are sliced over tensor-parallel ranks.
 
-The matrices are dealt out among the ranks that share them. Their owner gathers a matrix, its gradient and its
+Each matrix has one owner among the ranks that share it. The owner gathers the matrix, its gradient and its
 states, updates them, and sends each rank its new slice.
 """
 
@@ -22,7 +22,7 @@ GroupOf = Callable[[str], Any]
 def update_whole(
     rule: Rule, views: Sequence[ParamView], group_of: GroupOf, *, lr: float, weight_decay: float
 ) -> None:
-    """Apply ``rule.update`` to whole matrices. Collective among the ranks that share a matrix."""
+    """Apply ``rule.update`` to whole matrices. All ranks that share a matrix must call this."""
     alone: list[ParamView] = []
     shared: dict[str, list[ParamView]] = {}
     for view in views:

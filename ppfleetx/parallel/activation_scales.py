@@ -1,4 +1,4 @@
-"""Scales of the inputs of fake-quantised linears, updated once a step from the global batch."""
+"""Input scales of fake-quantised linears, updated once a step from the global batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import paddle
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.nn.fake_quant import quantizers_of
 
-# Ranks of these axes hold parts of, or other tokens in, the inputs of the same linears.
+# Ranks along these axes hold parts of the same linears' inputs, or inputs of other tokens.
 _AXES = ("mp", "sep", "dp", "sharding")
 
 
@@ -15,8 +15,8 @@ class ActivationScales:
     """The moving averages of all fake quantisers of a model.
 
     Args:
-        model: what this rank holds of the model.
-        ctx: this process's place.
+        model: this rank's part of the model.
+        ctx: this process's place in the job.
     """
 
     def __init__(self, model: paddle.nn.Layer, ctx: ParallelContext) -> None:

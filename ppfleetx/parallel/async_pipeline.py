@@ -1,10 +1,10 @@
 """A 1F1B pipeline that overlaps its messages with computation.
 
-A send is not waited for before the next pass, and a receive is started one pass before its message is
-needed. Between two neighbours the messages keep the order of Paddle's 1F1B: forward passes until the pipeline
-is full, then a gradient for each input. So the n-th send of a pair meets the n-th receive, as NCCL and the
-CPU groups want it. At most one message is under way to each neighbour, and one more activation is held than
-in 1F1B.
+The next pass does not wait for a send, and a receive starts one pass before its message is needed. Between
+two neighbours, messages keep the order of Paddle's 1F1B: forward passes until the pipeline is full, then a
+gradient for each input. So the n-th send of a pair meets the n-th receive, as NCCL and the CPU groups
+require. At most one message is in transit to each neighbour. This schedule holds one more activation than
+1F1B.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from ppfleetx.models.evaluator import Metric
 from ppfleetx.nn.moe import Router
 from ppfleetx.utils.log import get_logger
 
-_AXES = ("dp", "sharding", "sep", "pp", "mp")  # summed over in this order
-_PATIENCE = 20  # steps in a row without a position, after which an expert starves
+_AXES = ("dp", "sharding", "sep", "pp", "mp")  # sums go over the axes in this order
+_PATIENCE = 20  # an expert without a position for so many steps is starving
 
 
 class ExpertLoads:
@@ -22,9 +22,10 @@ class ExpertLoads:
     experts.
 
     Args:
-        model: what this rank holds of the model.
-        routers: experts of each router of the whole model, by its canonical name; the same on all ranks.
-        ctx: this process's place.
+        model: this rank's part of the model.
+        routers: the number of experts of each router in the whole model, by the router's canonical name; the
+            same on all ranks.
+        ctx: this process's place in the job.
         same_on: axes whose ranks hold the same hidden states.
     """
 
@@ -51,8 +52,8 @@ class ExpertLoads:
     def count(self) -> Mapping[str, Metric]:
         """Sum the counts over all ranks after the passes of a step, and return the metrics.
 
-        ``expert_load`` is how many times the mean its most loaded expert got, the mean over all layers;
-        ``expert_load/LAYER`` is that of one layer.
+        ``expert_load/LAYER`` is the load of the layer's most loaded expert divided by the mean load of its
+        experts; ``expert_load`` is the mean over all layers.
         """
         if not self._sizes:
             return {}
@@ -67,7 +68,9 @@ class ExpertLoads:
         return metrics | {f"expert_load/{_layer(name)}": Metric(load, 1) for name, load in worst.items()}
 
     def update(self) -> None:
-        """Balance the routers and warn of starving experts; call this after a step that was applied."""
+        """Balance the routers and warn of starving experts. Call this after a step whose update was
+        applied.
+        """
         shares = {name: load[1] / max(load[1].sum(), 1.0) for name, load in self._loads.items()}
         mean = np.mean(list(shares.values()), 0) if len(set(self._sizes.values())) == 1 else None
         for name, router in self._held.items():

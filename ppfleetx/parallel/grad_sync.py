@@ -1,16 +1,17 @@
-"""Make the gradients of each process those of the whole job, once per step, after the last micro batch.
+"""Reduce the gradients of all processes to the gradients of the whole job, once per step, after the last
+micro batch.
 
-The one owner of every reduction of gradients. The loss each rank differentiates is already divided by
-the job's number of valid tokens, so everything here is a plain sum.
+Only this module reduces gradients. Each rank differentiates a loss that is already divided by the job's
+number of valid tokens, so every reduction is a plain sum.
 
-Copies of a parameter must get the same update to the last bit, and nothing but their gradients' bits can
-make them. On a GPU two ranks that compute the same may differ in the last bit (kernels that add by
-atomics), and so may two groups that add the same numbers (NCCL's order depends on where the ranks are).
-Hence the order of the sums (``nn/param_spec.py``), one group at a time; what tensor-parallel ranks hold whole
-is made equal at the end.
+All copies of a parameter must get the same update to the last bit, so their gradients must be equal to the
+last bit. On GPUs, two ranks that compute the same gradient may differ in the last bit (kernels that add with
+atomics), and so may two groups that add the same numbers (NCCL's order depends on the ranks' location).
+Therefore sums run over one group at a time, in the order of ``nn/param_spec.py``, and gradients of parameters
+that every tensor-parallel rank holds in full are made equal at the end.
 
-Which gradients there are follows from the parameters alone, so that all ranks of a group send the same: one
-that the data of a step have left out is zero.
+The set of gradients depends only on the parameters, so that all ranks of a group send the same tensors. If
+the data of a step do not reach a parameter, its gradient is zero.
 """
 
 from __future__ import annotations
@@ -53,14 +54,17 @@ class GradientSync:
     """Sums the gradients of ``parameters`` over the job, and clips them.
 
     Args:
-        parameters: trainable parameters of this rank, each once, in model order.
-        ctx: this process's place, with the groups that the whole model needs.
-        tied_group: pipeline ranks that hold copies of the tied parameters, when this rank is one of them.
-        has_experts: whether the model has parameters in the experts' view, on whatever rank.
-        sharding: gives each parameter an owner, who alone needs its gradient; None: every rank does.
-        values: brings the owners' values, with sharding.
-        bucket_bytes: send sums of about this size while the backward pass runs; None: all at its end.
-        ops: fused operators to measure and clip with.
+        parameters: this rank's trainable parameters, each once, in model order.
+        ctx: this process's place in the job, with the groups that the whole model needs.
+        tied_group: the group of pipeline ranks with copies of the tied parameters, if this rank is one of
+            them.
+        has_experts: whether the model has parameters in the experts' view, on any rank.
+        sharding: gives each parameter an owner, the only rank that needs its gradient. None: every rank needs
+            every gradient.
+        values: with sharding, sends updated values from their owners.
+        bucket_bytes: the approximate size of the sums that are sent during the backward pass; None sends all
+            sums at its end.
+        ops: fused operators that measure and clip gradients.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class GradientSync:
             view: [p for p in self._mine if p.spec.view == view and self._is(counts, p)]
             for view in ((DENSE, EXPERTS) if has_experts else (DENSE,))
         }
-        self._early: set[int] = set()  # parameters that are summed over the replicas during the backward pass
+        self._early: set[int] = set()  # their gradients are summed during the backward pass
         self._sums = None if bucket_bytes is None else self._bucket_sums(bucket_bytes)
         mesh = ctx.mesh
         self._rounds = self._grouped(lambda p: self._sums_of(p)[int(id(p) in self._early) :])
@@ -109,8 +113,9 @@ class GradientSync:
     def _bucket_sums(self, nbytes: int) -> BucketSums | None:
         """The bucketed sums over replicas that run during the backward pass.
 
-        What is summed over the tensor-parallel ranks before that is small, and waits; so does what may have
-        no gradient. With sharding there is nothing to do: it sends gradients into their owners itself.
+        Gradients that must first be summed over tensor-parallel ranks are small and wait until the end, as do
+        gradients that may be missing. With sharding there are no such sums: sharding itself sends gradients
+        to their owners.
         """
         if self._sharding is not None:
             return None
@@ -124,7 +129,7 @@ class GradientSync:
         return BucketSums([Bucket(bucket, start) for _, bucket in cut(early, nbytes // BUCKETS_IN_SIZE)])
 
     def begin(self, num_micro_batches: int) -> None:
-        """Start a step whose gradients come from this many backward passes."""
+        """Start a step with this number of backward passes."""
         for sums in (self._sums, self._sharding):
             if sums is not None:
                 sums.begin(num_micro_batches)
@@ -143,8 +148,8 @@ class GradientSync:
             equalize_packed(_gradients(members), group)
 
     def norm(self) -> paddle.Tensor:
-        """Return the norm of the whole model's gradient, each parameter counted once, as a float64 tensor
-        on the device.
+        """Return the norm of the whole model's gradient as a float64 tensor on the device. Each parameter
+        counts once.
 
         The squares of each view are summed over its own axes.
         """
@@ -156,11 +161,11 @@ class GradientSync:
         return (squares[0] if len(squares) == 1 else paddle.add_n(squares)).sqrt()
 
     def clip(self, norm: float, max_norm: float) -> None:
-        """Clip the gradients by their norm, the value of :meth:`norm`."""
+        """Clip the gradients, given their norm from :meth:`norm`."""
         scale_to_norm(self.parameters, norm, max_norm, self.ops)
 
     def finish_values(self) -> None:
-        """Wait for parameter values of the last update that are still being sent."""
+        """Wait until all parameter values of the last update have arrived."""
         if self._values is not None:
             self._values.finish()
 
@@ -169,7 +174,7 @@ class GradientSync:
         return self._is(writes, parameter)
 
     def _is(self, chosen: Callable[..., bool], parameter: paddle.Tensor) -> bool:
-        """Whether this rank is the ``chosen`` one among those that hold the parameter."""
+        """Whether this rank is the ``chosen`` one among the ranks that hold the parameter."""
         is_copy = parameter.spec.tie is not None and self._tied_group is not None
         owns = self._sharding is None or self._sharding.owns(parameter)
         is_first = not is_copy or self._tied_group.rank == 0
@@ -177,7 +182,9 @@ class GradientSync:
 
 
 def _gradients(parameters: Iterable[paddle.Tensor]) -> list[paddle.Tensor]:
-    """The gradients of these parameters, zeros where the data produced none, so that all ranks agree."""
+    """The gradients of these parameters. A missing gradient becomes zero, so that all ranks send the same
+    tensors.
+    """
     return [complete_gradient(parameter) for parameter in parameters if expects_gradient(parameter)]
 
 
@@ -185,7 +192,8 @@ def whole_model(specs: Iterable[ParamSpec], ctx: ParallelContext) -> tuple[Paral
     """Create the groups the whole model needs; return the context with them, and whether the model has
     experts.
 
-    A collective of the job: pipeline ranks hold different parameters, and make the groups of all of them.
+    All ranks of the job must call this: pipeline ranks hold different parameters, but each helps to create
+    all groups.
     """
     needed = groups_needed(specs, ctx.mesh)
     if ctx.size_of("pp") > 1:

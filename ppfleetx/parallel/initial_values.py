@@ -1,8 +1,8 @@
 """Initial values of a model's parameters, allocated one parameter at a time.
 
-A model for a run is built empty: its parameters have names, shapes and types, but no memory. So who owns
-what is known before the first value exists, and no rank ever holds more than it keeps, but for one parameter
-in float32.
+A model for a run is built empty: its parameters have names, shapes and types, but no memory. So every
+parameter's owner is known before the first value exists, and no rank ever holds more than the values it keeps
+plus one parameter in float32.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def give_values(
     """Allocate each empty parameter this rank holds, and fill it with its initial value in its own type.
 
     Args:
-        parameters: of this rank.
-        seed: decides the values; None: nothing is drawn, because a checkpoint brings them.
-        with_masters: those whose exact float32 values are wanted.
-        sharding: says which values and masters are kept here; None: all.
-        masters_on_host: where masters are kept.
+        parameters: this rank's parameters.
+        seed: the seed of the random values. None draws no values, because a checkpoint will be loaded.
+        with_masters: the parameters whose exact float32 values are returned.
+        sharding: decides which values and masters this rank keeps; None keeps all.
+        masters_on_host: whether masters are kept in host memory.
 
     Returns:
         The float32 values by canonical name, for master weights.

@@ -25,12 +25,12 @@ class LocalRunner(StepRunner):
     """Runs a model whose stages are all in this process. Parameters may be slices.
 
     Args:
-        model: callable container of the stages, a ``paddle.nn.Layer``.
-        module: the task: what of the model's outputs is the loss.
-        factory: made the layers; knows how the model's outputs are sliced.
-        optimizer: None for a runner that only evaluates.
-        ctx: this process's place.
-        sync: sums and clips gradients; None: those of a process that is alone.
+        model: the container of the stages, a callable ``paddle.nn.Layer``.
+        module: the task, which computes the loss from the model's outputs.
+        factory: the factory that made the layers; it knows how the model's outputs are sliced.
+        optimizer: the optimizer; None for a runner that only evaluates.
+        ctx: this process's place in the job.
+        sync: sums and clips gradients; None for the only process of a job.
         options: seed, clipping and precision.
     """
 

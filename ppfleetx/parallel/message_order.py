@@ -1,11 +1,11 @@
 """The order of pipeline messages on devices that start them one by one.
 
-Paddle's schedules exchange messages with both neighbours at once and leave their order to the library: NCCL
-starts a group of them together. The libraries behind a plugin's device start one after the other, so that two
-ranks that both receive first wait for each other for ever, and two that both send first do where a send waits
-for its receive. Here ranks of even and odd number take turns: what one sends first, the other receives first,
-in a ring of pipeline ranks too (as ``_p2p_ops`` of Paddle's ``p2p_communication.py``, which starts messages
-that nobody waits for).
+Paddle's schedules exchange messages with both neighbours at once and leave their order to the library; NCCL
+starts such a group of messages together. The library of a plugin's device starts one message after the other.
+Then two ranks that both receive first wait for each other forever, as do two ranks that both send first if a
+send waits for its receive. Here ranks with even and odd numbers take turns: one of two neighbours sends a
+message first, and the other receives it first, also in a ring of pipeline ranks. ``_p2p_ops`` in Paddle's
+``p2p_communication.py`` uses the same order for asynchronous messages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
     """Return the messages of one exchange in this rank's order.
 
     Args:
-        messages: with ``op``, Paddle's function that sends or receives, and ``peer``, a global rank.
+        messages: the messages. Each has an ``op``, Paddle's function that sends or receives, and a ``peer``,
+            a global rank.
         hcg: fleet's topology.
     """
     is_odd, order = hcg.get_stage_id() % 2 == 1, _ODD if hcg.get_stage_id() % 2 else _EVEN
@@ -44,7 +45,7 @@ def ordered(messages: Sequence[Any], hcg: Any) -> list[Any]:
     def place(message: Any) -> int:
         what = "send" if message.op is p2p_communication._send_on_calc_stream else "recv"
         next_rank, previous = hcg._get_p2p_next_rank(), hcg._get_p2p_prev_rank()
-        # Of two stages the neighbours are one rank: what the first sends on, the second receives from behind.
+        # With two stages, both neighbours are one rank: a message sent forwards arrives from behind.
         is_previous = message.peer == previous and (next_rank != previous or is_odd)
         return order.index(f"{what} {'prev' if is_previous else 'next'}")
 

@@ -1,13 +1,13 @@
 """Gradient reductions that overlap the backward pass.
 
-Parameters are put into buckets in the reverse of the model's order, which is the order in which the backward
-pass reaches them. A bucket is sent when all its gradients are complete. Buckets are sent in one fixed order,
-whichever is complete first, so the ranks of a group issue the same operations in the same order, even where
-the data of one rank leave a parameter out: its gradient is then sent as zeros.
+Parameters are put into buckets in reverse model order, the order in which the backward pass reaches them. A
+bucket is sent when all its gradients are complete. Buckets are sent in one fixed order, whichever is complete
+first, so all ranks of a group issue the same operations in the same order. If the data of one rank do not
+reach a parameter, its gradient is sent as zeros.
 
-The pass never waits: a bucket is started and left to the link, however many are before it. That takes no
-memory, because the gradients of a bucket move into one piece and live there from then on; only while they
-move is their memory needed twice. :meth:`BucketSums.finish` sends what is left.
+The pass never waits: each bucket is sent in the background, however many buckets are queued before it. This
+takes no extra memory, because the gradients of a bucket move into one flat tensor and stay there; only during
+the move is their memory needed twice. :meth:`BucketSums.finish` sends the remaining buckets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Start = Callable[[paddle.Tensor], Any]
 
 
 BUCKETS_IN_SIZE = 2
-"""``Distributed.bucket_size`` holds this many buckets: one is on its way while the next one fills up."""
+"""``Distributed.bucket_size`` holds this many buckets: one is in transit while the next one fills up."""
 
 _NEARLY_FULL = 0.75
 
@@ -36,9 +36,9 @@ class SendOrder:
     """Decides when each bucket of gradients is sent.
 
     Args:
-        buckets: parameters, in the order in which they are sent; no parameter is in two buckets.
-        send: sends the bucket of this index.
-        each_pass: every backward pass sends all buckets. False: only the last one of a step does.
+        buckets: lists of parameters, in the order in which they are sent; no parameter is in two buckets.
+        send: a function that sends the bucket with a given index.
+        each_pass: whether every backward pass sends all buckets; otherwise only the last pass of a step does.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SendOrder:
         each_pass: bool = False,
     ) -> None:
         self._buckets, self._send, self._each_pass = buckets, send, each_pass
-        # How often a pass adds to a gradient (recomputation may do so in parts), by the parameter's id.
+        # How often a pass adds to a gradient, by the parameter's id. Recomputation may add in parts.
         self._per_pass: dict[int, int] = {}
         self._is_first_step = True
         self.begin(0)
@@ -61,7 +61,9 @@ class SendOrder:
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
-        """Mark the gradients of ``passes`` passes as complete; those the data left out become zero."""
+        """Mark the gradients of ``passes`` passes as complete. Gradients that the data did not reach become
+        zero.
+        """
         for parameter in parameters:
             key = id(parameter)
             self._counts[key] = max(self._counts[key], self._per_pass.get(key, 1) * passes)
@@ -74,7 +76,7 @@ class SendOrder:
         if not self._num_passes:
             return
         if self._is_first_step and self._each_pass:
-            # A gradient that comes in several parts may have left too early: send what is here now.
+            # A gradient that comes in several parts may have been sent too early: send it again.
             for index in range(len(self._buckets)):
                 self._send(index)
         self._is_first_step = False
@@ -105,13 +107,13 @@ class SendOrder:
             self._send_next()
 
     def _is_complete(self) -> bool:
-        """Whether the next bucket to send has all gradients of the current pass."""
+        """Whether the next bucket to send has all its gradients of the current pass."""
         earlier, index = divmod(self._num_sent, len(self._buckets))
         passes = earlier + 1 if self._each_pass else self._num_passes
         return all(not expects_gradient(p) or self._has(p, passes) for p in self._buckets[index])
 
     def _has(self, parameter: paddle.Tensor, passes: int) -> bool:
-        """Whether a parameter has its gradient of this many passes."""
+        """Whether a parameter has its gradient from this many passes."""
         parts = self._per_pass.get(id(parameter), 1 if self._each_pass else math.inf)
         return self._counts[id(parameter)] >= parts * passes
 
@@ -125,7 +127,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         start: see :data:`Start`.
-        done: called when the sums have arrived.
+        done: a function called when the sums have arrived.
     """
 
     parameters: Sequence[paddle.Tensor]
@@ -137,7 +139,7 @@ class BucketSums:
     """Sends each bucket once a step, as soon as its gradients are complete.
 
     Args:
-        buckets: in the order in which they are sent; no parameter is in two.
+        buckets: the buckets, in the order in which they are sent; no parameter is in two.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -150,7 +152,7 @@ class BucketSums:
         self._order.begin(num_passes)
 
     def finish(self) -> None:
-        """Send what has not been sent, and wait for all sums."""
+        """Send the remaining buckets, and wait for all sums."""
         self._order.finish()
         while self._under_way:
             self._complete()
@@ -158,7 +160,7 @@ class BucketSums:
     def _send(self, index: int) -> None:
         bucket = self._buckets[index]
         gradients = [complete_gradient(p) for p in bucket.parameters if expects_gradient(p)]
-        # Only for the sake of memory, which `done` may free: what is sent when does not depend on it.
+        # `done` may free memory. The order of sends does not depend on this.
         while self._under_way and self._under_way[0][0].is_completed():
             self._complete()
         if gradients:
@@ -177,9 +179,9 @@ def cut(
     """Cut parameters into buckets of up to ``nbytes``, each with one key and one type; return (key,
     parameters) pairs.
 
-    They come in the order in which they are complete when the parameters come in theirs. A bucket that is
-    nearly full takes nothing more, so that it does not wait for a few bytes. A parameter that fills a bucket
-    is alone in it, and open buckets before it go on filling.
+    If ``parameters`` are in the order in which their gradients complete, the buckets are too. A bucket that
+    is nearly full takes no more parameters, so that it does not wait for a few bytes. A parameter that fills
+    a bucket is alone in it, and open buckets before it continue to fill.
     """
     buckets: list[tuple[Any, list[paddle.Tensor]]] = []
     open_buckets: dict[Any, tuple[list[paddle.Tensor], int]] = {}

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 
 def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, train: bool) -> Runner:
-    """Build the model of ``module`` under the plan of ``ctx`` and return who runs it.
+    """Build the model of ``module`` under the plan of ``ctx``, and return its runner.
 
     The order: layers of the plan -> stages -> container of layers without values (the whole model, or a
     pipeline rank's part) -> 16-bit parameters -> their owners -> plan-free initial weights -> optimizer ->
     its sharding -> sums of gradients -> runner. Without ``train`` there are no initial weights and no
-    optimizer: the weights have to be restored before anything is run.
+    optimizer: the caller has to restore the weights before running the model.
 
     Raises:
         ConfigError: ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
@@ -70,7 +70,7 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
 
 
 def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train: bool) -> FusedOps:
-    """Resolve ``Model.fused_ops`` for what this run trains."""
+    """Resolve ``Model.fused_ops`` for the parameters that this run trains."""
     unused = {name: why for name, (_, why) in without_place(cfg).items()}
     ops = choose(cfg.Model.fused_ops, precision.types, ctx, unused)
     if train:
@@ -80,7 +80,7 @@ def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train
 
 def _matmul(cfg: RunConfig, ctx: ParallelContext, precision: Precision, ops: FusedOps) -> Matmul:
     """The :class:`Matmul` of this run."""
-    # Stage 3 drops values after each use: copies of them would stay.
+    # Stage 3 drops values after each use, but copies of them would stay.
     casts = "weight_cast" in ops.taken or (precision.products_alone and ctx.plan.sharding_stage != 3)
     defers = ctx.size_of("pp") > 1 and ctx.plan.pp_schedule == "zb_h1"
     return Matmul(cast_to=cfg.Engine.mix_precision.dtype if casts else None, fused=ops, defers=defers)
@@ -138,8 +138,9 @@ def _pipeline_runner(
 
 
 def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[Stage]:
-    """The task's stages, with small weights, or with fake quantisation where the configuration asks for it:
-    of a base with adapters the scales are frozen too."""
+    """The task's stages, with small weights or fake quantisation if the configuration asks for it. With
+    adapters, the base's scales are frozen too.
+    """
     stages, quantization = module.stages(factory), cfg.Compress.quantization
     if quantization is None:
         return with_small_weights(stages, cfg.Compress.Weights, factory)
@@ -164,8 +165,9 @@ def _optimizer_and_sync(
     factory: LayerFactory,
     tied_group: Any = None,
 ) -> tuple[Optimizer | None, GradientSync]:
-    """Give the parameters their types and values; return the optimizer of those that this rank updates, and
-    what sums gradients over the job."""
+    """Give the parameters their types and values. Returns the optimizer of the parameters that this rank
+    updates, and the object that sums gradients over the job.
+    """
     parameters = model.parameters()
     ctx, has_experts = whole_model((parameter.spec for parameter in parameters), ctx)
     trainable = [parameter for parameter in parameters if parameter.spec.trains]
@@ -215,7 +217,7 @@ def _values(
     cfg: RunConfig,
     ctx: ParallelContext,
 ) -> NewValues | ParameterSharding:
-    """The object that brings parameter values from their owners."""
+    """The object that sends parameter values from their owners."""
     overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:
         from ppfleetx.parallel.zero3 import ParameterSharding

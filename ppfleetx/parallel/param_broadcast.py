@@ -1,9 +1,10 @@
-"""Stages 1 and 2 of sharding: after an update, owners send the new values to the others.
+"""Stages 1 and 2 of sharding: after an update, owners send the new parameter values to the other ranks.
 
-They leave in the order in which the next forward pass needs them. Large parameters go straight into their
-memory, so nothing is copied; the small ones (norms, biases) go first, packed by owner. The forward pass of a
-layer waits only for that layer's values. Code that reads parameters otherwise calls :meth:`NewValues.finish`
-first. Apart from the packing, Paddle's ``DygraphShardingOptimizer`` does the same with ``broadcast_overlap``.
+Values are sent in the order in which the next forward pass needs them. Large parameters arrive directly in
+their final memory, without a copy; small ones (norms, biases) go first, packed by owner. The forward pass of
+a layer waits only for that layer's values. All other code that reads parameters calls
+:meth:`NewValues.finish` first. Apart from the packing, Paddle's ``DygraphShardingOptimizer`` does the same
+with ``broadcast_overlap``.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ if TYPE_CHECKING:
     from ppfleetx.parallel.sharding import Sharding
 
 SMALL_BYTES = 256 << 10
-"""Parameters below this travel packed: a message of that size costs more than its bytes."""
+"""Smaller parameters are packed, because a message of this size costs more than its bytes."""
 
 
 class NewValues:
     """Broadcasts updated parameters from their owners.
 
     Args:
-        parameters: of this rank, each once, in the order of the forward pass.
-        owning: says who has a parameter's new value.
-        layers: whose forward passes wait for their own parameters; None: the update waits for all of them.
-        packed_bytes: how much may be packed at a time.
+        parameters: this rank's parameters, each once, in the order of the forward pass.
+        owning: knows which rank has a parameter's new value.
+        layers: layers whose forward passes wait for their own parameters; None: the update waits for all
+            parameters.
+        packed_bytes: the most bytes packed at a time.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class NewValues:
         self._parameters = [p for p in parameters if owning.group_of(p) is not None]
         self._overlaps = layers is not None
         self._packed: list[Packed] = []
-        self._tasks: dict[int, Any] = {}  # by the parameter's id, in the order in which they left
+        self._tasks: dict[int, Any] = {}  # by the parameter's id, in the order of sending
         small, size = [], 0
         for parameter in self._parameters:
             more = parameter.size * parameter.element_size()

@@ -1,7 +1,7 @@
 """Pipeline parallelism: Paddle's schedules (1F1B, interleaved) on our list of stages.
 
-Paddle moves activations and decides the order. Names, initial values, the split into chunks, tied
-weights, loss and update are ours, so that they do not depend on the plan.
+Paddle moves activations and decides the order. This package handles names, initial values, the split into
+chunks, tied weights, loss and update, so that they do not depend on the plan.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from ppfleetx.optims.optimizer import Optimizer
 
 
-_INPUTS = ("tokens", "position_ids", "document_start")  # of the first stage
+_INPUTS = ("tokens", "position_ids", "document_start")  # of the first stage only
 
 
 def chunk_bounds(plan: ParallelPlan, num_stages: int) -> list[int]:
-    """First stage of each chunk, and the end: ``[0, ..., num_stages]``; chunk c runs on rank ``c % pp``.
+    """The first stage of each chunk, and the end: ``[0, ..., num_stages]``. Chunk c runs on rank ``c % pp``.
 
-    The plan divides the blocks, which are all stages but the first (embedding) and the last two (final
-    norm, head): the embedding goes with the first chunk, norm and head with the last.
+    The plan divides the blocks: all stages but the first (embedding) and the last two (final norm, head). The
+    embedding joins the first chunk; norm and head join the last.
     """
     ends = [1 + total for total in accumulate(plan.layers_of_chunks(num_stages - 3))]
     return [0, *ends[:-1], num_stages]
 
 
 class StageDesc(LayerDesc):
-    """Wraps one stage as the layer description that Paddle's container builds from."""
+    """Wraps one stage as a layer description, from which Paddle's container builds layers."""
 
     def __init__(self, stage: Stage, index: int, *, ends_chunk: bool) -> None:
         super().__init__(stage.layer_cls)
@@ -55,11 +55,11 @@ class StageDesc(LayerDesc):
         layer = build_stage(self.stage, None, empty=True)
         layer.index_in_model = self.index
         for parameter in layer.parameters():
-            # Fleet's pipelines would send all values to their replicas, packed: twice the memory, to bring
-            # what every rank draws by itself.
+            # Fleet's pipelines would pack all values and send them to the replicas. This would take twice the
+            # memory for values that every rank draws itself.
             parameter.no_sync = True
         if self._ends_chunk:
-            # Paddle frees what a rank has sent, ids included that its backward pass still needs.
+            # Paddle frees tensors that a rank has sent, even ids that its backward pass still needs.
             layer.register_forward_post_hook(_copy_passengers)
         return layer
 
@@ -97,7 +97,7 @@ class StagePipeline(PipelineLayer):
             layers=layers,
             topology=fleet.get_hybrid_communicate_group().topology(),
             loss_fn=loss_fn,
-            # Required in this form with virtual stages; the two methods below decide.
+            # Virtual stages require this form; the two methods below decide.
             seg_method="layer:Block",
             num_virtual_pipeline_stages=plan.virtual_pp_degree if plan.virtual_pp_degree > 1 else None,
         )
@@ -119,10 +119,10 @@ class StagePipeline(PipelineLayer):
 
 
 class PipelineRunner(StepRunner):
-    """Runs the stages of this rank in Paddle's schedule.
+    """Runs this rank's stages in Paddle's schedule.
 
     Args:
-        pipeline: what ``fleet.distributed_model`` made of a :class:`StagePipeline`.
+        pipeline: the result of ``fleet.distributed_model`` for a :class:`StagePipeline`.
         loss: the object given to the pipeline as its loss function.
         optimizer, ctx, sync, options: see :class:`StepRunner`.
     """
@@ -140,7 +140,7 @@ class PipelineRunner(StepRunner):
         super().__init__(pipeline._layers, stages, optimizer, ctx, sync, options, loss.module, loss.factory)
         self._pipeline, self._loss = pipeline, loss
         self._metas: dict[Any, SendRecvMeta] = {}
-        # Its own sum of the losses for all stages, which nobody asks for: two messages and a blocking copy.
+        # Skip Paddle's own sum of losses, which is unused and costs two messages and a blocking copy.
         pipeline._broadcast_final_loss = lambda *_, **__: None
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
@@ -157,20 +157,21 @@ class PipelineRunner(StepRunner):
         self._pipeline.eval_batch(_feed(filled), compute_loss=True)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set up the number of micro batches, their shapes and the mode, which may differ from the last
-        call.
+        """Set up the number of micro batches, their shapes and the mode, each of which may differ from the
+        last call.
 
-        Neighbours tell each other the shapes of their messages in the first pass of a kind, and never again.
-        Every rank of a pipeline reads the same batch, so all of them know which kind it is.
+        Neighbours tell each other the shapes of their messages only in the first pass of each kind. Every
+        rank of a pipeline reads the same batch, so all ranks know its kind.
         """
         self._pipeline.accumulate_steps = len(micro_batches)
         inputs = tuple((name, micro_batches[0][name].shape) for name in _INPUTS if name in micro_batches[0])
-        kind = (self._model.training, inputs)  # in training some of what is sent has gradients
+        kind = (self._model.training, inputs)  # in training, some tensors sent have gradients
         self._pipeline._p2p_helper._send_recv_meta = self._metas.setdefault(kind, SendRecvMeta())
 
     def _filled(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Add micro batches that do not count, so that their number is a multiple of the stages, as
-        virtual stages require."""
+        """Add micro batches that do not count until the number is a multiple of the stages, as virtual stages
+        require.
+        """
         filled, plan = list(micro_batches), self._ctx.plan
         while plan.virtual_pp_degree > 1 and len(filled) % plan.pp:
             filled.append(filled[-1])
@@ -182,7 +183,7 @@ class PipelineLoss:
 
     Args:
         module: the task.
-        factory: made the layers; knows how the logits are sliced.
+        factory: the factory that made the layers; it knows how the logits are sliced.
     """
 
     def __init__(self, module: BasicModule, factory: LayerFactory) -> None:
@@ -200,7 +201,7 @@ class PipelineLoss:
         if self._left > 0:
             self._sums.add(found)
         self._left -= 1
-        # Paddle sends 16 or 32 bits of it to the other stages; an evaluation's is float64.
+        # Paddle sends the loss to other stages in 16 or 32 bits; in an evaluation it is float64.
         return found.loss.astype("float32") * self._scale
 
 
@@ -214,8 +215,8 @@ def _feed(micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[paddle.Te
 def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> Any:
     """Create the group of the pipeline ranks that hold tied weights.
 
-    Every rank makes every group, in the same order, as Paddle demands; the group is None on ranks that
-    hold no tied weight or when one rank holds all copies.
+    Every rank creates every group, in the same order, as Paddle requires. The result is None on ranks without
+    a tied weight, or if one rank holds all copies.
     """
     keys = {stage.tie.key for stage in stages if stage.tie is not None}
     assert len(keys) <= 1, "one tied layer at most"
@@ -233,6 +234,6 @@ def tied_group(stages: Sequence[Stage], ctx: ParallelContext) -> Any:
 
 
 def _rank_of(index: int, bounds: Sequence[int], ctx: ParallelContext) -> int:
-    """The pipeline rank that holds a stage."""
+    """The rank in the pipeline that holds a stage."""
     chunk = max(c for c, start in enumerate(bounds[:-1]) if start <= index)
     return chunk % ctx.plan.pp

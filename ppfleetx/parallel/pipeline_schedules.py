@@ -1,14 +1,14 @@
 """ZB-H1 and 1F1B schedules for Paddle's pipeline, executed from a list of passes.
 
-In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023) a backward pass is done in two parts: the
-gradients of inputs (B), which the stage before waits for, and those of weights (W), which fill the time in
-which 1F1B waits. :func:`order_of` says when each runs.
+In ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", 2023) a backward pass has two parts: the gradients of
+inputs (B), for which the previous stage waits, and the gradients of weights (W), which fill the time in which
+1F1B waits. :func:`order_of` returns their order.
 
-The messages are those of Paddle's 1F1B in the same order: after B the receive of the next forward pass's
-input is started before the send of the gradient. So sends and receives of neighbours meet where a send waits
-for its receive, as on a GPU: the stage before sends that input before it asks for the gradient. Neither is
-waited for at once. W, which comes next, needs no message; F waits for its input, and the next gradient for
-the one before it.
+The messages and their order are the same as in Paddle's 1F1B: after B, a rank starts to receive the next
+forward pass's input before it sends the gradient. The previous stage sends that input before it receives the
+gradient, so sends and receives match even if a send waits for its receive, as on a GPU. The rank then runs W,
+which needs no message. The forward pass (F) waits for its input, and each gradient message for the one before
+it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Receive:
 class _Sent:
     """A send that may be in progress, with its tensors.
 
-    Kept here and not left to Paddle: a NCCL group notes which stream still reads a piece of memory, but
-    waiting for one of its tasks strikes out the notes of all (``NCCLTask::RemoveHolderStreamInGroup``).
+    This object keeps the tensors alive, because Paddle does not do so reliably: a NCCL group records which
+    stream still reads a piece of memory, but waiting for one of its tasks deletes the records of all
+    (``NCCLTask::RemoveHolderStreamInGroup``).
     """
 
     tensors: tuple[paddle.Tensor, ...]
@@ -54,12 +55,12 @@ class _Sent:
 
 
 class ListedPipeline(PipelineParallel):
-    """A Paddle pipeline that trains by a list of passes. It evaluates as Paddle does.
+    """A Paddle pipeline that trains with a list of passes. For evaluation it uses Paddle's schedule.
 
     Args:
         model: this rank's stages.
-        matmul: multiplies by the weights of these stages. Where it leaves their gradients for later, the
-            order is ZB-H1's, else that of 1F1B.
+        matmul: multiplies by the weights of these stages. If it defers their gradients, the order is ZB-H1,
+            else 1F1B.
     """
 
     def __init__(self, model: PipelineLayer, matmul: Matmul) -> None:
@@ -103,7 +104,7 @@ class ListedPipeline(PipelineParallel):
         self.processed_steps += 1
 
     def _follows(self, work: Pass, part: str) -> bool:
-        """Whether the next pass that communicates is of this kind."""
+        """Whether the next pass that communicates is of the given kind."""
         following = self._following.get(work)
         return following is not None and following.part == part
 
@@ -116,8 +117,9 @@ class ListedPipeline(PipelineParallel):
         self._input = self._fetch_input() if self._follows(work, "F") else None
 
     def _keep(self, given: Any, output: Any) -> None:
-        """Return the part of an output that the backward pass needs; a value that another rank holds is
-        dropped."""
+        """Return the part of an output that the backward pass needs. A value that another rank holds is
+        dropped.
+        """
         if not self._is_last:
             self._release_output(output)
         self._under_way.append((given, output))
@@ -136,7 +138,7 @@ class ListedPipeline(PipelineParallel):
         return gradient
 
     def _fetch_input(self) -> Receive | None:
-        """Start to receive the input of a forward pass; the first stage has it already."""
+        """Start to receive the input of a forward pass, which the first stage already has."""
         if self._is_first:
             return None
         self._p2p_helper._recv_meta()
@@ -144,7 +146,7 @@ class ListedPipeline(PipelineParallel):
         return Receive(tensors, tasks)
 
     def _fetch_upstream(self) -> Receive | None:
-        """Start to receive an output's gradient; the last stage computes its own."""
+        """Start to receive an output's gradient, which the last stage computes itself."""
         if self._is_last:
             return None
         _, tensors, tasks = self._start(recv_next=True)
@@ -162,7 +164,7 @@ class ListedPipeline(PipelineParallel):
     def _send(self, direction: str, tensors: Any) -> None:
         """Start a send, after the previous one in the same direction has completed."""
         self._complete(direction)
-        # Tensors of their own: those of the model are emptied while the message is still under way.
+        # Send copies: the model's tensors are emptied while the message is still in transit.
         tensors = tuple(tensor.detach() for tensor in tensors)
         _, _, tasks = self._start(**{direction: tensors})
         self._sent[direction] = _Sent(tensors, tasks)

@@ -1,13 +1,16 @@
 """Mixed precision: 16-bit compute, float32 master weights, loss scaling.
 
 O1: parameters and gradients are float32; ``auto_cast`` runs the operations of its list in 16 bits.
-O2: parameters are 16-bit, as is all between them unless the model says otherwise; the optimizer updates
-float32 master weights from float32 gradients. Loss and softmax are float32 in both.
-On a CPU both levels are the same, because Paddle has no 16-bit kernels there: products with weights round
-their operands to bfloat16 and sum in float32, and all else is float32, parameters and gradients included.
 
-float16 has few exponents: the loss is multiplied by a scale before the backward pass and the gradients
-divided by it after. bfloat16 has float32's exponents and needs no scale.
+O2: parameters and, unless the model says otherwise, activations are 16-bit; the optimizer updates float32
+master weights from float32 gradients. Loss and softmax are float32 in both.
+
+On a CPU both levels are the same, because Paddle has no 16-bit kernels there: products with weights round
+their operands to bfloat16 and sum in float32, and everything else, parameters and gradients included, is
+float32.
+
+float16 has a small exponent range, so the loss is multiplied by a scale before the backward pass, and the
+gradients are divided by it afterwards. bfloat16 has the exponent range of float32 and needs no scale.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from ppfleetx.utils.devices import cpu_obstacle
 from ppfleetx.utils.log import get_logger
 
 MIN_SCALE, GROWTH, BACKOFF = 1.0, 2.0, 0.5
-# What auto_cast asks of a GPU.
+# The compute capability that auto_cast requires of a GPU.
 _NEEDS = {
     "float16": ", which needs compute capability 7.0",
     "bfloat16": ", which needs compute capability 8.0",
@@ -39,13 +42,13 @@ _NEEDS = {
 
 @dataclass
 class LossScaler:
-    """The loss scale of float16 and its rules, which are Megatron-LM's (``optimizer/grad_scaler.py``).
+    """The loss scale of float16, with the rules of Megatron-LM (``optimizer/grad_scaler.py``).
 
-    An overflow uses up one of ``hysteresis`` tolerated ones; with none left it halves the scale. The
-    tolerance comes back only when the scale grows, which it does after ``window`` steps without overflow.
+    The ``hysteresis``-th overflow and every later one halves the scale. The count starts again only when the
+    scale grows, after ``window`` steps without overflow.
 
     Attributes:
-        scale: what the loss of the next step is multiplied by.
+        scale: the factor of the loss in the next step.
         window: steps without overflow before the scale doubles.
         hysteresis: overflows before the scale halves.
         dynamic: False keeps the scale constant.
@@ -64,11 +67,11 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether skipping a step after an overflow can help, because the scale can still shrink."""
+        """Whether the scale can still shrink, so that skipping a step after an overflow can help."""
         return self.dynamic and self.scale > self._min_scale
 
     def update(self, overflow: bool) -> None:
-        """Count a step, whose gradients were finite or not, and set the scale of the next one."""
+        """Count a step with finite or overflowed gradients, and set the scale of the next step."""
         if not self.dynamic:
             return
         if overflow:
@@ -90,7 +93,7 @@ class LossScaler:
         """Restore a saved state; a constant scale keeps its configured value.
 
         Raises:
-            CheckpointError: it is no such state.
+            CheckpointError: ``state`` is not the state of a loss scale.
         """
         if self.dynamic:
             scale, *steps = (state.get(key) for key in ("scale", "quiet_steps", "tolerated"))
@@ -109,15 +112,15 @@ class Precision:
     """Applies ``Engine.mix_precision`` to a model and its steps.
 
     Args:
-        cfg: the section; by default everything is float32.
+        cfg: the configuration section; by default everything is float32.
 
     Attributes:
-        scaler: the loss scale; None where none is needed.
-        products_alone: 16 bits are those of a CPU, for products with weights alone.
-        keeps_casts: entered with :meth:`autocast`; what conversions of weights are kept in.
+        scaler: the loss scale; None if none is needed.
+        products_alone: whether only products with weights use 16 bits, as on a CPU.
+        keeps_casts: a context entered with :meth:`autocast` that keeps converted weights.
 
     Raises:
-        ConfigError: the device has no kernels for the type, and ``enable`` is not ``auto``.
+        ConfigError: ``enable`` is not ``auto``, and the device has no kernels for the type.
     """
 
     def __init__(self, cfg: MixedPrecisionConfig | None = None) -> None:
@@ -154,7 +157,7 @@ class Precision:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Types of the tensors between layers, that of parameters at O1 first."""
+        """The types of the tensors between layers. The first is the type of parameters at O1."""
         has_both = self._cfg.enable and not self.products_alone
         return ("float32", self._cfg.dtype) if has_both else ("float32",)
 
@@ -165,9 +168,9 @@ class Precision:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Context manager of forward passes: operations run in the types the level and the lists say.
+        """Context manager for forward passes: the level and the lists decide in which types operations run.
 
-        At O2 the tensors' own types decide, a mix of them being computed in float32, but for the lists.
+        At O2, operations outside the lists run in the types of their tensors, and in float32 if these differ.
         """
         if not self._cfg.enable:
             yield
@@ -189,11 +192,11 @@ class Precision:
     def lower(self, parameters: Iterable[paddle.Tensor], *, train: bool) -> list[paddle.Tensor]:
         """Convert the parameters to 16 bits in place (O2), before they have memory.
 
-        To be done before anything else hangs on them: with ``main_grad_fp32`` the hook that moves gradients
-        to float32 must be the first.
+        Call this before adding hooks to the parameters: with ``main_grad_fp32``, the hook that moves
+        gradients to float32 must be the first.
 
         Returns:
-            Those that need float32 master weights; none unless ``train``.
+            The parameters that need float32 master weights; none unless ``train``.
         """
         with_masters: list[paddle.Tensor] = []
         if not self.lowers_parameters:
@@ -203,7 +206,7 @@ class Precision:
                 parameter.compute_dtype = self._cfg.dtype
                 continue
             if parameter.info.kind == "quant" or parameter.spec.dtype == "float32":
-                continue  # few numbers, which small steps move: 16 bits would lose those
+                continue  # few numbers with small updates, which 16 bits would lose
             low = paddle.empty(parameter.shape, self._cfg.dtype)
             parameter.get_tensor()._share_data_with(low.get_tensor())
             parameter._clear_data()
@@ -233,7 +236,7 @@ def has_kernels(dtype: str) -> bool:
 
 
 def has_products(dtype: str) -> bool:
-    """Whether the device, a CPU, computes products with weights in ``dtype``."""
+    """Whether the device is a CPU that computes products with weights in ``dtype``."""
     return not on_card() and computes_in(dtype) and bfloat16.are_available()
 
 

@@ -1,4 +1,4 @@
-"""The runner interface: what the engine calls, whatever the plan."""
+"""The runner interface, which the engine calls under every plan."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class StepOutput:
             data ranks.
         num_valid_tokens: tokens that count in the loss.
         grad_norm: global L2 norm of the gradients before clipping.
-        loss_scale: what the loss was multiplied by (float16); None without loss scaling.
-        skipped: the gradients overflowed, or the step was refused; neither parameters nor optimizer states
-            changed.
-        metrics: the task's, by name, of the first pass where the step was repeated; without those of which
-            nothing counted.
+        loss_scale: the factor of the loss (float16); None without loss scaling.
+        skipped: whether the step changed neither parameters nor optimizer states, because the gradients
+            overflowed or the step was refused.
+        metrics: the task's metrics by name, without metrics that counted nothing. If the step was repeated,
+            they are from its first run.
     """
 
     loss: float
@@ -40,7 +40,7 @@ class StepOutput:
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient is NaN or infinite. The parameters are those of before the step."""
+    """The loss or a gradient is NaN or infinite. The parameters have their values from before the step."""
 
     def __init__(self, what: str, value: float, sample_ids: Sequence[int]) -> None:
         super().__init__(f"{what} is {value}")
@@ -54,13 +54,13 @@ class Runner(Protocol):
     """Executes steps of one model under one plan.
 
     Attributes:
-        checks: ``Engine.checks``: what is checked in each step.
-        before_update: called in each step before parameters and optimizer states change; until then they
-            are only read.
-        judge: called in each step with the loss, the gradient norm, and a function that computes the step
-            again and returns both. It returns the two that count and whether the step is taken, the same on
-            all ranks. None: every step is taken. Unless the loss is scaled, it is the judge that refuses
-            numbers that are not finite.
+        checks: ``Engine.checks``, which selects the checks of each step.
+        before_update: a function called in each step before parameters and optimizer states change. Until
+            then they are only read.
+        judge: a function called in each step with the loss, the gradient norm, and a function that repeats
+            the step and returns both again. The judge returns the loss and norm to use, and whether to take
+            the step, the same on all ranks. Without loss scaling, the judge must refuse numbers that are not
+            finite. None: every step is taken.
     """
 
     checks: str
@@ -68,8 +68,9 @@ class Runner(Protocol):
     judge: Judge | None
 
     def count(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, ...]:
-        """Return the counts of these micro batches on this rank: first the loss count
-        (``BasicModule.count``); with declared metrics also tokens and sequences."""
+        """Return the counts of these micro batches on this rank: the loss count (``BasicModule.count``) and,
+        with declared metrics, tokens and sequences.
+        """
         ...
 
     def train_step(
@@ -81,28 +82,27 @@ class Runner(Protocol):
         weight_decay: float,
         counts: Sequence[float] | None = None,
     ) -> StepOutput:
-        """Forward, backward and update over one global batch.
+        """Run forward passes, backward passes and the update for one global batch.
 
         Args:
-            counts: the sums over the job of :meth:`count`; None: the ranks ask each other.
+            counts: the sums of :meth:`count` over the job; None: the ranks compute them together.
 
         Raises:
-            NonFiniteError: on every rank and before the update, when the loss or the gradient norm is not
-                finite (and ``checks`` are not off); with loss scaling, when no smaller scale is left.
+            NonFiniteError: the loss or the gradient norm is not finite, and ``checks`` are not off; with loss
+                scaling, only if no smaller scale is left. It is raised on every rank, before the update.
         """
         ...
 
     def finish_update(self) -> None:
         """Wait until all parameters have the values of the last update.
 
-        All that reads parameters calls it first: evaluation, ``named_parameters`` and the other methods here,
-        and the engine when training ends.
+        All code that reads parameters calls this first: evaluation, ``named_parameters`` and the other
+        methods here, and the engine when training ends.
         """
         ...
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
-        """Return the first place on this rank where ``train_step`` produced a non-finite number; None if
-        there is none.
+        """Return the first place on this rank where ``train_step`` produced a non-finite number, or None.
 
         Every rank of the job calls this after :class:`NonFiniteError`, with the arguments of ``train_step``.
         """
@@ -122,11 +122,11 @@ class Runner(Protocol):
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """(canonical name, parameter) of what this rank holds, in model order."""
+        """Return (canonical name, parameter) of each parameter on this rank, in model order."""
         ...
 
     def model_names(self) -> list[str]:
-        """The canonical names of all parameters of the model. Collective: every rank calls it."""
+        """The canonical names of all parameters of the model. This is a collective: every rank calls it."""
         ...
 
     def writes(self, parameter: Any) -> bool:
@@ -134,13 +134,13 @@ class Runner(Protocol):
         ...
 
     def optimizer_state(self) -> dict[tuple[str, str], Any]:
-        """{(canonical name, state name): live tensor} of what this rank holds."""
+        """Return the live optimizer tensors on this rank, by (canonical name, state name)."""
         ...
 
     def scaler_state(self) -> dict[str, float | int] | None:
-        """State of the loss scale, the same on all ranks; None without loss scaling."""
+        """The state of the loss scale, the same on all ranks; None without loss scaling."""
         ...
 
     def load_scaler_state(self, state: Mapping[str, float | int] | None) -> None:
-        """Restore a saved :meth:`scaler_state`; do nothing without one or without loss scaling."""
+        """Restore a saved :meth:`scaler_state`. Does nothing if it is None, or without loss scaling."""
         ...

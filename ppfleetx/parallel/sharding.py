@@ -1,9 +1,9 @@
 """ZeRO sharding of optimizer states, gradients and parameters (Rajbhandari et al., 2020).
 
-Whole parameters are dealt out: each has one owner among the ranks that share it. Stage 1: only the owner
-keeps optimizer states and updates, then sends the result (``param_broadcast.py``). Stage 2: gradients leave
-for their owners during the backward pass. Stage 3: only the owner keeps the values between uses; a stage of
-the model gets what it needs just before its forward and its backward pass (``zero3.py``).
+Whole parameters are distributed: each has one owner among the ranks that share it. Stage 1: only the owner
+keeps optimizer states and updates the parameter, then sends the result (``param_broadcast.py``). Stage 2:
+gradients are sent to their owners during the backward pass. Stage 3: only the owner keeps the values between
+uses; a stage of the model fetches its values just before its forward and its backward pass (``zero3.py``).
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ if TYPE_CHECKING:
     from ppfleetx.distributed.context import ParallelContext
 
 UNWAITED_MESSAGES = 2
-"""How many messages of stages 2 and 3 may be under way: those to two owners use both directions of a link.
-More would keep gradients whose memory these stages are meant to save."""
+"""The most messages of stages 2 and 3 in transit: messages to two owners use both directions of a link. More
+would keep gradients in memory that these stages are meant to save.
+"""
 
 
 class Sharding:
-    """What sharding does to a model's parameters and their gradients.
+    """Assigns owners to a model's parameters, and sends gradients to them.
 
     Args:
-        parameters: trainable parameters of this rank, each once, in model order.
-        ctx: this process's place, with the groups of owners.
+        parameters: this rank's trainable parameters, each once, in model order.
+        ctx: this process's place in the job, with the groups of owners.
         stage: 1, 2 or 3.
-        frozen: the other parameters. They have no gradients and no states, but values to hold (stage 3) and
-            to save.
-        bucket_bytes: let gradients travel while the backward pass goes on, in messages of about this size;
+        frozen: the other parameters. They have no gradients and no states, but their values are shared too
+            (stage 3) and saved.
+        bucket_bytes: the approximate size of the gradient messages sent while the backward pass continues.
             None: the pass waits for each message (stages 2 and 3), or all are sent at its end (stage 1).
     """
 
@@ -61,7 +62,8 @@ class Sharding:
         both = [*frozen, *parameters]
         self._axes_of = {p.info.name: owner_axes(p.spec, ctx.mesh) for p in both}
         self._group_of = {name: ctx.group_over(axes) for name, axes in self._axes_of.items()}
-        # Trainable and frozen parameters separately, so that both states and values are shared evenly.
+        # Distribute trainable and frozen parameters separately, so that both states and values are shared
+        # evenly.
         self.owners = {**self._deal_out(frozen), **self._deal_out(parameters)}
         self._overlaps = bucket_bytes is not None
         self._under_way: deque[tuple[Any, list[paddle.Tensor], list[paddle.Tensor]]] = deque()
@@ -85,8 +87,9 @@ class Sharding:
         return self._axes_of[parameter.info.name]
 
     def _deal_out(self, parameters: Sequence[paddle.Tensor]) -> dict[str, int]:
-        """Assign owners, separately in each group of ranks. Tied parameters, which other pipeline ranks
-        hold too, belong to the first rank everywhere."""
+        """Assign owners, separately in each group of ranks. Tied parameters, which other pipeline ranks also
+        hold, belong to the first rank of each group.
+        """
         sizes: dict[Axes, dict[str, int]] = {}
         for parameter in parameters:
             sizes.setdefault(self._axes(parameter), {})[parameter.info.name] = parameter.size
@@ -98,7 +101,9 @@ class Sharding:
         return owners
 
     def group_of(self, parameter: paddle.Tensor) -> Any:
-        """The ranks that share the parameter, one of which owns it; None if only this rank holds it."""
+        """The group of ranks that share the parameter, one of which owns it; None if only this rank
+        holds it.
+        """
         return self._group_of[parameter.info.name]
 
     def owner_of(self, parameter: paddle.Tensor) -> int:
@@ -128,7 +133,7 @@ class Sharding:
     def _full_buckets(
         self, parameters: Iterable[paddle.Tensor], nbytes: int
     ) -> tuple[list[list[paddle.Tensor]], list[paddle.Tensor]]:
-        """Split parameters into buckets of at least ``nbytes``, and those that fill none."""
+        """Split parameters into buckets of at least ``nbytes`` and a rest that fills none."""
         full: list[list[paddle.Tensor]] = []
         filling: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
@@ -167,18 +172,18 @@ class Sharding:
         when_complete: Callable[[Callable[[], None]], None],
     ) -> None:
         """Track the end of each layer's backward pass (stages 2 and 3), so that ranks stay in step even if
-        the data of some skip part of a layer.
+        some ranks' data skip part of a layer.
 
         Args:
-            stages: (index in the model, layer) of what this rank holds.
-            when_complete: called in a layer's backward pass; calls its argument when the layer's weights have
-                their gradients.
+            stages: (index in the model, layer) of each stage on this rank.
+            when_complete: a function called in a layer's backward pass. It calls its argument when the
+                layer's weights have their gradients.
         """
         if self._order is None:
             return
         followed: set[int] = set()
         for _, layer in sorted(stages, key=lambda stage: stage[0]):
-            # The backward pass comes to the first layer that holds a parameter last.
+            # The backward pass reaches the first layer with the parameter last.
             new = [p for p in layer.parameters() if id(p) not in followed and not p.stop_gradient]
             followed |= {id(parameter) for parameter in new}
             layer.register_forward_pre_hook(partial(self._follow, new, when_complete))
@@ -200,12 +205,13 @@ class Sharding:
         hidden.register_hook(lambda _: self._after_weights(partial(when_complete, passed), can_wait))
 
     def _after_weights(self, call: Callable[[], None], can_wait: bool) -> None:
-        """Call a function once the layer's weights have their gradients, given that its input has one.
+        """Call a function once the layer's weights have their gradients, after its input has one.
 
-        Paddle may add to a weight after the input, where the weight went through an operator first, as a cast
-        does. The end of the backward pass is always after it. Stage 3 cannot wait for that where a layer
-        comes before (``can_wait`` False): ranks send before they fetch the values of that layer. There a
-        weight that goes through more than two operators before its product ends the run with an error.
+        Paddle may add to a weight's gradient after the input's if another operator, such as a cast, uses the
+        weight before the product. The end of the backward pass always comes later. Stage 3 can wait for that
+        end in the first layer only (``can_wait``), because ranks send gradients before they fetch the values
+        of the previous layer. In other layers, a weight that passes through more than two operators before
+        its product ends the run with an error.
         """
         if not can_wait:
             call()
@@ -218,7 +224,7 @@ class Sharding:
         self._order.complete(parameters, self._passes_of[id(layer)])
 
     def finish_gradients(self) -> None:
-        """Complete the reductions to owners; afterwards only owned parameters have gradients."""
+        """Complete the reductions to owners. Afterwards only owned parameters have gradients."""
         for sums in (self._sums, self._order):
             if sums is not None:
                 sums.finish()
@@ -227,7 +233,7 @@ class Sharding:
         while self._under_way:
             self._complete()
         if self._stage == 3:
-            # The first layer's input carries no gradient that could tell when its backward pass is over.
+            # The first layer's input has no gradient that could show when its backward pass is over.
             for parameter in self._parameters:
                 if not self.owns(parameter) and parameter._is_initialized():
                     parameter._clear_data()
@@ -237,7 +243,7 @@ class Sharding:
         self._send(self._full[index])
 
     def _send(self, bucket: Iterable[paddle.Tensor]) -> None:
-        """Reduce gradients to their owner, who keeps the sum and adds to it in the next pass."""
+        """Reduce gradients to their owner, which keeps the sum and adds to it in the next pass."""
         parameters = [p for p in bucket if expects_gradient(p)]
         if not parameters:
             return
@@ -254,8 +260,9 @@ class Sharding:
         self._under_way.append((task, parameters, gradients))
 
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
-        """Whether a gradient of an earlier micro batch is still being reduced. Sums are then added in the
-        order of the passes."""
+        """Whether a gradient of an earlier micro batch is still being reduced. If so, it must be added first,
+        because sums are added in the order of the passes.
+        """
         travelling = {id(p) for _, others, _ in self._under_way for p in others}
         return any(id(p) in travelling for p in parameters)
 

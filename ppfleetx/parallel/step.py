@@ -41,8 +41,8 @@ class StepOptions:
     Attributes:
         seed: ``Global.seed``, for the dropout streams.
         clip_norm: global gradient norm to clip to; 0 measures it only.
-        precision: what is computed in which type.
-        metrics: names of the metrics that the model's layers give; the task has its own.
+        precision: the types in which operations compute.
+        metrics: names of the metrics that the model's layers report, besides the task's own.
         routers: number of experts of each router of the model, by canonical name.
     """
 
@@ -57,19 +57,19 @@ class StepRunner(ABC):
     """Runs one step: forward and backward of all micro batches, gradient sum, clipping, update.
 
     Args:
-        model: what this rank holds of the model.
-        stages: (index in the model, layer) of what this rank holds.
-        optimizer: None for a runner that only evaluates.
-        ctx: this process's place.
+        model: this rank's part of the model.
+        stages: (index in the model, layer) of each stage on this rank.
+        optimizer: the optimizer; None for a runner that only evaluates.
+        ctx: this process's place in the job.
         sync: sums and clips gradients.
         options: seed, clipping and precision.
         module: the task.
-        factory: made the layers.
+        factory: the factory that made the layers.
 
     Attributes:
         checks: ``Engine.checks``. Unless ``off``, a loss or gradient norm that is not finite is an error;
-            ``full`` looks at every output and gradient.
-        before_update: called in each step before parameters and optimizer states change.
+            ``full`` checks every output and gradient.
+        before_update: a function called in each step before parameters and optimizer states change.
         judge: see :class:`Runner`.
     """
 
@@ -143,7 +143,7 @@ class StepRunner(ABC):
             loss, grad_norm, accepted = self.judge(
                 loss, grad_norm, lambda: self._repeat(micro_batches, counts, step)
             )
-        if self._precision.scaler is not None:  # not before the step has been repeated with the same scale
+        if self._precision.scaler is not None:  # only after the step has been repeated with the same scale
             self._precision.scaler.update(overflow)
         if not accepted:
             self._optimizer.clear_grad()
@@ -160,13 +160,13 @@ class StepRunner(ABC):
     ) -> tuple[float, float, bool, Mapping[str, Metric]]:
         """Compute the step's gradients, summed over the ranks and clipped.
 
-        All numbers are read together, after all passes and sums of the step have been queued: only here does
-        the host wait for the device. They are needed before the update, because a number that is not finite,
-        or a spike, prevents it.
+        All numbers are read together, after all passes and sums of the step have been queued. Only here does
+        the host wait for the device. The numbers are needed before the update, because a spike or a number
+        that is not finite prevents it.
 
         Returns:
-            The loss; the norm of the gradients before clipping; with loss scaling, whether either is not
-            finite on any rank; the metrics.
+            The loss; the norm of the gradients before clipping; whether either is non-finite on any rank
+            (only with loss scaling); the metrics.
         """
         with self._search if self.checks == "full" else nullcontext():
             self._passes(micro_batches, counts)
@@ -200,12 +200,12 @@ class StepRunner(ABC):
 
     def locate_non_finite(self, micro_batches: Sequence[MicroBatch], *, step: int) -> NonFinitePlace | None:
         if self.checks != "full":
-            # The parameters are those of before the step, and dropout depends on it: the passes repeat.
+            # The parameters are unchanged, and dropout depends on the step, so the passes repeat exactly.
             self._optimizer.clear_grad()
             self._streams.begin_step(step)
             with self._search:
                 self._passes(micro_batches, self._count_over_job(micro_batches))
-            self._sync.reduce()  # nothing is left under way between the ranks
+            self._sync.reduce()  # no message is left in transit
         self._optimizer.clear_grad()
         return self._search.place
 
@@ -226,7 +226,7 @@ class StepRunner(ABC):
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         for parameter in self.model.parameters():
-            if parameter._is_initialized():  # sharding stage 3 keeps the values with their owners
+            if parameter._is_initialized():  # in sharding stage 3, the owners keep the values
                 yield parameter.info.name, parameter
 
     def model_names(self) -> list[str]:
@@ -269,7 +269,8 @@ class StepRunner(ABC):
         self, loss: float, grad_norm: float, overflow: bool, micro_batches: Sequence[MicroBatch]
     ) -> bool:
         """Whether the update is applied. With float16, all ranks skip a step that overflowed, and the loss
-        scale shrinks. Where that cannot help, a non-finite number ends the run."""
+        scale shrinks. If the scale cannot shrink, a non-finite number ends the run.
+        """
         scaler = self._precision.scaler
         if scaler is None:
             if self.checks != "off" and self.judge is None:
@@ -284,8 +285,9 @@ class StepRunner(ABC):
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], num_valid: float) -> None:
-        """Add the gradient of (loss sum / ``num_valid``) to all local parameters, and the loss to the
-        sums, without waiting for the device."""
+        """Add the gradient of (loss sum / ``num_valid``) to the gradients of all local parameters, and the
+        loss to the sums, without waiting for the device.
+        """
 
     @abstractmethod
     def _forward(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -304,5 +306,5 @@ class StepRunner(ABC):
 
 
 def to_tensors(batch: MicroBatch) -> dict[str, paddle.Tensor]:
-    """Copy the arrays of a micro batch to the current device; ``sample_ids`` stay on the host."""
+    """Copy the arrays of a micro batch to the current device. ``sample_ids`` stay on the host."""
     return upload_all({name: array for name, array in batch.items() if name != "sample_ids"})

@@ -12,15 +12,15 @@ from ppfleetx.distributed.together import gather
 from ppfleetx.models.evaluator import Metric
 from ppfleetx.nn.loss_output import LossOutput, Sum
 
-_AXES = ("dp", "sharding", "sep", "pp")  # summed over in this order
+_AXES = ("dp", "sharding", "sep", "pp")  # sums go over the axes in this order
 
 
 class StepSums:
     """The sums of loss and metrics on this rank, from one :meth:`begin` to the next.
 
     Args:
-        names: all metrics that any rank may give, the same on all of them.
-        ctx: this process's place.
+        names: all metrics that any rank may report; the same on all ranks.
+        ctx: this process's place in the job.
     """
 
     def __init__(self, names: Sequence[str], ctx: ParallelContext) -> None:
@@ -60,7 +60,7 @@ class StepSums:
         """Return (loss sum, metrics with a count above 0) from the numbers of :meth:`over_job`.
 
         Raises:
-            ConfigError: on all ranks, when one of them was given a metric that is not declared.
+            ConfigError: on all ranks, if any rank reported a metric that is not declared.
         """
         loss, num_undeclared, *numbers = numbers
         if num_undeclared:

@@ -1,15 +1,15 @@
 """Virtual stages on a pipeline of two ranks, which Paddle's interleaved schedule refuses (``pp degree > 2``).
 
-On two ranks the previous and the next rank are one and the same. Where the schedule sends and receives in
-all four directions at once, Paddle (3.3.1) starts: gradient to the previous rank, activation from it,
-activation to the next rank, gradient from it. NCCL and our CPU groups match the messages of a pair of ranks
-in the order of their start, so the peer's gradient, sent first, would be received as its activation: both
-have the same shape, and nothing would notice. The schedule itself is right on two ranks; only these four
-messages must be matched. Here they are two exchanges, gradients and then activations, on all ranks in the
-same order, so that each message meets its own kind.
+With two ranks, the previous and the next rank are the same. Where the schedule sends and receives in all four
+directions at once, Paddle (3.3.1) starts the messages in this order: gradient to the previous rank,
+activation from it, activation to the next rank, gradient from it. NCCL and our CPU groups match the messages
+of a pair of ranks in the order of their start, so the peer's gradient, sent first, would be received as its
+activation. Both have the same shape, so the mistake would go unnoticed. The schedule itself is right for two
+ranks; only these four messages must be matched. Here they become two exchanges, gradients and then
+activations, in the same order on all ranks, so that each receive gets the right kind.
 
-``tests/parallel/test_two_stages.py`` holds that no other message of the schedule can be mistaken, and that
-none waits for another where a send waits for its receive, as on a GPU.
+``tests/parallel/test_two_stages.py`` checks that no other message of the schedule can be mistaken, and that
+the messages cannot deadlock if a send waits for its receive, as on a GPU.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def interleave_two_stages(model: PipelineLayer, accumulate_steps: int) -> Any:
 
     Args:
         model: this rank's chunks.
-        accumulate_steps: micro batches of a training step; as in Paddle, below twice the number of ranks
-            all forward passes come first.
+        accumulate_steps: number of micro batches of a training step. If it is less than twice the number of
+            ranks, all forward passes come first, as in Paddle.
     """
     schedule = _AllForwardFirst if accumulate_steps < 2 * 2 else _Interleaved
     hcg = fleet.get_hybrid_communicate_group()
@@ -62,7 +62,7 @@ class _AllForwardFirst(_TwoStages, PipelineParallelWithInterleaveFthenB):
 
 
 class _KindByKind(P2pHelper):
-    """Pipeline messages whose four-way exchange is split into gradients first, activations second."""
+    """Pipeline messages that split a four-way exchange: gradients first, activations second."""
 
     def send_forward_backward_recv_forward_backward(
         self,

@@ -1,9 +1,9 @@
 """Sharding stage 3: ranks other than the owner hold parameters only while a layer uses them.
 
-Each owner sends its values of a layer in one message. While the layer computes, the values of the next one
-are under way: the one after it in the forward pass, the one before it in the backward pass. They are started
-at fixed points of the program, never by time, so all ranks of the group issue the same broadcasts in the same
-order. At any time the values of at most two layers exist.
+Each owner sends its values of a layer in one message. While a layer computes, the values of the next layer to
+run are in transit, in the forward pass and in the backward pass. Broadcasts start at fixed points of the
+program, independent of timing, so all ranks of the group issue the same broadcasts in the same order. At any
+time the values of at most two layers exist.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class ParameterSharding:
     """Fetches the values of each stage from their owners just before use, and frees them afterwards.
 
     Args:
-        owning: says who owns what.
-        stages: (index in the model, layer) of the layers between whose uses values are dropped. Layers whose
-            indices follow each other run one after the other.
-        ahead: fetch the next layer's values while a layer computes; False: each waits for its own.
+        owning: knows the owner of each parameter.
+        stages: (index in the model, layer) of the layers whose values are dropped between uses. Layers with
+            consecutive indices run one after the other.
+        ahead: whether to fetch the next layer's values while a layer computes. Otherwise each layer waits for
+            its own values.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class ParameterSharding:
         by_index = dict(stages)
         self._after = {id(by_index[i - 1]): by_index[i] for i in by_index if i - 1 in by_index and ahead}
         self._before = {id(by_index[i + 1]): by_index[i] for i in by_index if i + 1 in by_index and ahead}
-        self._returns: set[int] = set()  # layers to which the backward pass comes
+        self._returns: set[int] = set()  # layers that the backward pass reaches
         self._next: tuple[paddle.nn.Layer, _Fetch] | None = None
         for _, layer in stages:
             layer.register_forward_pre_hook(self._before_forward)
@@ -48,11 +49,11 @@ class ParameterSharding:
             self._drop(layer)
 
     def updated(self) -> None:
-        """Mark values as updated: those fetched ahead but not used are out of date."""
+        """Mark values as updated, so that values fetched ahead but not yet used are discarded."""
         self.finish()
 
     def finish(self) -> None:
-        """Wait for the values being fetched, and discard them unused."""
+        """Wait for the values being fetched, and discard them."""
         if self._next is not None:
             (_, fetch), self._next = self._next, None
             fetch.wait()
@@ -74,7 +75,7 @@ class ParameterSharding:
         if not (layer.training and paddle.is_grad_enabled()):
             return output
         if inputs[0][0].stop_gradient and all(p.stop_gradient for p in layer.parameters()):
-            return output  # a frozen first layer: no backward pass reaches it
+            return output  # the backward pass does not reach a frozen first layer
         self._returns.add(id(layer))
         fetch = lambda: self._fetch_back(layer)  # noqa: E731
         if isinstance(output, tuple):
@@ -86,7 +87,7 @@ class ParameterSharding:
         self._fetch(layer, before if id(before) in self._returns else None)
 
     def _fetch(self, layer: paddle.nn.Layer, following: paddle.nn.Layer | None) -> None:
-        """Wait for the values of ``layer``, and start to fetch those of ``following``."""
+        """Wait for the values of ``layer``, and start to fetch the values of ``following``."""
         if self._next is not None and self._next[0] is not layer:
             self.finish()
         fetch = _Fetch(layer, self._owning) if self._next is None else self._next[1]

@@ -30,7 +30,7 @@ _PARTS = {
 
 
 def why_not(best: Prediction) -> list[str]:
-    """Explain in one sentence each why well-known alternatives to ``best`` lose on the same cards."""
+    """Explain, in one sentence per plan, why well-known alternatives to ``best`` lose on the same cards."""
     job, devices = best.job, best.job.plan.world_size
     sentences = []
     for name, plan in _well_known(job, devices, best.cluster.per_node):
@@ -120,9 +120,9 @@ class MemorySaving:
     """A setting that saves memory.
 
     Attributes:
-        options: for the command line.
+        options: the command-line options that choose it.
         saves: bytes on the fullest rank.
-        costs: by which share a step takes longer; at least 0.
+        costs: the relative increase of the step time; at least 0.
     """
 
     options: str

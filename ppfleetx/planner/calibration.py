@@ -30,8 +30,9 @@ _OTHERS = {
     ("network_latency_us",): 0.05,
 }
 """Weight of the squared logarithm of each constant's scale factor (ridge regression): a few runs do not
-determine all constants, and those they do not determine keep the card's values. Latencies of small operations
-depend on the host and are known least; a network's speed is stated by its vendor."""
+determine all constants, and the other constants keep the card's values. Latencies of small operations depend
+on the host and are the least certain; the vendor states a network's speed.
+"""
 _SWEEPS = 6
 
 
@@ -52,11 +53,11 @@ def calibrate(directories: Sequence[str], cluster: Cluster, target: str | None) 
     the card's values unless the runs show otherwise.
 
     Args:
-        directories: ``output_dir`` of runs, with ``config.yaml`` and ``metrics.jsonl``.
-        target: where to write the card; None: nowhere.
+        directories: the ``output_dir`` of each run, with ``config.yaml`` and ``metrics.jsonl``.
+        target: the file to write the card to; None writes no file.
 
     Raises:
-        ConfigError: a directory is not that of a run, or the run has too few steps.
+        ConfigError: a directory does not belong to a run, or the run has too few steps.
     """
     runs = [_observed(Path(name), cluster.card) for name in directories]
     fitted = _fitted(cluster, runs)

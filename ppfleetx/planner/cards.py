@@ -27,13 +27,14 @@ _MICRO = 1e-6
 
 
 class Card(Section):
-    """One accelerator and the links of the node it is in."""
+    """One accelerator and the links of its node."""
 
     name: Text
-    """Its name on the command line."""
+    """The name of the card on the command line."""
     kernels: Literal["cpu", "gpu", "plugin"] = "gpu"
-    """Which operations are counted: those that this engine runs on a CPU, on a GPU (or another card that
-    Paddle itself has kernels for), or on a plugin's device."""
+    """The operations that are counted: the operations that this engine runs on a CPU, on a GPU (or another
+    card that Paddle itself has kernels for), or on a plugin's device.
+    """
     memory_gib: PositiveFloat
     """Memory available to a program, in GiB."""
     peak_tflops: dict[Text, PositiveFloat]
@@ -41,13 +42,13 @@ class Card(Section):
     matmul_efficiency: UnitFloat
     """Share of the peak that a large matrix product reaches."""
     matmul_latency_us: NonNegativeFloat
-    """Fixed cost of a matrix product, because of which small ones reach a lower share of the peak."""
+    """Fixed cost of a matrix product, so that small products reach a lower share of the peak."""
     matmul_half_dim: NonNegativeFloat = 0.0
     """Smallest dimension (rows, columns or inner) at which a matrix product reaches half of that share."""
     memory_gb_s: PositiveFloat
     """The vendor's memory bandwidth, in GB/s."""
     memory_efficiency: UnitFloat
-    """Share of it that element-wise operations reach."""
+    """Share of the memory bandwidth that element-wise operations reach."""
     kernel_latency_us: NonNegativeFloat
     """Minimum time of an element-wise operation."""
     flash_efficiency: NonNegativeFloat
@@ -61,7 +62,7 @@ class Card(Section):
     network_gbps: PositiveFloat
     """Network of a node in one direction, all its interfaces together, in Gbit/s."""
     network_efficiency: UnitFloat
-    """Share of it that a message between two ranks reaches."""
+    """Share of the network's speed that a message between two ranks reaches."""
     collective_loss: NonNegativeFloat
     """Share of a collective's time that each doubling of the nodes adds."""
     jitter: NonNegativeFloat
@@ -114,9 +115,9 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
     """Load the shipped card called ``name``, or the only card in the YAML file ``name``.
 
     Args:
-        name: of the card or file.
-        key: the option or configuration key that named it, for messages.
-        asked_in: where that key was set: ``file:line`` or ``-o override 2``.
+        name: the card's name, or the path of the file.
+        key: the option or configuration key with this name, for messages.
+        asked_in: the place where that key was set: ``file:line`` or ``-o override 2``.
 
     Raises:
         ConfigError: there is no such card or file, or the file does not describe a card.

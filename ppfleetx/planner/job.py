@@ -19,11 +19,12 @@ from ppfleetx.nn.cost import Kernels, Recompute, Work
 from ppfleetx.planner.cards import Card
 
 Layer = tuple[BlockSpec, Recompute]
-"""A block, and what the backward pass recomputes of it."""
+"""A block, and the part of it that the backward pass recomputes."""
 
 EXPERT_IMBALANCE = 1.5
-"""Margin of memory under expert parallelism: the rank whose experts have most rows, in the layer and micro
-batch where that is worst, has this many times the mean."""
+"""Margin of memory under expert parallelism: in the worst layer and micro batch, the rank whose experts get
+the most rows gets this many times the mean.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Precision:
 
     Attributes:
         compute: type of activations and matrix products (``float32``, ``float16``, ``bfloat16``).
-        lowers_parameters: level O2: parameters have the type ``compute``, their masters float32.
-        main_grads: gradients of 16-bit parameters are kept and reduced in float32.
+        lowers_parameters: whether parameters have the type ``compute`` and float32 masters (level O2).
+        main_grads: whether gradients of 16-bit parameters are kept and reduced in float32.
     """
 
     compute: str = "float32"
@@ -47,7 +48,7 @@ class Precision:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of one parameter in the passes."""
+        """Bytes of one parameter in the forward and backward passes."""
         return 2 if self.lowers_parameters else 4
 
     @property
@@ -57,7 +58,7 @@ class Precision:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one gradient as it is kept and reduced."""
+        """Bytes of one gradient in the type in which it is kept and reduced."""
         return 2 if self.lowers_parameters and not self.main_grads else 4
 
 
@@ -66,11 +67,11 @@ class Overlap:
     """Which communication overlaps with computation.
 
     Attributes:
-        bucket_bytes: gradients are sent in messages of about this size during the last backward pass; None:
-            after it.
-        values: updated parameters arrive during the next forward pass (sharding stages 1 and 2), or a layer's
-            while the layer before it computes (stage 3).
-        messages: pipeline stages compute while their messages travel (``overlap_p2p_comm``).
+        bucket_bytes: the approximate size of the gradient messages sent during the last backward pass; with
+            None, gradients are sent after it.
+        values: whether updated parameters arrive during the next forward pass (sharding stages 1 and 2), or a
+            layer's parameters while the previous layer computes (stage 3).
+        messages: whether pipeline stages compute while their messages travel (``overlap_p2p_comm``).
     """
 
     bucket_bytes: float | None = None
@@ -83,23 +84,23 @@ class Job:
     """A model under a plan, with its batches.
 
     Attributes:
-        model: shapes and options; its ``sequence_parallel`` and recompute keys are ignored in favour of
-            ``plan`` and ``recomputed``.
-        plan: degrees and options.
+        model: shapes and options; ``plan`` and ``recomputed`` override its ``sequence_parallel`` and
+            recompute keys.
+        plan: parallel degrees and options.
         micro_batch: sequences of a forward pass on one data rank.
         accumulate: micro batches of a step.
         seq_len: tokens of a sequence.
-        precision: types.
-        recomputed: what each layer recomputes.
+        precision: number types.
+        recomputed: the recomputation of each layer.
         moments: optimizer states per trained parameter (2 for AdamW, 1 for momentum, 0 for SGD; Muon's mean).
-        flash: fused attention.
-        async_save: host memory holds a copy of a checkpoint while it is written.
-        kernels: which operations are counted: ours on a CPU, on a GPU, on a plugin's device, or, for
-            published runs, the ``fused`` ones of Megatron-LM and PaddleFleetX.
-        flat_states: sharding cuts states into equal parts (DeepSpeed's ZeRO) instead of assigning whole
-            parameters to ranks as this engine does; for published runs.
-        fragments: memory the allocator loses, as a share of what it hands out; None: the default for
-            ``kernels``.
+        flash: whether attention is fused.
+        async_save: whether host memory holds a copy of a checkpoint while it is written.
+        kernels: the operations to count: ours on a CPU, on a GPU or on a plugin's device, or the ``fused``
+            operations of Megatron-LM and PaddleFleetX for published runs.
+        flat_states: whether sharding cuts states into equal parts (DeepSpeed's ZeRO, for published runs),
+            while this engine assigns whole parameters to ranks.
+        fragments: memory that the allocator loses, as a share of the memory it hands out; None: the default
+            for ``kernels``.
         overlap: communication that overlaps with computation; none for published runs, because the cards
             were fitted that way.
         compress: fake quantisation or small weights, which change the model's parameters.
@@ -126,7 +127,7 @@ class Job:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash, computed once, because a search looks up the same cases often."""
+        """The hash. It is computed once, because a search often looks up the same jobs."""
         plan = self.plan
         degrees = (plan.dp, plan.mp, plan.pp, plan.sharding, plan.sep, plan.ep, plan.sequence_parallel)
         return hash((id(self.model), degrees, self.micro_batch, self.accumulate, self.seq_len))
@@ -154,9 +155,10 @@ class Job:
 
     @property
     def message_parts(self) -> int:
-        """The number of parts into which tensor-parallel ranks cut an activation for the next stage, which
-        gathers them. 1 if ranks have parts of their own (sequence parallelism) or each sends the whole:
-        with ZB-H1, and when messages overlap with computation."""
+        """The number of parts into which tensor-parallel ranks cut an activation. The next stage gathers the
+        parts. It is 1 under sequence parallelism, where each rank has its own part, and where each rank sends
+        the whole activation: with ZB-H1, and when messages overlap with computation.
+        """
         plan = self.plan
         sends_all = plan.pp_schedule == "zb_h1" or self.overlaps_messages
         return 1 if plan.sequence_parallel or sends_all else plan.mp
@@ -168,8 +170,9 @@ class Job:
 
     @property
     def forwards_first(self) -> bool:
-        """Whether an interleaved schedule runs all forward passes first: Paddle does with fewer than two
-        rounds of micro batches, Megatron-LM with one round."""
+        """Whether an interleaved schedule runs all forward passes first. Paddle does so with fewer than two
+        rounds of micro batches, Megatron-LM with one round.
+        """
         plan = self.plan
         if plan.virtual_pp_degree == 1:
             return False
@@ -177,7 +180,7 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """The sizes that decide which plans are legal."""
+        """The model and batch sizes that decide which plans are legal."""
         return Workload(
             num_layers=self.model.num_layers,
             num_heads=self.model.num_attention_heads,
@@ -190,7 +193,7 @@ class Job:
         )
 
     def layers_of_stage(self, stage: int) -> list[list[int]]:
-        """Layers on pipeline stage ``stage``, one list per virtual stage, by their index in the model."""
+        """The indices of the layers on pipeline stage ``stage``, one list per virtual stage."""
         chunks = self.plan.layers_of_chunks(self.model.num_layers)
         ends = self._ends_of_chunks
         mine = range(stage, self.plan.num_chunks, self.plan.pp)
@@ -202,17 +205,17 @@ class Job:
 
     @property
     def model_key(self) -> ModelKey:
-        """Everything the parameters depend on, compared by identity."""
+        """A cache key of everything that the parameters depend on. It compares the model by identity."""
         return ModelKey(self.model, self.compress)
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's declaration."""
+        """The declaration of the model's parts."""
         return _spec_of(self.model_key)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The block and the recomputation of every layer."""
+        """The block of every layer, and its recomputation."""
         return tuple(zip(self.spec.blocks, self.recomputed, strict=True))
 
     @cached_property
@@ -241,15 +244,16 @@ class Job:
         return tuple(sorted(dict.fromkeys(self.layers), key=itemgetter(1)))
 
     def layer_kinds(self, stage: int) -> dict[Layer, int]:
-        """The number of equal layers of each kind on pipeline stage ``stage``."""
+        """The number of layers of each kind on pipeline stage ``stage``."""
         if len(self.kinds) == 1 and self.plan.pp_layers is None:
             return {self.kinds[0]: self.model.num_layers // self.plan.pp}
         return dict(Counter(self.layers[n] for chunk in self.layers_of_stage(stage) for n in chunk))
 
 
 class ModelKey:
-    """A cache key: hashes a model by identity, because hashing all fields would take longer than computing
-    the cached value."""
+    """A cache key that hashes the model by identity, because hashing all fields would take longer than
+    computing the cached value.
+    """
 
     __slots__ = ("compress", "model")
 
@@ -270,7 +274,7 @@ def _spec_of(same: ModelKey) -> ModelSpec:
 
 
 class PassKey:
-    """A cache key: compares jobs by everything that the time of a layer's passes depends on."""
+    """A cache key that compares jobs by everything that affects the time of a layer's passes."""
 
     __slots__ = ("_key", "job")
 
@@ -294,7 +298,7 @@ class PassKey:
 def job_of(cfg: RunConfig, card: Card) -> Job:
     """The job that ``cfg`` describes, on ``card``."""
     model, mixed, batch = cfg.Model, cfg.Engine.mix_precision, cfg.batch
-    precision = Precision()  # on a CPU, whose 16 bits are for products alone, as the slower and larger choice
+    precision = Precision()  # a CPU has 16-bit types for products only, so assume float32: slower and larger
     has_type = card.kernels != "cpu" and (mixed.enable is True or mixed.dtype in card.peak_tflops)
     if mixed.enable and has_type:
         precision = Precision(mixed.dtype, mixed.level == "O2", mixed.main_grad_fp32)
@@ -327,7 +331,9 @@ def _moments(cfg: RunConfig) -> float:
 
 
 def sequence_length(cfg: RunConfig) -> int:
-    """The tokens of a training sequence; without a training set, the most positions the model takes."""
+    """The tokens of a training sequence; without a training set, the largest number of positions the model
+    takes.
+    """
     return cfg.Data.Train.dataset.max_seq_len if cfg.Data.Train else cfg.Model.max_position_embeddings
 
 

@@ -44,14 +44,14 @@ def run_length(prediction: Prediction, tokens: float) -> RunLength:
 
 @dataclass(frozen=True)
 class Failures:
-    """The cost of failures and checkpoints to a run.
+    """The time that failures and checkpoints cost a run.
 
     Attributes:
         mtbf: mean seconds between two failures of the job.
         save: seconds that the job waits for a checkpoint.
         interval: the best interval between two checkpoints, in seconds of work.
         steps: the best interval in steps.
-        lost: share of the time that goes to checkpoints, repeated work and restarts.
+        lost: share of the time lost to checkpoints, repeated work and restarts.
     """
 
     mtbf: float
@@ -62,10 +62,10 @@ class Failures:
 
 
 def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: float) -> Failures:
-    """The best checkpoint interval (Young 1974, refined by Daly 2006, equation 37) and what it costs.
+    """The best checkpoint interval (Young 1974, refined by Daly 2006, equation 37) and its cost.
 
     Args:
-        prediction: the step.
+        prediction: the prediction for one step.
         node_mtbf: mean seconds between two failures of one node; the job stops when any node fails.
         save: seconds that the job waits for a checkpoint.
         restart: seconds from a failure to the first step after it.
@@ -124,7 +124,7 @@ class Questions:
     ramp: tuple[int, int, int] | None
 
     def as_json(self, prediction: Prediction) -> dict[str, Any]:
-        """The cost of failures as JSON data; empty if it was not asked for."""
+        """The cost of failures as JSON data; empty if it was not requested."""
         if self.node_mtbf_hours is None:
             return {}
         found = self.failures(prediction)

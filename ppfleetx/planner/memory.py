@@ -1,8 +1,8 @@
-"""Memory of a rank on each pipeline stage, part by part, and of its host.
+"""The memory of a rank on each pipeline stage and of its host, part by part.
 
 The peak of a step is reached within the passes, or while packed gradients are in transit. Each layer's
-declaration says what it keeps and what it needs for a moment; this module adds which layers, micro batches
-and gradients are alive at the same time. The peak while the model is built is counted separately.
+declaration says what it keeps and what it needs temporarily; this module works out which layers, micro
+batches and gradients are in memory at the same time. The peak while the model is built is counted separately.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.parameters import Held, held_parameters, largest_layer
 
 _BUCKET_BYTES = 64 << 20  # size of the buckets that sums are packed into (distributed/collectives.py)
-_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # a rank's random generators and those of mp, as text
+_GENERATORS_BYTES, _STREAMS_BYTES = 64 << 10, 51 << 10  # generators of a rank and of mp, as text
 _FRAGMENTS = 0.02
-"""Memory the allocator loses to fragmentation, as a share of what it hands out."""
+"""Memory that the allocator loses to fragmentation, as a share of the memory it hands out."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank, by part; :attr:`total` is the peak of a step, :attr:`peak` that of a run.
+    """Bytes of one rank, by part; :attr:`total` is the peak of a step, :attr:`peak` the peak of a run.
 
     Attributes:
-        parameters: in the type that the passes use.
-        gradients: kept between passes.
+        parameters: parameters in the type that the passes use.
+        gradients: gradients kept between passes.
         masters: float32 masters of 16-bit parameters.
-        optimizer: moments.
-        activations: kept for the backward passes of all micro batches in flight.
-        logits: logits and what the loss keeps of them.
-        temporary: short-lived at the peak: recomputed layers, gradients of activations, fetched parameters.
-        buffers: packed communication.
-        context: driver and libraries.
-        fragments: lost by the allocator.
+        optimizer: moments of the optimizer.
+        activations: activations kept for the backward passes of all micro batches in flight.
+        logits: logits, and the tensors that the loss keeps.
+        temporary: short-lived tensors at the peak: recomputed layers, gradients of activations, fetched
+            parameters.
+        buffers: buffers of packed messages.
+        context: memory of the driver and libraries.
+        fragments: memory that the allocator loses.
         host: host memory: offloaded states, copies for saving in the background.
         whole_gradients: gradients of all parameters after the last backward pass.
         start: peak while the model is built, context and fragments included.
@@ -133,9 +134,10 @@ def _states_of_generators(plan: ParallelPlan) -> float:
 
 
 def _start(job: Job, held: Held, kept: float) -> float:
-    """The peak while the model is built: the largest of a stage of layers as Paddle creates it, in
-    float32; all that is kept; and what is kept so far plus the float32 values of a 16-bit parameter whose
-    master is kept elsewhere (``parallel/initial_values.py``)."""
+    """The peak while the model is built. It is the largest of three sums: a stage of layers in float32, as
+    Paddle creates it; everything that is kept in the end; everything kept so far plus the float32 values of a
+    16-bit parameter whose master is kept elsewhere (``parallel/initial_values.py``).
+    """
     drops = job.precision.parameter_bytes < 4 and (job.plan.sharding_offload or held.owned < held.resident)
     drawn = (kept * end / held.values + 4.0 * size for end, size in held.fills) if drops else ()
     return max(4.0 * held.largest_layer, kept, *drawn)
@@ -144,12 +146,13 @@ def _start(job: Job, held: Held, kept: float) -> float:
 def _fragments(job: Job) -> float:
     if job.fragments is not None:
         return job.fragments
-    return 0.0 if job.kernels == "cpu" else _FRAGMENTS  # on a CPU, requested bytes are counted
+    return 0.0 if job.kernels == "cpu" else _FRAGMENTS  # on a CPU, the requested bytes count
 
 
 def least_memory(job: Job, cluster: Cluster) -> float:
-    """A lower bound of the fullest rank's memory for any micro batch and recompute; a search checks it
-    first."""
+    """A lower bound on the fullest rank's memory for any micro batch and recompute. Searches check it
+    first.
+    """
     precision, states = job.precision, 0.0
     if not job.plan.sharding_offload:
         states = precision.master_bytes + 4 * job.moments
@@ -167,8 +170,9 @@ def least_memory(job: Job, cluster: Cluster) -> float:
 
 
 def _kept_gradients(job: Job, held: Held) -> int:
-    """The number of gradients on a rank when the last backward pass ends. From sharding stage 2 on these
-    are the ones it owns, and those of other owners that still wait for a full bucket."""
+    """The number of gradients on a rank when the last backward pass ends. From sharding stage 2 on, the rank
+    then has the gradients it owns, and other owners' gradients that still wait for a full bucket.
+    """
     if job.plan.sharding == 1 or job.plan.sharding_stage == 1:
         return held.trained
     waiting = (job.plan.sharding - 1) * _BUCKET_BYTES // job.precision.gradient_bytes
@@ -176,9 +180,10 @@ def _kept_gradients(job: Job, held: Held) -> int:
 
 
 def passes_in_flight(job: Job, stage: int) -> float:
-    """The micro batches per chunk whose activations a stage holds at the peak, averaged over chunks
-    (Korthikanti et al. 2022, §4.2.3): p - stage with 1F1B; p (1 + (p - 1) / (p v)) on the first stage with
-    v virtual stages."""
+    """The number of micro batches whose activations a stage holds at the peak, averaged over its chunks
+    (Korthikanti et al. 2022, §4.2.3): p - stage with 1F1B; p (1 + (p - 1) / (p v)) on the first stage with v
+    virtual stages.
+    """
     p, v = job.plan.pp, job.plan.virtual_pp_degree
     if v == 1:
         return min(job.accumulate, p - stage)
@@ -190,7 +195,7 @@ def passes_in_flight(job: Job, stage: int) -> float:
 
 @dataclass(frozen=True)
 class _Run:
-    """``count`` equal layers in a row; ``everywhere``: in each chunk, not only the first or last."""
+    """``count`` equal layers in a row. ``everywhere``: every chunk has them, not only the first or last."""
 
     tape: Tape
     count: int
@@ -198,7 +203,7 @@ class _Run:
 
 
 def _chunk(job: Job, stage: int) -> list[_Run]:
-    """The layers of a stage in order; with virtual stages, those of its largest chunk."""
+    """The layers of a stage in order; with virtual stages, the layers of its largest chunk."""
     v, work = job.plan.virtual_pp_degree, job.work
     runs = []
     if stage == 0:
@@ -212,7 +217,7 @@ def _chunk(job: Job, stage: int) -> list[_Run]:
 
 @lru_cache(maxsize=2048)
 def block_tape(block: BlockSpec, recompute: Recompute, work: Work) -> Tape:
-    """The activations that a block writes and keeps, computed once."""
+    """The activations that a block writes and keeps. The result is cached."""
     return block.tape(work, recompute)
 
 
@@ -227,7 +232,7 @@ def _end_tape(same: ModelKey, work: Work) -> Tape:
 
 
 def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
-    """The parts of memory that vary within a step, at the moment their sum is largest."""
+    """The parts of memory that vary within a step, at the moment when their sum is largest."""
     gradients = _kept_gradients(job, held) * job.precision.gradient_bytes
     moments = [
         {
@@ -270,8 +275,9 @@ def _worst_moment(job: Job, stage: int, held: Held) -> dict[str, float]:
 
 
 def _waiting_for_weights(job: Job, stage: int) -> float:
-    """Bytes that ZB-H1 keeps for later weight gradients: inputs and output gradients of products, for as
-    many micro batches as there are earlier stages."""
+    """Bytes that ZB-H1 keeps to compute weight gradients later: the inputs and output gradients of products,
+    for one micro batch per earlier stage.
+    """
     if job.plan.pp_schedule != "zb_h1":
         return 0.0
     elements = 0.0
@@ -294,8 +300,9 @@ def _travelling(job: Job, stage: int) -> float:
 def _pass_peak(
     runs: list[_Run], *, first: bool, forward: bool, most_gradients: float, values: float
 ) -> tuple[float, float]:
-    """The peak bytes in the passes of one micro batch, and how many of them are gradients made in these
-    passes."""
+    """The peak bytes in the passes of one micro batch, and the bytes among them that are gradients made in
+    these passes.
+    """
     before, peak, grown_at_peak = 0.0, 0.0, 0.0
     starts = []
     for run in runs:
@@ -317,8 +324,9 @@ def _pass_peak(
 
 
 def _fetched(job: Job, held: Held) -> float:
-    """Bytes of fetched parameters under sharding stage 3: those of a layer, and those of the next one in
-    transit."""
+    """Bytes of fetched parameters under sharding stage 3: a layer's parameters, and the next layer's in
+    transit.
+    """
     n = job.plan.sharding
     if n == 1 or job.plan.sharding_stage != 3:
         return 0.0

@@ -1,8 +1,9 @@
 """The time of collectives and messages on the links of a cluster.
 
-A collective of n ranks moves (n - 1) / n of its bytes over every link once, twice for an all-reduce, as a
-ring does (Thakur et al. 2005). Its time is bytes over bandwidth plus a latency. Ranks of one node use the
-node's links; others use its network, which all ranks of the node that communicate at once share.
+A collective of n ranks moves (n - 1) / n of its bytes over every link, as a ring does (Thakur et al. 2005);
+an all-reduce does so twice. Its time is bytes over bandwidth plus a latency. Ranks within a node use the
+node's links. Ranks on different nodes use the network, which all ranks of a node share while they
+communicate.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Cluster:
     Attributes:
         card: the cards in the nodes.
         per_node: cards of a node.
-        network: bytes/s that a node sends over all its interfaces; 0: what the card says.
-        axes: the order in which ranks are numbered, the axis of nearest neighbours last. Fleet's order, or
-            another program's for its published runs.
+        network: bytes/s that a node sends over all its interfaces; 0: the value in the card's description.
+        axes: the order in which ranks are numbered, the axis of nearest neighbours last: Fleet's order or,
+            for the published runs of another program, that program's.
     """
 
     card: Card
@@ -44,7 +45,8 @@ class Cluster:
 
     def collective_bandwidth(self, nodes: float) -> float:
         """Bytes/s that a collective over ``nodes`` nodes reaches on a node's network: every doubling of the
-        nodes adds ``card.collective_loss`` of its time."""
+        nodes adds the share ``card.collective_loss`` to the time.
+        """
         return self.node_bandwidth / (1 + self.card.collective_loss * math.log2(max(1.0, nodes)))
 
     def straggling(self, num_cards: int) -> float:
@@ -56,12 +58,12 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Group:
-    """The spread of a group of ranks over nodes.
+    """How the ranks of a group are spread over nodes.
 
     Attributes:
-        size: ranks.
-        inside: ranks of the group in one node.
-        sharing: groups of the same axis that share a node's network.
+        size: number of ranks.
+        inside: number of the group's ranks in one node.
+        sharing: number of groups of the same axis that share a node's network.
     """
 
     size: int
@@ -85,8 +87,9 @@ def group_of(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
 
 
 def _expert_group(plan: ParallelPlan, axis: str, cluster: Cluster) -> Group:
-    """The layout of a group of expert parallelism. The ranks of a stage are in order; those of one
-    data-parallel replica lie side by side."""
+    """The layout of a group of expert parallelism. The ranks of a stage are in order; the ranks of one
+    data-parallel replica are neighbours.
+    """
     stride = {"emp": 1, "ep": plan.emp, "edp": plan.ep * plan.emp}[axis]
     side_by_side = plan.stage_size if plan.pp == 1 else plan.stage_size // plan.dp
     return _group(Mesh(plan).size_of(axis), stride, min(cluster.per_node, side_by_side))
@@ -98,9 +101,10 @@ def _group(size: int, stride: int, per_node: int) -> Group:
 
 
 def rival_groups(plan: ParallelPlan, cluster: Cluster) -> int:
-    """The number of tensor-parallel groups of a node that use its network at different times: those of
-    several replicas whose pipelines leave the node. 1 if there is at most one, or if all groups of the
-    node run in step."""
+    """The number of tensor-parallel groups of a node that use its network at different times: groups of
+    several replicas whose pipelines leave the node. It is 1 if there is at most one such group, or if all
+    groups of the node run in step.
+    """
     in_step = plan.mp == 1 or plan.data_size == 1 or not group_of(plan, "pp", cluster).leaves_node
     return 1 if in_step else max(1, cluster.per_node // plan.mp)
 

@@ -23,18 +23,19 @@ class Held:
     """The parameters that one rank of one pipeline stage holds.
 
     Attributes:
-        values: elements of its part of the model that have the model's type.
-        resident: of these, the elements it holds between steps; with sharding stage 3, those it owns.
+        values: elements of the rank's part of the model that have the model's type.
+        resident: the elements among ``values`` that the rank holds between steps; with sharding stage 3, the
+            elements it owns.
         stored: bytes of parameters that have a type of their own (small weights), held between steps.
-        trained: elements that train.
-        owned: trained elements whose states it keeps and which it updates.
+        trained: trained elements.
+        owned: trained elements that the rank updates, and whose states it keeps.
         largest_layer: elements of the largest model stage, which sharding stage 3 fetches at once.
-        fills: for each parameter size, the number of elements up to and including the last parameter of that
-            size, and the size; in the order in which parameters get their initial values.
+        fills: for each parameter size, a pair: the number of elements up to the end of the last parameter of
+            that size, and the size. Parameters are in the order in which they get their initial values.
         num_tensors: number of parameters.
         whole: trained elements that every tensor-parallel rank holds in full.
-        partial: of these, the elements whose gradients are partial sums under sequence parallelism.
-        experts: trained elements of experts.
+        partial: the elements of ``whole`` whose gradients are partial sums under sequence parallelism.
+        experts: trained elements that belong to experts.
     """
 
     values: int
@@ -51,13 +52,14 @@ class Held:
 
     @property
     def dense(self) -> int:
-        """The trained parameters that do not belong to experts."""
+        """The number of trained elements outside experts."""
         return self.trained - self.experts
 
 
 class _Local(NamedTuple):
-    """A parameter on one tensor-parallel rank: its number of elements, and its bytes if it has its own
-    type; the other fields are as in :class:`Held`."""
+    """A parameter on one tensor-parallel rank: its number of elements, and its bytes if it has its own type.
+    The other fields mean the same as in :class:`Held`.
+    """
 
     size: int
     stored: int
@@ -85,8 +87,7 @@ class _Groups(NamedTuple):
 
 
 def held_parameters(job: Job, stage: int) -> Held:
-    """The parameters on a rank of pipeline stage ``stage``; of several sharding ranks, the one that holds
-    most."""
+    """The parameters on a rank of pipeline stage ``stage``: on the sharding rank that holds the most."""
     plan, groups = job.plan, _groups(job.model_key, *_slices(job))
     first, last = stage == 0, stage == plan.pp - 1
     parts = [groups.embedding] if first else []
@@ -107,8 +108,9 @@ def _slices(job: Job) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def _held(runs: tuple[tuple[_Group, int], ...], sharding: int, replicas: int, fetches: bool) -> Held:
-    """Sum up what a rank holds. Parameters are owned among ``sharding`` ranks, those of experts among
-    ``replicas``."""
+    """Sum up the parameters on a rank. Ownership is divided among ``sharding`` ranks, or among ``replicas``
+    ranks for experts' parameters.
+    """
 
     def largest_share(of: Iterable[tuple[_Local, int]]) -> int:
         sizes: dict[bool, list[int]] = {False: [], True: []}
@@ -160,7 +162,7 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
     groups: dict[str, list[_Local]] = {}
     words: list[_Local] = []
     for name, spec in parameter_specs(same.model, same.compress).items():
-        if spec.kind == "quant":  # single numbers: no memory or time to speak of
+        if spec.kind == "quant":  # single numbers, whose memory and time are negligible
             continue
         part = name.split(".", 3)[2] if name.startswith(_LAYER) else name.partition(".")[0]
         of_experts = spec.view == EXPERTS
@@ -183,7 +185,7 @@ def _groups(same: ModelKey, mp: int, ep: int, emp: int) -> _Groups:
 
 
 def _largest_share(sizes: list[int], ranks: int) -> int:
-    """The largest share of any rank when whole parameters are distributed to owners."""
+    """The largest share that any rank gets when whole parameters are distributed among owners."""
     named = {str(number): size for number, size in enumerate(sizes)}
     load = [0] * ranks
     for name, rank in deal_out(named, ranks).items():

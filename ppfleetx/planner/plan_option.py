@@ -21,7 +21,7 @@ GRANULARITIES: tuple[Recompute, ...] = ("none", "core_attn", "full_attn", "full"
 
 @dataclass(frozen=True)
 class PlanOption:
-    """A plan with the micro batch and recompute of ``--plan``; None where it names none."""
+    """The plan, micro batch and recompute of ``--plan``. The last two are None if it leaves them out."""
 
     plan: ParallelPlan
     micro: int | None
@@ -102,9 +102,9 @@ class UnresolvedConfig:
     """A configuration whose plan has not been checked against its sizes.
 
     Attributes:
-        cfg: the values.
-        origins: where each was set.
-        warnings: from reading it.
+        cfg: the configuration's values.
+        origins: the place where each value was set.
+        warnings: warnings from reading the configuration.
     """
 
     cfg: RunConfig
@@ -113,7 +113,7 @@ class UnresolvedConfig:
 
     @property
     def plan(self) -> ParallelPlan:
-        """The configuration's own plan, with an open ``dp_degree`` taken as 1."""
+        """The configuration's own plan; an unset ``dp_degree`` counts as 1."""
         return plan_of(self.cfg)
 
     def batch(self) -> int:
@@ -137,7 +137,7 @@ class UnresolvedConfig:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.micro_batch_size
 
     def under(self, plan: ParallelPlan, micro: int, batch: int, recompute: Recompute | None) -> RunConfig:
-        """The same run under ``plan``. With ``recompute`` None, recomputation is unchanged.
+        """The same run under ``plan``. If ``recompute`` is None, recomputation does not change.
 
         Raises:
             ConfigError: the configuration is not valid under this plan.
@@ -195,7 +195,7 @@ def read_unresolved(path: str | Path, overrides: Sequence[str]) -> UnresolvedCon
     """Read a configuration without checking its plan.
 
     Raises:
-        ConfigError: the configuration is wrong otherwise.
+        ConfigError: something else in the configuration is wrong.
     """
     return UnresolvedConfig(*read_config(path, overrides))
 

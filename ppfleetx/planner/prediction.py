@@ -1,4 +1,4 @@
-"""The prediction for one job: memory of each stage, time of a step, and what follows from both."""
+"""The prediction for one job: the memory of each stage, the time of a step, and numbers derived from both."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class Prediction:
 
     @cached_property
     def fullest(self) -> float:
-        """The bytes that the fullest rank needs, at the start or in a step. With equal stages it is on the
-        first (most micro batches in flight) or the last one (logits)."""
+        """The bytes that the fullest rank needs, at the start or in a step. If the stages are equal, this
+        rank is on the first stage (most micro batches in flight) or on the last (logits).
+        """
         plan = self.job.plan
         stages = {0, plan.pp - 1} if plan.pp_layers is None else range(plan.pp)
         return max(stage_memory(self.job, self.cluster, stage).peak for stage in stages)
@@ -120,15 +121,16 @@ def run_prediction(
 
     Args:
         cfg: the configuration.
-        device: ``cpu`` or anything else.
-        card: the card of the run; None: ``Global.card``, else that of ``device_name``, else a typical one.
+        device: the kind of device; any kind but ``cpu`` counts as a card.
+        card: the card of the run; None: ``Global.card``, else the card of ``device_name``, else a typical
+            card.
         device_name: the driver's name of the device.
 
     Returns:
-        None if the run does not train our own GPT, or the card does not compute in its type.
+        None if the run does not train our own GPT, or if the card does not compute in the run's type.
 
     Raises:
-        ConfigError: ``Global.card`` is no card.
+        ConfigError: ``Global.card`` names no card.
     """
     prediction = prediction_of_memory(cfg, device, card, device_name)
     if prediction is None or prediction.job.precision.compute not in prediction.cluster.card.peak_tflops:

@@ -37,7 +37,7 @@ class Dial:
     Attributes:
         depth: number of layers.
         cards: number of cards.
-        card: their kind: a name, or a YAML file.
+        card: the kind of card: a name, or a YAML file.
         tokens_per_param: training tokens for each parameter.
         seq_len: tokens of a sequence.
         vocab_size: tokens of the vocabulary.
@@ -95,7 +95,7 @@ class Dial:
 
     @property
     def compute(self) -> float:
-        """The FLOPs of the run without embedding tables ("DeepSeek LLM", Bi et al. 2024, equation 2)."""
+        """The FLOPs of the run, embedding tables left out ("DeepSeek LLM", Bi et al. 2024, equation 2)."""
         per_token = self.depth * self.width * (72 * self.width + 12 * self.seq_len)
         return per_token * self.tokens
 
@@ -121,7 +121,7 @@ class Dial:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A configuration and what the planner predicts for it."""
+    """A configuration and the planner's prediction for it."""
 
     dial: Dial
     values: dict[str, Any]
@@ -131,7 +131,7 @@ class Recipe:
         """Size, length, plan, and predicted time, memory and cost, as lines of text.
 
         Args:
-            price: of a card-hour; None: cost is in card-hours only.
+            price: the price of a card-hour; None states the cost in card-hours only.
         """
         dial, found = self.dial, self.prediction
         run = run_length(found, dial.steps * found.job.tokens)
@@ -148,7 +148,7 @@ class Recipe:
         ]
 
     def yaml(self, price: float | None = None) -> str:
-        """The configuration as a file."""
+        """The text of the configuration file."""
         head = (
             *self.summary(price),
             "The rules and their sources: docs/planner.md, A configuration from one number.",
@@ -180,8 +180,7 @@ def recipe(dial: Dial, per_node: int = 8) -> Recipe:
 
 
 def _suits_muon(prediction: Prediction) -> bool:
-    """Whether Muon can use the plan: it updates whole matrices, which must not be assembled in host
-    memory."""
+    """Whether Muon can use the plan: it updates whole matrices and must not assemble them in host memory."""
     plan = prediction.job.plan
     return plan.mp == 1 or not plan.sharding_offload
 

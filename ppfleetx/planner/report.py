@@ -146,7 +146,7 @@ def memory_lines(cfg: RunConfig, device: str) -> list[str]:
 
 
 def verdict(needed: float, there: float, card: str) -> str:
-    """A sentence that says whether ``needed`` bytes fit into the ``there`` bytes of the card."""
+    """A sentence that says whether ``needed`` bytes fit into the card's memory of ``there`` bytes."""
     if needed <= there:
         return f"it fits {card}, of which {bytes_text(there)} can be used"
     return (

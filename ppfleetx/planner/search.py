@@ -1,4 +1,4 @@
-"""Search all legal plans for a number of cards and rank those that fit."""
+"""Search all legal plans for a number of cards, and rank the plans that fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SearchResult:
         too_large: plans that do not fit with any micro batch and recompute; they yield no candidates.
         fit: candidates that fit.
         unfit: candidates that do not.
-        slower: candidates whose memory was not computed because they are slower than enough that fit.
+        slower: candidates whose memory was not computed because enough faster candidates fit.
     """
 
     best: tuple[Prediction, ...]
@@ -66,22 +66,22 @@ class _Shortest:
 
 
 def search(job: Job, cluster: Cluster, devices: int, *, goal: str = "time", keep: int = 10) -> SearchResult:
-    """Find the best plans on ``devices`` cards for the step that ``job`` describes.
+    """Find the best plans for the step that ``job`` describes on ``devices`` cards.
 
     Args:
         job: model, global batch and precision; its own plan does not matter.
         cluster: the cards.
         devices: number of cards.
-        goal: ``time`` (lowest upper end of the likely step time first) or ``memory`` (least memory on the
-            fullest card first).
-        keep: how many plans to return.
+        goal: ``time`` ranks plans by the upper end of the likely step time, ``memory`` by the memory of the
+            fullest card.
+        keep: the number of plans to return.
     """
     looking = _Search(job, cluster, goal, _Shortest(max(_SIMULATED, keep)))
     plans = _plans(job, devices, cluster.per_node)
     if goal == "time":  # ZB-H1 never needs less memory
         plans = _in_both_orders(plans)
     tight = [plan for plan in plans if looking.is_tight(plan)]
-    for plan in tight:  # offload costs time in every step: only where memory is short
+    for plan in tight:  # offload costs time in every step, so try it only where memory is short
         if plan.sharding > 1 and plan.sharding_stage > 1:
             looking.is_tight(replace(plan, sharding_offload=True))
     best = looking.short.in_order()
@@ -106,7 +106,7 @@ class _Search:
     slower: int = 0
 
     def is_tight(self, plan: ParallelPlan) -> bool:
-        """Try ``plan`` with every micro batch and recompute. Returns whether some of them did not fit."""
+        """Try ``plan`` with every micro batch and recompute. Returns whether any of these did not fit."""
         self.plans += 1
         room = self.cluster.card.memory_gib * GIB
         if least_memory(replace(self.job, plan=plan), self.cluster) > room:
@@ -200,7 +200,7 @@ def _in_both_orders(plans: Iterable[ParallelPlan]) -> Iterator[ParallelPlan]:
 def _virtual_stages(job: Job, pp: int) -> tuple[int, ...]:
     layers = job.model.num_layers
     if layers % pp:
-        return ()  # uneven stages are asked for by Distributed.pp_layers
+        return ()  # Distributed.pp_layers sets uneven stages
     return (1,) if pp == 1 else _divisors(layers // pp)
 
 

@@ -1,10 +1,11 @@
 """The time of one optimizer step under a plan, part by part.
 
-Tensor-parallel sums are waited for where they occur, as in the engine. So are pipeline messages, unless
-``overlap_p2p_comm`` lets them travel while the stages compute. Sums of gradients and parameter values under
-sharding count only as far as the passes do not hide them (``parallel/overlap.py``, ``param_broadcast.py``,
-``zero3.py``). Links and devices are assumed not to slow each other down, which has not been measured. For
-published runs nothing is hidden.
+As in the engine, computation waits for tensor-parallel sums where they occur. It also waits for pipeline
+messages, unless ``overlap_p2p_comm`` lets them travel while the stages compute. Sums of gradients and
+transfers of parameter values under sharding count only for the time that the passes do not hide
+(``parallel/overlap.py``, ``param_broadcast.py``, ``zero3.py``). For published runs the passes hide nothing.
+The prediction assumes that communication and computation do not slow each other down, which has not been
+measured.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PassSeconds:
 
 
 def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passes: PassSeconds) -> float:
-    """The seconds of gradient sums that computation does not hide.
+    """The part of the gradient sums, in seconds, that computation does not hide.
 
     Args:
         one_sum: seconds to sum all gradients once, with nothing to overlap with.
@@ -62,8 +63,9 @@ def waited_for_gradients(job: Job, stage: int, held: Held, one_sum: float, passe
 
 
 def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: PassSeconds) -> float:
-    """The seconds of sending updated parameters (sharding stages 1 and 2) that the next forward pass does
-    not hide."""
+    """The part of sending updated parameters (sharding stages 1 and 2), in seconds, that the next forward
+    pass does not hide.
+    """
     whole = held.trained * job.precision.gradient_bytes
     if not job.overlap.values or not whole:
         return sending
@@ -71,7 +73,9 @@ def waited_for_values(job: Job, stage: int, held: Held, sending: float, passes: 
 
 
 def waited_for_layer(job: Job, fetching: float, computing: float) -> float:
-    """The seconds that a layer waits for its parameters (stage 3), sent while the previous layer computes."""
+    """The seconds that a layer waits for its parameters (stage 3), which are sent while the previous layer
+    computes.
+    """
     return max(0.0, fetching - computing) if job.overlap.values else fetching
 
 
@@ -83,16 +87,17 @@ _LOW, _HIGH = 0.93, 1.10
 """Ends of the interval around the predicted step, from the errors on published runs (``docs/planner.md``):
 nine of ten measurements lie within it."""
 _HIGH_PER_DOUBLING = 0.12
-"""Added to the high end for each doubling of the tensor-parallel groups that share a node's network
-(:func:`ppfleetx.planner.network.rival_groups`)."""
+"""The increase of the high end for each doubling of the tensor-parallel groups that share a node's network
+(:func:`ppfleetx.planner.network.rival_groups`).
+"""
 
 
 def spread(job: Job, cluster: Cluster) -> tuple[float, float]:
     """The low and high end of the likely step time, relative to the prediction.
 
-    Plans whose tensor-parallel groups share a node are less certain: with some micro batches a plan was
-    measured as predicted, with others a fifth to two thirds slower, which the bytes sent do not explain. Nine
-    of ten such runs lie below the high end.
+    Predictions are less certain if several tensor-parallel groups share a node: some measured micro batches
+    took the predicted time, others a fifth to two thirds longer, which the bytes sent do not explain. Nine of
+    ten such runs lie below the high end.
     """
     return _LOW, _HIGH + _HIGH_PER_DOUBLING * math.log2(rival_groups(job.plan, cluster))
 
@@ -130,11 +135,11 @@ class StepTime:
 
     Attributes:
         seconds: the whole step.
-        parts: what the busiest stage spends it on; they add up to ``seconds`` (``recompute`` is counted in
-            others).
-        timeline: the passes of the pipeline.
-        bubble: idle share of the passes' time.
-        spread: ends of the likely interval, relative to ``seconds``.
+        parts: the busiest stage's seconds by kind of work; they add up to ``seconds``, except that
+            ``recompute`` is also counted in other parts.
+        timeline: the simulated passes of the pipeline.
+        bubble: the idle share of the time of the passes.
+        spread: the ends of the likely interval, relative to ``seconds``.
     """
 
     seconds: float
@@ -233,8 +238,9 @@ def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
 def _after_passes(
     job: Job, cluster: Cluster, ranks: Mapping[int, tuple[Held, PassSeconds]]
 ) -> tuple[float, float, float, float]:
-    """The seconds, each on the slowest stage, of gradient sums, of the update, of sending updated
-    parameters, and of all three together."""
+    """The seconds of gradient sums, of the update, of sending updated parameters, and of all three together,
+    each on its slowest stage.
+    """
     gradients = max(_gradient_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
     update = max(_update_seconds(job, cluster, held) for held, _ in ranks.values())
     values = max(_value_seconds(job, cluster, stage, *rank) for stage, rank in ranks.items())
@@ -269,8 +275,9 @@ def _stage_passes(job: Job, cluster: Cluster) -> tuple[list[list[Passes]], ...]:
 
 
 def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
-    """For each stage, the time of a backward pass that goes into weight gradients: half of the products
-    with weights."""
+    """For each stage, the share of a backward pass that computes weight gradients, in seconds: half of its
+    products with weights.
+    """
     same, stages = PassKey(job), range(job.plan.pp)
     layer = {block: _products_seconds(same, cluster, block) for block, _ in job.kinds}
     kinds = [job.layer_kinds(stage).items() for stage in stages]
@@ -281,8 +288,9 @@ def _weight_seconds(job: Job, cluster: Cluster) -> list[float]:
 
 @lru_cache(maxsize=4096)
 def _products_seconds(same: PassKey, cluster: Cluster, block: BlockSpec | None) -> float:
-    """The seconds of the forward products with weights (``block`` None: those at the end of the model).
-    Each of the two backward products takes as long."""
+    """The seconds of the forward products with weights; with ``block`` None, of the products at the end of
+    the model. Each of the two backward products takes as long.
+    """
     job = same.job
     operations = block.operations(job.work) if block else job.spec.end_operations(job.work)
     return _forward([o for o in operations if o.kind == "matmul"], job, cluster).total
@@ -321,8 +329,9 @@ def _forward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes:
 
 
 def _backward(operations: list[Operation], job: Job, cluster: Cluster) -> Passes:
-    """The time of the backward products. Each forward product has two: for the gradients of input and
-    weight."""
+    """The time of the backward products: two for each forward product, which compute the gradients of its
+    input and its weight.
+    """
     total = Passes()
     for o in operations:
         total += _price(o, o.backward_flops, o.backward_bytes, 2 * o.kernels, job, cluster)
@@ -352,9 +361,10 @@ def _activation_sum(job: Job, cluster: Cluster) -> float:
 
 
 def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backward: bool = False) -> Passes:
-    """The communication of one layer in one pass: an all-reduce along mp for attention and for an MLP, and
-    two all-to-alls along sep. Under sequence parallelism, the backward pass gathers the inputs of both
-    column-parallel products again."""
+    """The seconds of one layer's communication in one pass: one all-reduce along mp for attention and one for
+    the MLP, and two all-to-alls along sep. Under sequence parallelism, the backward pass gathers the inputs
+    of both column-parallel products again.
+    """
     routed = isinstance(block.mlp, MoESpec)
     pairs = 1 if routed and block.mlp.shared is None else 2
     sums = pairs * _activation_sum(job, cluster)
@@ -371,9 +381,9 @@ def _layer_communication(job: Job, cluster: Cluster, block: BlockSpec, *, backwa
 
 
 def _expert_exchange(job: Job, cluster: Cluster, mlp: MoESpec) -> float:
-    """The time to send rows to their experts and back. If experts are sliced, add a gather of rows and a
-    sum of the slices' results; if tensor-parallel ranks hold the same positions, a gather of their
-    results."""
+    """The time to send rows to their experts and back. Sliced experts add a gather of rows and a sum of the
+    slices' results. If tensor-parallel ranks hold the same positions, a gather of their results is added.
+    """
     plan, sent = job.plan, mlp.sent_bytes(job.work)
     seconds = 2 * all_to_all_seconds(sent, group_of(plan, "ep", cluster), cluster)
     seconds += 2 * gather_seconds(sent * plan.emp, group_of(plan, "emp", cluster), cluster)
@@ -408,8 +418,9 @@ def _fetch_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _gradient_seconds(job: Job, cluster: Cluster, stage: int, held: Held, passes: PassSeconds) -> float:
-    """The exposed seconds of gradient sums: to their owners, or over sep and replicas. Sums over replicas
-    of owners, and of experts, follow after the passes."""
+    """The exposed seconds of gradient sums, which go to the gradients' owners or over sep and replicas. Sums
+    over the replicas of owners and of experts follow the passes.
+    """
     plan, each = job.plan, job.precision.gradient_bytes
     if plan.sharding > 1:
         early = gather_seconds(held.dense * each, group_of(plan, "sharding", cluster), cluster)
@@ -445,8 +456,7 @@ _HOST_SECONDS_PER_PARAMETER = 11e-9
 
 
 def _update_seconds(job: Job, cluster: Cluster, held: Held) -> float:
-    """The seconds of norm, scaling and update: each state is read and written once, gradients are read
-    twice."""
+    """The seconds of norm, scaling and update. They read and write each state once, and gradients twice."""
     p, precision = held.owned, job.precision
     if job.plan.sharding_offload:
         return p * _HOST_SECONDS_PER_PARAMETER

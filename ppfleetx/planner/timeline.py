@@ -19,7 +19,7 @@ _WEIGHTS = -1
 class Span(NamedTuple):
     """One pass of micro batch ``micro`` through virtual stage ``chunk``, from ``start`` to ``end`` seconds.
 
-    ``is_weights``: the half of a backward pass that only computes weight gradients.
+    ``is_weights`` marks the half of a backward pass that only computes weight gradients.
     """
 
     stage: int
@@ -46,7 +46,7 @@ class Messages(NamedTuple):
     gradient_waits: bool = True
 
     def keeps(self, *, output: bool) -> bool:
-        """Whether sending blocks the sender."""
+        """Whether a sender waits for either kind of message."""
         return self.output_waits if output else self.gradient_waits
 
 
@@ -73,12 +73,12 @@ def simulate(
     Args:
         forward, backward: seconds of a micro batch's passes, ``[stage][virtual stage]``.
         micro_batches: number of micro batches.
-        messages: what neighbouring chunks send each other.
-        forwards_first: an interleaved schedule begins with all forward passes.
-        weights: for ZB-H1, seconds of each stage's weight gradients, which are part of ``backward``; None:
-            backward passes are not divided.
-        whole: simulate every micro batch. Otherwise a long step is cut short: once the pipeline is in its
-            steady state, further micro batches repeat it.
+        messages: the messages between neighbouring chunks.
+        forwards_first: whether an interleaved schedule begins with all forward passes.
+        weights: for ZB-H1, the seconds of ``backward`` that each stage spends on weight gradients; None does
+            not divide backward passes.
+        whole: whether to simulate every micro batch. Otherwise a long step is cut short: once the pipeline
+            has reached its steady state, the remaining micro batches are assumed to repeat it.
     """
     num_stages, num_chunks = len(forward), len(forward[0])
     shown = num_stages * (_STEADY_ROUNDS + num_chunks - 1)
@@ -128,12 +128,12 @@ class _Stages:
         self._last = self._num_stages * len(forward[0]) - 1
         self._clock = [0.0] * self._num_stages
         self._gone = [[0.0, 0.0] for _ in forward]  # when a stage's last gradient and output have left
-        # When the input of (is forward, chunk of the whole model, micro batch) is there.
+        # arrival of the input of (is forward, chunk, micro batch)
         self._arrived: dict[tuple[bool, int, int], float] = {}
         self._spans: list[Span] = []
 
     def simulate(self, orders: Sequence[Sequence[tuple[bool, int, int]]]) -> Timeline:
-        """Run every stage's passes in its order, each as soon as its input has arrived."""
+        """Run every stage's passes in order, each pass as soon as its input has arrived."""
         positions = [0] * self._num_stages
         waiting = list(range(self._num_stages))
         while waiting:
@@ -180,7 +180,7 @@ class _Stages:
 
 
 def _divided_order(stage: int, num_stages: int, micro_batches: int) -> list[tuple[bool, int, int]]:
-    """Like :func:`_order` for ZB-H1; gradients of weights have no virtual stage."""
+    """The order of passes for ZB-H1, like :func:`_order`; weight gradients have no virtual stage."""
     order = zero_bubble_order(stage, num_stages, micro_batches)
     return [(part == "F", _WEIGHTS if part == "W" else 0, micro) for part, micro in order]
 
@@ -205,8 +205,7 @@ def _order(
 
 
 def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tuple[int, int]:
-    """The virtual stage and micro batch of the k-th pass: groups of ``num_stages`` micro batches take
-    turns."""
+    """The virtual stage and micro batch of pass k. Groups of ``num_stages`` micro batches take turns."""
     if num_chunks == 1:
         return 0, k
     group, within = divmod(k, num_stages * num_chunks)
@@ -220,6 +219,6 @@ def bubble_share(
     backward: Sequence[Sequence[float]],
     micro_batches: int,
 ) -> float:
-    """The average share of the passes' time in which stages are idle, waits for messages included."""
+    """The average share of the passes' time in which stages are idle, including waits for messages."""
     busy = sum(sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)) * micro_batches / len(forward)
     return 1 - busy / timeline.seconds

@@ -15,7 +15,7 @@ class StepFlops:
     """Floating-point operations of one step of the whole job; a multiply-add counts as two.
 
     Attributes:
-        causal: model FLOPs with the causal half of attention (Megatron-LM since 2024; the log's convention).
+        causal: model FLOPs with the causal half of attention, as in the log and in Megatron-LM since 2024.
         full: model FLOPs with all pairs of positions: 72 B s l h^2 (1 + s / 6h + V / 12lh) for a plain GPT
             (Narayanan et al. 2021, Korthikanti et al. 2022). MFU in this package is computed from it.
         hardware: ``full`` plus recomputation: 96 B s l h^2 (1 + s / 6h + V / 16lh) with full recompute.
@@ -110,12 +110,11 @@ def run_utilization(cfg: RunConfig, device: str, device_name: str = "") -> Utili
 
     Args:
         cfg: the configuration.
-        device: ``cpu`` or anything else.
-        device_name: what the driver calls the device.
+        device: the kind of device; any kind but ``cpu`` counts as a card.
+        device_name: the driver's name of the device.
 
     Returns:
-        None where the FLOPs of a step are not known: another network than our GPT, a classifier, adapters
-            beside
+        None if the FLOPs of a step are unknown: for networks other than our GPT, classifiers, adapters beside
         frozen weights, or training texts of varying length.
     """
     train = cfg.Data.Train

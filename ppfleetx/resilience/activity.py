@@ -1,4 +1,4 @@
-"""Track what the program is doing, for the watchdog."""
+"""Track the program's activity, for the watchdog."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Progress:
     """Place and time of the last progress, written by the program and read by another thread.
 
     Attributes:
-        place: what the program is doing, e.g. "reading data".
+        place: the current activity of the program, e.g. "reading data".
         step: the optimizer step; None before the first.
         since: time of the last progress, in seconds of the monotonic clock.
-        is_under_way: whether a step has been done, so that later ones should take about as long.
+        is_under_way: whether a step has been done, so that later steps should take about as long.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Progress:
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Context in which the program is at ``place``; afterwards it is back at the previous place."""
+        """Context in which the program is at ``place``. Afterwards it is back at the previous place."""
         before = self.place
         self.beat(place)
         try:

@@ -1,8 +1,8 @@
 """Combine the reports of a job's ranks into one sentence that names the missing ranks.
 
 A rank *waits* if its main thread is in a collective or a message. The cause of a hang is a rank that others
-wait for and that does not wait itself, or that has not reported at all. If all ranks wait, their records show
-which of them called something else, or that all made the same call and the network fails.
+wait for, and that either does not wait itself or has not reported. If all ranks wait, their records show that
+a rank called something else, or that all made the same call and the network fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Explanation:
         sentence: the explanation.
         missing: the ranks that the others wait for, if known.
         silent: ranks without a report.
-        goes_on: ranks that make progress: the job is slow, but does not hang.
+        goes_on: ranks that make progress. If there are any, the job is slow but does not hang.
     """
 
     sentence: str
@@ -35,7 +35,7 @@ class Explanation:
 
 
 def explain(reports: Mapping[int, Report]) -> Explanation:
-    """Explain a hang from the reports by rank, of which there must be at least one."""
+    """Explain a hang from reports by rank. There must be at least one report."""
     size = max(report.world_size for report in reports.values())
     silent = tuple(rank for rank in range(size) if rank not in reports)
     goes_on = tuple(rank for rank, report in sorted(reports.items()) if report.goes_on)
@@ -68,7 +68,7 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
 
 
 def explain_alone(report: Report) -> Explanation:
-    """The explanation from one rank's own report, if none could be written for the others to read."""
+    """Explain a hang from one rank's own report, if it could not be written for other ranks to read."""
     where = f"waits in {_shown(report.waits_for)}" if report.waits_for is not None else f"is {_place(report)}"
     text = (
         f"rank {report.rank} {where}; what the other ranks do is not known, because no report can be written"
@@ -101,7 +101,7 @@ def _failure(
 
 
 def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[int]:
-    """The participants that have not made the call."""
+    """The participants of a call that have not made it."""
     if call.peer >= 0:
         other = reports.get(call.peer)
         key = f"{call.others_key}{rank}"
@@ -113,7 +113,7 @@ def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[in
         and (
             other not in reports
             or reports[other].counts.get(call.others_key, 0) <= call.number
-            # A repeated query: this rank may have answered after the asking rank had reported.
+            # The query is repeated: this rank may have answered after the asking rank reported.
             or (call.asks and reports[other].waits_for is None)
         )
     ]
@@ -153,7 +153,7 @@ def _elsewhere(ranks: Sequence[int], reports: Mapping[int, Report], silent: Coll
 
 
 def _places(ranks: Sequence[int], reports: Mapping[int, Report], *, name: bool | None = None) -> str:
-    """The place in the program of each of the ranks."""
+    """The place in the program where each of the ranks is."""
     by_place: dict[str, list[int]] = {}
     for rank in ranks:
         by_place.setdefault(_place(reports[rank]), []).append(rank)
@@ -179,7 +179,7 @@ def _silence(silent: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
-    """The kernel's state of silent ranks, according to the other ranks."""
+    """The state of silent ranks in the kernel, as other ranks report it."""
     by_state: dict[str, list[int]] = {}
     for rank in ranks:
         states = [report.peers[rank] for report in reports.values() if rank in report.peers]
@@ -205,7 +205,7 @@ def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
-    """The sentence for ranks of a group whose calls with the same number are different operations."""
+    """The sentence if ranks of a group made different calls under the same number."""
     for rank, call in waits.items():
         if call.peer >= 0:
             continue
@@ -244,7 +244,7 @@ def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
 def _crossed(
     waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
 ) -> str:
-    """The sentence for ranks that wait for each other in different calls: one skipped or swapped a call."""
+    """The sentence if ranks wait for each other in different calls, because one skipped or swapped a call."""
     for rank, absent in edges.items():
         for other in absent:
             if other in edges and rank in _reached(other, edges):
@@ -279,7 +279,7 @@ def _last_common(one: Report, other: Report) -> str:
 
 
 def _network(answered: Sequence[int], waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
-    """The sentence for ranks that wait although all participants have called the same operation."""
+    """The sentence if ranks wait although all participants have called the same operation."""
     involved = {rank for waiting in answered for rank in (waiting, *_others_in(waits[waiting]))}
     hosts = sorted({reports[rank].host for rank in involved if rank in reports})
     between = f" between {' and '.join(hosts)}" if len(hosts) > 1 else ""
@@ -294,7 +294,7 @@ def _others_in(call: CallNote) -> Sequence[int]:
 
 
 def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
-    """Which ranks are at another step than most."""
+    """A text that names the ranks at a different step than most."""
     by_step: dict[int, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if report.step is not None:

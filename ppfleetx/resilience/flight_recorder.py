@@ -1,7 +1,7 @@
 """Record the last collectives that this process called, for every kind of process group.
 
-Recording a call costs about five microseconds: shapes and tasks are only stored, and not inspected or
-formatted before a report is made.
+Recording a call costs about five microseconds: shapes and tasks are only stored; they are inspected and
+formatted when a report is made.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Call:
     """One call of a collective, or of a message between two ranks.
 
     Attributes:
-        operation: its name, without the stream.
+        operation: the name of the operation, without the stream.
         group: the process group.
-        number: count of earlier calls of the group: of collectives, or of messages to or from one peer.
-        peer: rank in the group that a message goes to or comes from; -1 for a collective.
-        shape, dtype: of this rank's input tensor, if there is one.
-        begun, ended: in seconds of the monotonic clock; ``ended`` is 0.0 while it runs.
-        task: its return value, which knows whether a background operation is done.
-        asks: it only asks the other ranks whether they are done, which does not count as progress.
+        number: the number of earlier calls of the group: collectives, or messages to or from the same peer.
+        peer: the rank in the group that receives or sends the message; -1 for a collective.
+        shape, dtype: shape and type of this rank's input tensor, if there is one.
+        begun, ended: times in seconds of the monotonic clock; ``ended`` is 0.0 while the call runs.
+        task: the return value of the call, which knows whether a background operation is done.
+        asks: whether the call only asks other ranks whether they are done, which does not count as progress.
     """
 
     __slots__ = (
@@ -54,7 +54,7 @@ class Call:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's part is done, as far as the task knows."""
+        """Whether this rank's part of the call is done, as far as the task knows."""
         if not self.ended:
             return False
         ask = getattr(self.task, "is_completed", None)
@@ -65,12 +65,13 @@ class CallRecord:
     """A ring of the last :data:`KEPT` calls.
 
     Attributes:
-        blocked_on: returns the task that the program waits for, or None; set by a backend that knows.
-        join_device: called in a thread before it asks tasks whether they are done.
+        blocked_on: a function that returns the task that the program waits for, or None; set by backends that
+            know the task.
+        join_device: a function called in a thread before the thread asks tasks whether they are done.
         names: names of groups ("mp") by Paddle's group id.
-        waited: seconds that this process has waited for other ranks, if the backend measures them.
-        reads: whether the program waits for its device, and so for all collectives on it.
-        failed: the last call that raised, or whose task did.
+        waited: the seconds that this process has waited for other ranks, if the backend measures them.
+        reads: whether the program waits for its device, and therefore for all collectives on it.
+        failed: the last call that raised an error, or whose task did.
     """
 
     def __init__(self) -> None:
@@ -95,13 +96,15 @@ class CallRecord:
 
     @property
     def last_activity(self) -> float:
-        """When a call that counts as progress last began or ended (monotonic clock); 0.0 before the first."""
+        """The time (monotonic clock) when a call that counts as progress last began or ended; 0.0 before the
+        first.
+        """
         found = next((call for call in reversed(list(self.calls)) if not call.asks), None)
         return 0.0 if found is None else max(found.begun, found.ended)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Context for calls that only ask whether other ranks are done, which does not count as progress."""
+        """Context for calls that only ask whether other ranks are done. They do not count as progress."""
         before, self._asks = self._asks, True
         try:
             yield
@@ -143,7 +146,7 @@ class CallRecord:
         return call
 
     def recorded(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Wrap ``method`` of a process group so that its calls are recorded, but not nested ones."""
+        """Wrap ``method`` of a process group so that its calls are recorded, except nested calls."""
         nested = self._nested
 
         @functools.wraps(method)
@@ -165,7 +168,7 @@ class CallRecord:
         return call
 
     def record_class(self, cls: type, names: Iterable[str]) -> None:
-        """Record the calls of the methods ``names`` of ``cls``; names that it lacks are skipped."""
+        """Record all calls of the methods ``names`` of ``cls``. Missing methods are skipped."""
         for name in names:
             method = getattr(cls, name, None)
             if method is not None and not hasattr(method, "__wrapped__"):
@@ -177,7 +180,9 @@ class CallRecord:
         return {key: tuple(value) for key, value in list(self._counts.items())}
 
     def waited_for(self, thread: int) -> Call | None:
-        """The call that ``thread`` waits for: one that has not returned, or the backend's."""
+        """The call that ``thread`` waits for: a call that has not returned, or the call that the backend
+        waits for.
+        """
         calls = list(self.calls)
         for call in reversed(calls):
             if not call.ended and call.thread == thread:
@@ -230,14 +235,14 @@ _FORMS = ("_on_calc_stream", "_into_tensor", "_tensor", "_partial", "_single")
 
 
 def operation_of(method: str) -> str:
-    """The operation of a method of a process group."""
+    """The name of the operation that a method of a process group performs."""
     for ending in _FORMS:
         method = method.removesuffix(ending)
     return _SAME.get(method, method)
 
 
 def _tensor_in(arguments: tuple[Any, ...]) -> Any:
-    """The input tensor: the second one if the first is the output."""
+    """The input tensor among the arguments: the second one if the first is the output."""
     found = None
     for argument in arguments[:2]:
         one = argument[0] if isinstance(argument, list | tuple) and argument else argument

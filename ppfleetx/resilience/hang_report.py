@@ -25,7 +25,7 @@ FORMAT = 1
 _LONGEST = 600  # characters of an error
 _IMPORTS = "<frozen importlib._bootstrap>"
 _WAITING_FILES = ("threading.py", "queue.py", "selectors.py", "subprocess.py", "socket.py", "_base.py")
-# Files in which the main thread waits for other threads, and prefixes of those threads' names.
+# Files in which the main thread waits for other threads, and prefixes of the names of these threads.
 _HELPERS = {"loader.py": "data", "save.py": "checkpoint", "together.py": "first-on-node"}
 _IDLE = "_worker"  # the function in which a pool's thread waits for work
 _PADDLE_WAITS = ("wait", "synchronize", "numpy", "item", "tolist", "__float__", "__int__", "__bool__")
@@ -33,16 +33,16 @@ _PADDLE_WAITS = ("wait", "synchronize", "numpy", "item", "tolist", "__float__", 
 
 @dataclass(frozen=True)
 class CallNote:
-    """One recorded call, as a report holds it.
+    """One recorded call in a report.
 
     Attributes:
         operation, number, peer, asks: see :class:`~ppfleetx.resilience.flight_recorder.Call`; ``peer`` is a
             rank of the job, -1 for a collective.
-        group: name and ranks, e.g. "the mp group [0..3]".
+        group: the group's name and ranks, e.g. "the mp group [0..3]".
         group_id: Paddle's number of the group, the same on all ranks.
-        ranks: of the group, in the job.
-        shape: of this rank's tensor, if there is one.
-        seconds_ago: time from its start to the report.
+        ranks: the ranks of the group, numbered within the job.
+        shape: the shape of this rank's tensor, if there is one.
+        seconds_ago: the time from the start of the call to the report.
         state: ``done``, ``called`` (it returned and continues in the background) or ``in the call``.
     """
 
@@ -60,7 +60,7 @@ class CallNote:
 
     @property
     def others_key(self) -> str:
-        """The key in :attr:`Report.counts` under which the other participants count this call."""
+        """The key under which the other participants count this call in :attr:`Report.counts`."""
         if self.peer < 0:
             return str(self.group_id)
         return f"{self.group_id}{'<' if self.operation == 'send' else '>'}"
@@ -77,26 +77,26 @@ class Report:
     """The report of one rank.
 
     Attributes:
-        rank, world_size: its place in the job.
-        written: seconds since 1970.
+        rank, world_size: the rank's number, and the number of ranks in the job.
+        written: the time of the report, in seconds since 1970.
         step, place: the program's last known position, ``place_seconds`` before the report.
-        quiet_seconds: time since its last progress.
-        timeout: seconds without progress after which it counts as hung.
-        works: whether it moves data, or computes and has not done so for too long.
-        computes: whether it computes, for however long.
-        where: file, line and function of the main thread, or of the thread that it waits for.
-        importing: the module that is being imported.
+        quiet_seconds: the time since the rank's last progress.
+        timeout: the seconds without progress after which the rank counts as hung.
+        works: whether the rank moves data, or has been computing, but not for too long.
+        computes: whether the rank computes, no matter for how long.
+        where: file, line and function where the main thread is, or the thread that it waits for.
+        importing: the module that is being imported, if any.
         waits_for: the call that the main thread waits for, or that failed.
         failure: the error that ended this rank, or "".
-        lost: whether that error says that another rank has ended.
-        counts: calls that this rank has begun: ``5`` counts collectives of the group with that id, ``5>2``
-            messages in it to rank 2, ``5<2`` messages from rank 2.
+        lost: whether ``failure`` says that another rank has ended.
+        counts: the number of calls that this rank has begun. The key ``5`` counts collectives of the group
+            with id 5, ``5>2`` its messages to rank 2, and ``5<2`` its messages from rank 2.
         calls: the last calls, oldest first.
-        peers: what the kernel says about the job's other processes on this machine, if that explains their
-            silence: "is stopped", "has ended".
+        peers: the kernel's state of the job's other processes on this machine, if it explains their silence:
+            "is stopped", "has ended".
         killed_for_memory: number of processes that the kernel has killed for lack of memory since the run
             began.
-        memory: sizes in bytes.
+        memory: sizes of memory in bytes.
         stacks: stacks of all threads.
     """
 
@@ -126,12 +126,14 @@ class Report:
 
     @property
     def goes_on(self) -> bool:
-        """Whether this rank makes progress: it may be slow, but does not hang."""
+        """Whether this rank makes progress, so that it may be slow but does not hang."""
         return not self.failure and (self.works or self.quiet_seconds < self.timeout / 2)
 
     @property
     def asks(self) -> bool:
-        """Whether this rank reports because it makes no progress, not because another rank asked."""
+        """Whether this rank reports because it makes no progress itself, not because another rank asked for
+        it.
+        """
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:
@@ -145,7 +147,7 @@ class Report:
         """Parse the output of :meth:`to_json`.
 
         Raises:
-            ValueError: it is not a report.
+            ValueError: the text is not a report.
         """
         try:
             tree = json.loads(text)
@@ -234,7 +236,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _waits_for_a_device(frame: Any) -> bool:
-    """Whether the main thread waits for its card, and so for the collectives queued on it."""
+    """Whether the main thread waits for its card, and therefore for the collectives queued on it."""
     for _ in range(4):
         if frame is None:
             return False
@@ -302,11 +304,11 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     return f"[{', '.join(map(str, ranks))}]"
 
 
-# -- where a thread is, from its Python stack --------------------------------------------
+# -- the place of a thread, from its Python stack --------------------------------------------
 
 
 def main_place(frame: FrameType | None) -> str:
-    """:func:`innermost` of the main thread or, if that waits for another thread, of that thread."""
+    """The :func:`innermost` call of the main thread, or of the thread that it waits for."""
     own = innermost(frame)
     begins = _HELPERS.get(own.partition(":")[0])
     if begins is None or frame is None or not _is_waiting(frame):
@@ -321,7 +323,7 @@ def main_place(frame: FrameType | None) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """``file.py:12 in function`` where an error was raised."""
+    """The place where an error was raised, as ``file.py:12 in function``."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -329,7 +331,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def innermost(frame: FrameType | None) -> str:
-    """``file.py:12 in function`` of the innermost call that is not a wait in the standard library."""
+    """The innermost call that is not a wait in the standard library, as ``file.py:12 in function``."""
     while frame is not None and frame.f_back is not None and _is_waiting(frame):
         frame = frame.f_back
     if frame is None:
@@ -379,7 +381,9 @@ _SAME_HANG_SECONDS = 120.0  # the ranks report a hang within this time
 
 
 def latest(reports: Mapping[int, Report]) -> dict[int, Report]:
-    """The reports of the last hang in a directory, which may hold reports of earlier hangs or larger jobs."""
+    """The reports of the last hang in a directory, which may also hold reports of earlier hangs or larger
+    jobs.
+    """
     if not reports:
         return {}
     last = max(reports.values(), key=lambda report: report.written)
@@ -397,7 +401,8 @@ def read_reports(
 
     Args:
         since: ignore reports written before this time (seconds since 1970).
-        faults: filled with the files that cannot be read, and why; a full disk may have truncated them.
+        faults: a dictionary that is filled with the files that cannot be read, and the reasons; a full disk
+            may have truncated them.
     """
     found: dict[int, Report] = {}
     for path in sorted(directory.glob("rank_*.json")):

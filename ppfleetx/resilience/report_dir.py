@@ -1,4 +1,4 @@
-"""Directories for the ranks' reports. Every access has a time limit: the disk may be what hangs."""
+"""Directories for the ranks' reports. Every access has a time limit, because the disk itself may hang."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _SUMMARY = "summary.txt"
 class ReportDir:
     """One directory, created with ``mode``.
 
-    Accesses run in a separate thread, which may block for ever. After an access that does not return in time,
-    the directory is not used any more.
+    Accesses run in a separate thread, which may block forever. After an access that does not return in time,
+    the directory is no longer used.
 
     Attributes:
-        seconds: CPU time of its thread.
+        seconds: the CPU time of the thread.
     """
 
     def __init__(self, directory: Path, mode: int = 0o777) -> None:
@@ -36,14 +36,15 @@ class ReportDir:
         self.seconds = 0.0
 
     def open(self) -> None:
-        """Start the thread, before the process is ending, when Python starts no more threads."""
+        """Start the thread. Call this early: Python starts no more threads once the process is ending."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=self._serve, name="hang-reports", daemon=True).start()
 
     def has_news(self, since: float) -> bool:
-        """Whether a rank without progress has written a report after ``since`` (seconds since 1970), by which
-        it asks the other ranks for theirs."""
+        """Whether a rank without progress has written a report after ``since`` (seconds since 1970). Such a
+        report asks the other ranks for theirs.
+        """
 
         def look() -> bool:
             with contextlib.suppress(OSError):
@@ -56,7 +57,7 @@ class ReportDir:
         return bool(self._do(look))
 
     def write(self, report: Report, text: str) -> bool:
-        """Write this rank's report as JSON and as ``text``; returns whether that worked."""
+        """Write this rank's report as JSON and as ``text``. Returns whether this worked."""
 
         def write_both() -> bool:
             try:
@@ -65,7 +66,7 @@ class ReportDir:
                     return False
                 base = self.directory / f"rank_{report.rank:05d}"
                 _write_whole(base.with_suffix(".json"), report.to_json())
-                with contextlib.suppress(OSError):  # a full disk may have room for only one of them
+                with contextlib.suppress(OSError):  # a full disk may have room for only one file
                     _write_whole(base.with_suffix(".txt"), text)
             except OSError:
                 return False
@@ -85,7 +86,7 @@ class ReportDir:
         return self._do(read) or {}
 
     def clear(self, rank: int | None = None) -> None:
-        """Delete the reports of ``rank``; None: of the whole job."""
+        """Delete the reports of ``rank``, or of the whole job if it is None."""
         if not self._is_started:
             return
 
@@ -113,15 +114,15 @@ class ReportDir:
         self._do(write)
 
     def _is_foreign(self) -> bool:
-        """Whether another user has created the directory, or a link of its name, in a shared place.
+        """Whether another user has created the directory, or a link with its name, in a shared place.
 
         Raises:
-            OSError: it does not exist.
+            OSError: the directory does not exist.
         """
         return self._mode == PRIVATE and self.directory.lstat().st_uid != os.getuid()
 
     def _do(self, act: Callable[[], object]) -> object:
-        """Call ``act`` in this directory's thread; returns None if it does not finish in time."""
+        """Call ``act`` in this directory's thread. Returns None if it does not finish in time."""
         if self._is_dead:
             return None
         self.open()

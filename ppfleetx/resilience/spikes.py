@@ -1,8 +1,8 @@
 """Find steps whose loss or gradient norm jumps (``Engine.spike``), before the update and on all ranks.
 
 A value is a spike if it exceeds the median of the last steps by a number of deviations. The deviation is
-1.4826 times the median absolute deviation (MAD), which for normally distributed values is the standard
-deviation, and at least 1 % of the median: otherwise everything would be a spike in a window of nearly equal
+1.4826 times the median absolute deviation (MAD), which is the standard deviation for normally distributed
+values. It is at least 1 % of the median; otherwise every value would be a spike in a window of nearly equal
 values.
 """
 
@@ -20,7 +20,7 @@ from ppfleetx.config.sections.engine import SpikeConfig
 
 _MAD_TO_DEVIATION = 1.4826
 _LEAST_SHARE = 0.01
-_SAME = 1e-3  # relative; float32 sums in another order differ by less
+_SAME = 1e-3  # relative; float32 sums in a different order differ by less
 
 Repeat = Callable[[], tuple[float, float]]
 
@@ -30,15 +30,16 @@ class Spike:
     """One spike, and the reaction to it.
 
     Attributes:
-        step: the optimizer step, which was not taken unless ``action`` is ``repeated``.
-        what: ``loss`` or ``grad_norm``, whichever jumped; the loss if both did.
-        loss, grad_norm: of the step.
-        median, deviation: of ``what`` over the window; None if the value is not finite.
-        action: ``skip``, ``rewind``, ``stop``, or ``repeated`` if the same step, repeated, was not a spike.
-        repeated_loss, repeated_grad_norm: of the repeated step, if there was one.
+        step: the optimizer step. It was taken only if ``action`` is ``repeated``.
+        what: the value that jumped, ``loss`` or ``grad_norm``; ``loss`` if both did.
+        loss, grad_norm: loss and gradient norm of the step.
+        median, deviation: median and deviation of ``what`` over the window; None if the value is not finite.
+        action: ``skip``, ``rewind``, ``stop``, or ``repeated`` if the step was repeated and was no spike
+            then.
+        repeated_loss, repeated_grad_norm: loss and gradient norm of the repeated step, if there was one.
         to_step: for ``rewind``, the step of the checkpoint that the run went back to.
         samples: the step's samples in the training order, as [first, one past the last]. After a rewind, the
-            samples between the checkpoint and these are skipped too.
+            samples from the checkpoint up to these are skipped too.
     """
 
     step: int
@@ -96,11 +97,12 @@ class Spike:
         return text + again + done
 
     def answered(self, to_step: int | None, samples: tuple[int, int]) -> Spike:
-        """A copy of the spike with its outcome.
+        """Return a copy of the spike with its outcome.
 
         Args:
-            to_step: the step that the run went back to; None if it did not, which turns a rewind into a skip.
-            samples: of the step.
+            to_step: the step that the run went back to; None if it did not go back, which turns a rewind into
+                a skip.
+            samples: the samples of the step.
         """
         action = "skip" if self.action == "rewind" and to_step is None else self.action
         return replace(self, action=action, to_step=to_step, samples=samples)
@@ -111,7 +113,7 @@ class SpikeGuard:
 
     Args:
         options: ``Engine.spike``, with an action other than ``off``.
-        any_rank: whether what is True here is True on any rank; all ranks call it.
+        any_rank: a function that returns whether its argument is True on any rank; all ranks call it.
     """
 
     def __init__(self, options: SpikeConfig, any_rank: Callable[[bool], bool]) -> None:
@@ -138,7 +140,8 @@ class SpikeGuard:
         Returns the loss and the gradient norm to use, and whether to take the step.
 
         Args:
-            repeat: computes the step again with the same weights and samples, which replaces the gradients.
+            repeat: a function that repeats the step with the same weights and samples, and replaces the
+                gradients.
         """
         spike = self._agreed(loss, grad_norm)
         again: tuple[float, float] | None = None
@@ -177,10 +180,10 @@ class SpikeGuard:
         return {"losses": [*self._losses], "grad_norms": [*self._norms], "in_a_row": self._in_a_row}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned; an empty state starts afresh.
+        """Restore the result of :meth:`state`. An empty state starts afresh.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the state is damaged.
         """
         losses, norms = state.get("losses", []), state.get("grad_norms", [])
         in_a_row = state.get("in_a_row", 0)
@@ -191,8 +194,9 @@ class SpikeGuard:
         self._in_a_row = in_a_row
 
     def _agreed(self, loss: float, grad_norm: float) -> str | None:
-        """The name of the value that jumped on any rank, or None; sums may differ between ranks in the
-        last bit."""
+        """The name of the value that jumped on any rank, or None. Ranks must agree, because their sums may
+        differ in the last bit.
+        """
         what = None
         if self._jumps(grad_norm, self._norms, self._options.grad_norm_deviations):
             what = "grad_norm"

@@ -29,7 +29,7 @@ class StopRequest:
         return self._agreed
 
     def agree(self, requested: object) -> bool:
-        """Record whether any rank got a signal (``requested``), which makes all of them stop."""
+        """Record whether any rank got a signal (``requested``). If so, all ranks stop."""
         self._agreed = self._agreed or bool(requested)
         return self._agreed
 
@@ -48,7 +48,7 @@ class StopRequest:
             # kill a rank that has stopped or finished and is about to exit.
             self._previous[signal.SIGTERM] = signal.SIG_IGN
         for number, handler in self._previous.items():
-            # A handler that Python did not install (Paddle's C++ one) cannot be restored from here.
+            # A handler that Python did not install (Paddle's C++ handler) cannot be restored from here.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

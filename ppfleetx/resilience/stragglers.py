@@ -1,10 +1,10 @@
 """Find slow ranks by the time per step that each rank does not spend waiting for others.
 
-All ranks of a job take equally long for a step, because fast ones wait for slow ones. They differ in their
-own time, in which they do *not* wait. If it is 1.3 s for the slowest rank and 1.0 s for the others, the job
-loses 0.3 s per step. Pipeline stages have different work, so a rank is compared with the others of its stage.
-A rank that is alone in its stage is compared with the other stages, and counts as slow if it takes 1.5 times
-as long.
+All ranks of a job take equally long for a step, because fast ranks wait for slow ones. They differ in their
+own time, the time in which they do *not* wait. If it is 1.3 s for the slowest rank and 1.0 s for the others,
+the job loses 0.3 s per step. Pipeline stages have different work, so a rank is compared with the other ranks
+of its stage. A rank that is alone in its stage is compared with the other stages, and counts as slow if it
+takes 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 
 LEAST_COST = 0.05
-"""Share of a step from which a slow rank is reported."""
+"""A slow rank is reported if it costs at least this share of a step."""
 _UNLIKE = 1.5  # tolerance towards other stages, which may have less work
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A slow rank; times in seconds per step.
+    """A slow rank. Times are in seconds per step.
 
     Attributes:
         data, compute: time waiting for data, and the rest of its own time.
-        usual: own time of the median rank; of two ranks, that of the faster one.
+        usual: the own time of the median rank; with two ranks, the own time of the faster one.
         alone: whether it is the only rank of its pipeline stage, and is compared with other stages.
     """
 
@@ -55,10 +55,11 @@ class Stragglers:
     """The slow ranks of the last steps.
 
     Attributes:
-        step: the last of the steps.
-        steps: their number.
-        step_seconds: mean time of one.
-        cost: the share of it that would be saved if the slowest rank were as fast as the median one.
+        step: the last step compared.
+        steps: the number of steps compared.
+        step_seconds: the mean time of a step.
+        cost: the share of the time that the job would save if the slowest rank were as fast as the median
+            one.
         slowest: the slow ranks, slowest first.
     """
 
@@ -79,12 +80,12 @@ class Stragglers:
 
 
 class StragglerTable:
-    """Sums the times of all ranks and compares them now and then.
+    """Sums the times of all ranks and compares them at regular intervals.
 
     Args:
-        every: steps between comparisons; 0: never.
+        every: the number of steps between comparisons; 0 for no comparisons.
         stages: the pipeline stage of each rank.
-        gather: each rank's value, in the order of ranks; all ranks call it.
+        gather: a function that returns each rank's value, in rank order; all ranks call it.
     """
 
     def __init__(self, every: int, stages: Sequence[int], gather: Callable[[str], list[str]]) -> None:
@@ -101,13 +102,13 @@ class StragglerTable:
 
     @property
     def own(self) -> list[int]:
-        """The arguments of :meth:`took` in microseconds, to be sent to the other ranks."""
+        """The sums of the arguments of :meth:`took` in microseconds, to send to the other ranks."""
         return self._own
 
     def add(self, times: np.ndarray, step: int) -> None:
         """Add :attr:`own` of all ranks, int64 ``[rank, 3]``, after ``step`` steps; all ranks call this.
 
-        :attr:`found` is then the result on all ranks; None if no comparison was due or no rank is slow.
+        Afterwards :attr:`found` is the result on all ranks; None if no comparison was due or no rank is slow.
         """
         self.found = None
         if not self._every or not times.any():

@@ -21,7 +21,7 @@ from ppfleetx.utils.log import configure_logging, get_logger
 from ppfleetx.utils.processes import adopt_orphans, descendants, end_child_with_parent, end_descendants
 
 _MAX_BACKOFF = 300.0
-_SETTLE_SECONDS = 1.0  # for processes to end by themselves before a warning
+_SETTLE_SECONDS = 1.0  # for processes to end by themselves, before a warning
 _FINAL = {
     EXIT_USER_ERROR: "a mistake that a restart does not correct",
     EXIT_INTERRUPTED: "Ctrl-C",
@@ -29,7 +29,7 @@ _FINAL = {
 
 
 class ProcessesRemainError(RuntimeError):
-    """Processes of an earlier start do not end; another start would collide with them."""
+    """Processes of an earlier start do not end. A new start would collide with them."""
 
 
 RESUME = "Engine.save_load.resume"
@@ -39,7 +39,7 @@ def with_resume(command: Sequence[str]) -> list[str]:
     """Add ``-o Engine.save_load.resume=auto`` to ``command``, unless it sets this key to resume already.
 
     Raises:
-        ConfigError: it sets the key to something else; each restart would then be a new run.
+        ConfigError: ``command`` sets the key to something else, so that each restart would be a new run.
     """
     overrides = [text.partition("=") for text in _overrides(command)]
     given = [value.strip() for key, _, value in overrides if key.strip() == RESUME]
@@ -71,12 +71,13 @@ def _overrides(command: Sequence[str]) -> Iterator[str]:
 def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grace: float) -> int:
     """Run ``command`` until it succeeds, a signal stops it, or ``max_restarts`` is reached.
 
-    It is restarted only after all processes of its last start have ended.
+    The command is restarted only after all processes of its last start have ended.
 
     Args:
-        command: program and arguments; runs in its own process group, and gets SIGTERM if this process ends.
-        max_restarts: starts after the first one.
-        backoff: seconds before the first restart; doubles each time, up to five minutes.
+        command: program and arguments. It runs in its own process group, and gets SIGTERM if this process
+            ends.
+        max_restarts: the largest number of starts after the first one.
+        backoff: seconds before the first restart. The time doubles with each restart, up to five minutes.
         grace: seconds between a signal and SIGKILL.
 
     Returns:
@@ -123,7 +124,7 @@ def _run_once(
                 break
             time.sleep(0.1)
     finally:
-        _signal_group(child, signal.SIGKILL)  # the command, or processes of its group that outlived it
+        _signal_group(child, signal.SIGKILL)  # the command, or processes in its group that outlived it
         code = child.wait()
         _end_rest(grace)
     return code if code >= 0 else 128 - code
@@ -133,14 +134,14 @@ def _end_rest(grace: float) -> None:
     """End ranks that outlived the command.
 
     Raises:
-        ProcessesRemainError: they do not end.
+        ProcessesRemainError: some ranks do not end.
     """
     log = get_logger()
     deadline = time.monotonic() + _SETTLE_SECONDS
     while (running := descendants()) and time.monotonic() < deadline:
         time.sleep(0.05)
     if not running:
-        end_descendants(0)  # only collects zombies
+        end_descendants(0)  # this only collects zombies
         return
     log.warning(
         f"supervisor: the command has ended, but not {_processes(running)} below it: SIGTERM now, SIGKILL in "

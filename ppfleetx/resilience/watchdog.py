@@ -1,10 +1,10 @@
 """A thread in each rank that notices when the run makes no progress, and lets all ranks explain why.
 
 1. A rank that makes no progress for the timeout writes its report (``hang_report.py``).
-2. The others see it and write theirs, whatever they are doing.
+2. The other ranks see it and write their own reports, whatever they are doing.
 3. After a short wait each rank reads all reports (a frozen rank writes none) and combines them
-   (``explain.py``). If a rank still works, the job is slow, and all keep waiting. Otherwise the explanation
-   is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
+   (``explain.py``). If a rank still works, the job is slow, and all ranks keep waiting. Otherwise the
+   explanation is printed, and every rank ends with exit code 4 or keeps waiting, as configured.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.machine import WorkMeter, birth_of, killed_for_memory, machine, state_of
 from ppfleetx.utils.peers import decide_end, is_end_decided
 
-_GATHERING = 0.25  # share of the timeout that a rank waits for the others' reports,
+_GATHERING = 0.25  # share of the timeout for which a rank waits for other ranks' reports,
 _GATHERING_LEAST, _GATHERING_MOST = 2.0, 20.0  # between these seconds
-_WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # of a core; per second
+_WORKING_SHARE, _WORKING_BYTES = 0.2, 1 << 20  # of a core, per second
 _COMPUTING = 3.0  # timeouts for which computing counts as progress
 _SAME_END_SECONDS = 60.0
 _RAM = Path("/dev/shm")  # noqa: S108 (its directory is private)
@@ -47,10 +47,10 @@ class Limits:
 
     Attributes:
         timeout: seconds without progress after which a rank counts as hung; 0: no limit.
-        start_timeout: the same before the first step is done.
-        ends: whether to end the process; otherwise only report.
-        counts_work: whether computing counts as progress for a while. With a card it does not during a step
-            or while the program waits for the card, because a waiting thread spins.
+        start_timeout: the same limit before the first step is done.
+        ends: whether to end the process, rather than only report.
+        counts_work: whether computing counts as progress for a while. With a card, it does not count during a
+            step or while the program waits for the card, because a waiting thread spins.
     """
 
     timeout: float = 600.0
@@ -89,9 +89,9 @@ class Watchdog:
 
     Args:
         who: this rank.
-        limits: how long to wait, and what to do then.
-        directory: for the reports.
-        end: ends the process; called in the watchdog's thread.
+        limits: the time limits, and the reaction to a hang.
+        directory: the directory for the reports.
+        end: a function that ends the process; called in the watchdog's thread.
     """
 
     def __init__(
@@ -139,8 +139,9 @@ class Watchdog:
         return limits.timeout if self._progress.is_under_way else limits.start_timeout
 
     def _quiet(self) -> float:
-        """The seconds since the last progress; 0 while ranks meet at the start, which has its own time
-        limit."""
+        """The seconds since the last progress. 0 while ranks meet at the start, which has its own time
+        limit.
+        """
         if self._progress.place == MEETING:
             return 0.0
         latest = max(time.monotonic() - self._silence(), self._excused)
@@ -149,29 +150,31 @@ class Watchdog:
         return time.monotonic() - latest
 
     def _silence(self) -> float:
-        """Seconds since the last sign of life from the program or its communication, not counting time in
-        which the whole process was stopped."""
+        """The seconds since the last sign of life from the program or its communication, without the time in
+        which the whole process was stopped.
+        """
         heard = max(self._progress.since, self._record.last_activity, self._slept_until)
         return time.monotonic() - heard
 
     @property
     def _patience_with_computing(self) -> float:
-        """For how many seconds computing alone counts as progress. Without limit during the start, which may
-        take long, and for a single process, which keeps no other waiting."""
+        """The seconds for which computing alone counts as progress. There is no limit during the start, which
+        may take long, or for a single process, which keeps no other process waiting.
+        """
         limits = self._limits
         if not self._progress.is_under_way or self._who.world_size == 1:
             return math.inf
         return _COMPUTING * limits.timeout
 
     def _notice_sleep(self, seconds: float) -> None:
-        """Discount a sleep that lasted so long that the process or the whole job must have been stopped."""
+        """Do not count a sleep so long that the process or the whole job must have been stopped."""
         late = seconds - self._tick
         if late > max(1.0, self._tick):
             now, silence, quiet = time.monotonic(), self._silence(), self._quiet()
             self._slept_until = now - max(silence - late, 0.0)
             self._excused = max(self._excused, now - max(quiet - late, 0.0))
         if late > self._patience(self._timeout):
-            self._seen_until = time.time()  # the others have decided without this rank
+            self._seen_until = time.time()  # the other ranks have decided without this one
 
     def _watch(self) -> None:
         news_at = time.monotonic()
@@ -192,7 +195,7 @@ class Watchdog:
                 self._inquire(timeout, works)
 
     def _own_seconds(self) -> float:
-        """CPU time of the watchdog itself, which does not count as progress."""
+        """The CPU time of the watchdog itself, which does not count as progress."""
         own = 0.0 if threading.current_thread() is not getattr(self, "_thread", None) else time.thread_time()
         return own + sum(one.seconds for one in self._directories)
 
@@ -224,13 +227,14 @@ class Watchdog:
             return
         if self._limits.ends:
             decide_end()
-            # Wait until the others have decided too, or the end of this process would look like the cause.
+            # Wait until the other ranks have decided too; otherwise the end of this process would look like
+            # the cause.
             last = max(one.written for one in reports.values()) + self._patience(timeout) + 2 * self._tick
             time.sleep(min(max(last - time.time(), 0.0), _GATHERING_MOST))
         if report.rank == min(reports):
             self._print(f"{_since(reports)}: {explanation.sentence}", explanation, written)
         elif self._limits.ends:
-            time.sleep(self._tick)  # let the rank that prints the explanation finish first
+            time.sleep(self._tick)  # the rank that prints the explanation must finish first
         if self._limits.ends:
             self._drop_copies(reports)
             self._end()
@@ -255,12 +259,12 @@ class Watchdog:
         return replace(report, peers=self.peers.states(self._who.rank), killed_for_memory=killed)
 
     def report_failure(self, error: Exception, *, lost: bool, at_end: bool) -> None:
-        """Write what this rank was doing when an error ended it, for ``ppfleetx hang-report``.
+        """Write a report of this rank's activity when an error ended it, for ``ppfleetx hang-report``.
 
         Args:
             lost: whether the error says that another rank has ended.
-            at_end: write only when the process exits, because it should print its error first: a launcher may
-                kill it at any moment.
+            at_end: whether to write only when the process exits. It should print its error first, because a
+                launcher may kill it at any moment.
         """
         if self._who.world_size == 1 or is_end_decided():
             return
@@ -274,7 +278,7 @@ class Watchdog:
         one = self._directories[0]
         earlier = one.reports(time.time() - _SAME_END_SECONDS)
         if lost and any(report.asks for report in earlier.values()):
-            return  # a consequence: the others ended because of a hang
+            return  # a consequence: the other ranks ended because of a hang
         report = capture_report(
             self._who,
             self._progress,
@@ -289,7 +293,7 @@ class Watchdog:
             one.write_summary(explain(latest(one.reports(self._began))).sentence)
 
     def _gather(self, own: Report, since: float, timeout: float) -> dict[int, Report]:
-        """The reports of all ranks, or of those that write one in time."""
+        """The reports of all ranks, or of the ranks that write one in time."""
         deadline = time.monotonic() + self._patience(timeout)
         while True:
             reports = {own.rank: own}
@@ -344,8 +348,9 @@ def readable(report: Report) -> str:
 
 
 def _beside(directory: Path) -> list[Path]:
-    """Directories on the local disk and in memory, in which the ranks of one machine find each other's
-    reports if ``directory`` is on a dead or full disk."""
+    """Directories on the local disk and in memory. The ranks of one machine find each other's reports there
+    if ``directory`` is on a dead or full disk.
+    """
     job = json.dumps([str(directory), os.environ.get("PADDLE_MASTER", ""), os.getuid()])
     name = f"ppfleetx_hang_{blake2b(job.encode(), digest_size=6).hexdigest()}"
     local = Path(tempfile.gettempdir())
@@ -361,7 +366,7 @@ def current() -> Watchdog | None:
 
 
 def begin(who: Identity, limits: Limits, directory: Path, *, end: Callable[[], None]) -> Watchdog | None:
-    """Start a watchdog in place of an earlier one; returns None if ``limits`` switch it off."""
+    """Start a watchdog that replaces any earlier one. Returns None if ``limits`` switch it off."""
     global _current
     finish()
     PROGRESS.begin()
@@ -380,6 +385,6 @@ def finish() -> None:
 
 
 def remember_peers(processes: Mapping[int, Any]) -> None:
-    """Record the job's processes: :meth:`Peers.own` of each rank."""
+    """Record the job's processes, given :meth:`Peers.own` of each rank."""
     if _current is not None:
         _current.peers.processes = {rank: tuple(one) for rank, one in processes.items()}

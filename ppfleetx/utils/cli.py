@@ -24,13 +24,13 @@ EXIT_HUNG = 4
 EXIT_NO_MEMORY = 5
 EXIT_DEVICE = 6
 EXIT_INTERRUPTED = 130
-EXIT_READER_GONE = 141  # what a shell reports for a program that SIGPIPE ended
+EXIT_READER_GONE = 141  # the code that a shell reports for a program ended by SIGPIPE
 
 _OF_LAUNCHER = "PADDLE_TRAINER_ID"
 # The launcher checks its ranks every second or two, shows the log of the first one that has ended, and ends
 # the others. It should find the rank that failed, not those that ended because of it.
 _LAUNCHER_LOOKS_SECONDS = 5.0
-# How long this process may continue without communicating after another one was lost.
+# Seconds that this process may continue without communicating after another process was lost.
 _GRACE_SECONDS = 20.0
 
 
@@ -85,7 +85,7 @@ class _SignalCameError(BaseException):
     """Raised when a signal ends this process, so that ``finally`` blocks clean up."""
 
 
-_received: list[int] = []  # the signal
+_received: list[int] = []  # the number of the signal
 
 
 def _unwind_at_signals() -> None:
@@ -133,7 +133,7 @@ def _exit_code_of(error: Exception) -> int | None:
     """Report an error that is not a bug of this program and return its exit code; None if it is a bug."""
     ended = ended_peer_in(error)
     if ended is not None and is_end_decided():
-        time.sleep(_GRACE_SECONDS)  # the thread that decided to end the process has said why, and ends it
+        time.sleep(_GRACE_SECONDS)  # the thread that decided to end the process has reported why, and ends it
     if ended is not None:
         print(f"error: {ended}", file=sys.stderr, flush=True)
         if _OF_LAUNCHER in os.environ:
@@ -142,7 +142,7 @@ def _exit_code_of(error: Exception) -> int | None:
         return EXIT_PEER_LOST
     if isinstance(error, OutOfMemoryError | DeviceError):
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.last_value = error  # reported to the other processes of the job as the reason for this one's end
+        sys.last_value = error  # the other processes of the job learn this as the reason why this one ends
         _keep_exit_code()
         return EXIT_NO_MEMORY if isinstance(error, OutOfMemoryError) else EXIT_DEVICE
     if isinstance(error, BrokenPipeError) and _reader_has_gone():
@@ -152,7 +152,7 @@ def _exit_code_of(error: Exception) -> int | None:
 
 
 def _wait_for_the_launcher() -> None:
-    """Give the launcher time to find the failed rank; it then ends this one."""
+    """Give the launcher time to find the failed rank. The launcher then ends this rank."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     deadline = time.monotonic() + _LAUNCHER_LOOKS_SECONDS
@@ -168,7 +168,7 @@ def _reader_has_gone() -> bool:
 
 
 def _discard_output() -> None:
-    """Discard buffered output, or Python would fail to flush it at exit."""
+    """Discard buffered output, because Python would fail to flush it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

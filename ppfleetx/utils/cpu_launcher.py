@@ -10,7 +10,7 @@ In processes started as ``python -m paddle.distributed.launch``, and only there,
 - ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs and fails with
   ``ValueError: substring not found`` if there is none. But if ``CUDA_VISIBLE_DEVICES`` lists the numbers,
   Paddle starts one process for each, so the variable is set to the value of ``--devices``.
-- The launcher never waits for ever, and its exit code says what happened (``launcher_watch.py``).
+- The launcher never waits forever, and its exit code says what happened (``launcher_watch.py``).
 
 Why a ``.pth`` file: Python runs the ``import`` lines of such files at start, in every process of the
 environment. There is no other way to run code before Paddle's launcher without a command of our own, and
@@ -89,12 +89,12 @@ def name_devices(argv: Sequence[str], environ: MutableMapping[str, str]) -> None
                 environ[_VISIBLE] = devices
         elif name == "--nproc_per_node" and value.isdecimal() and int(value) > len(visible):
             environ.pop(_VISIBLE, None)
-        elif option.endswith(".py"):  # what follows belongs to the program
+        elif option.endswith(".py"):  # the rest belongs to the program
             return
 
 
 def install(site_packages: Path | None = None) -> Path:
-    """Write the file into ``site_packages`` (default: this environment's); returns its path."""
+    """Write the file into ``site_packages`` (default: this environment's), and return its path."""
     path = (site_packages or Path(sysconfig.get_path("purelib"))) / HOOK
     path.write_text(_LINE, encoding="utf-8")
     return path

@@ -23,9 +23,10 @@ NPU = "npu"
 _PLUGIN = "paddle-custom-"
 PLUGINS_ROOT = "CUSTOM_DEVICE_ROOT"
 """Environment variable with a directory of plugins that Paddle loads. The names of their files usually, but
-not always, say for which device they are."""
+not always, name the device.
+"""
 _PLUGINS_FOLDER = "paddle_custom_device"
-# Of Paddle's errors while it is imported.
+# Found in Paddle's errors while it is imported.
 _NOT_OPENED = re.compile(r"Fail to open library: (\S+) with error: (?:\1: )?(.*)")
 _NO_SUCH_PLACE = "use wrong place"
 _SELECTED = re.compile(r"FLAGS_selected_\w+")
@@ -33,8 +34,9 @@ _ON_THE_CPU = "run on the CPU with -o Global.device=cpu -o Engine.mix_precision.
 
 
 def cpu_obstacle(dtype: str) -> str | None:
-    """Why this machine's CPU cannot compute in ``float16`` or ``bfloat16``; None if it can once the
-    operators are compiled."""
+    """The reason why this machine's CPU cannot compute in ``float16`` or ``bfloat16``; None if it can, once
+    the operators are compiled.
+    """
     if dtype != "bfloat16":
         return f"on a CPU the 16-bit type is bfloat16, not {dtype}"
     if not BFLOAT16 & flags_in(read_cpuinfo()):
@@ -62,11 +64,11 @@ def not_supported_reasons(cfg: RunConfig, device: str) -> list[str]:
 
 
 def expected_device(wanted: str, place: str | None = None) -> str:
-    """The device that ``Global.device`` selects, given what is installed.
+    """The device that ``Global.device`` selects, given the installed Paddle.
 
     Args:
         wanted: the value of ``Global.device``.
-        place: where it was set, for the message.
+        place: the place where it was set, for messages.
 
     Raises:
         ConfigError: no installed build or plugin of Paddle supports that kind of card.
@@ -86,7 +88,7 @@ def expected_device(wanted: str, place: str | None = None) -> str:
 
 
 def how_to_get(wanted: str) -> str:
-    """Advice for when Paddle does not support this kind of device, as the beginning of a sentence."""
+    """Advice if Paddle does not support this kind of device, as the beginning of a sentence."""
     needed = {GPU: FOR_GPUS, XPU: "paddlepaddle-xpu from Paddle's own package index"}
     near = difflib.get_close_matches(wanted, ("auto", CPU, GPU, XPU, "npu"), n=1)
     meant = f"Did you mean {near[0]}? Else install" if near and near[0] != wanted else "Install"
@@ -97,7 +99,7 @@ def how_to_get(wanted: str) -> str:
 
 
 def refused_at_import(error: Exception) -> ConfigError | None:
-    """Explain an error of importing Paddle that a device caused; None if it has another cause."""
+    """Explain an error of importing Paddle, if a device caused it; None if the cause is another."""
     if found := _NOT_OPENED.search(str(error)):
         return ConfigError(
             f"this plugin of Paddle does not load: {found[2].strip()}. Install it again for this version of "
@@ -129,15 +131,16 @@ def is_served(kind: str) -> bool:
 
 
 def of_recipe(kind: str) -> tuple[str, str]:
-    """Choose ``Global.device`` for a recipe that names a kind of card, and the reason if it differs:
-    recipes for cards that the installed Paddle does not support run on whatever there is."""
+    """Choose ``Global.device`` for a recipe that names a kind of card. A recipe for cards that the installed
+    Paddle does not support runs on the available device; then this also returns the reason.
+    """
     if is_served(kind):
         return kind, ""
     return "auto", f"the Paddle installed here does not support {kind}: any card it finds, else the CPU"
 
 
 def _kinds_of_cards() -> list[str]:
-    """Kinds of cards that installed builds and plugins support; ``auto`` takes the first."""
+    """The kinds of cards that installed builds and plugins support. ``auto`` takes the first."""
     builds = [kind for kind in (GPU, XPU) if _is_installed(f"paddlepaddle-{kind}")]
     names = {str(one.metadata["Name"]).lower().replace("_", "-") for one in metadata.distributions()}
     plugins = Path(os.environ.get(PLUGINS_ROOT) or os.devnull).glob(f"lib{_PLUGIN}*.so")

@@ -15,7 +15,7 @@ from typing import IO
 
 from ppfleetx.config.errors import ConfigError
 
-_RANDOM_CHARACTERS = 8  # that tempfile.mkstemp puts into a name
+_RANDOM_CHARACTERS = 8  # in the names that tempfile.mkstemp makes
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
     Readers see the old file or the new one, never a part. On an exception the temporary file is removed.
 
     Raises:
-        OSError: it cannot be written, or ``path`` is a device or pipe, which renaming would replace.
+        OSError: the file cannot be written, or ``path`` is a device or pipe, which renaming would replace.
     """
     path = Path(path)
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -50,7 +50,7 @@ def atomic_write(path: str | Path, mode: str = "wb") -> Iterator[IO]:
 
 
 def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
-    """Remove temporary files of :func:`atomic_write` that killed processes left for these files of
+    """Remove temporary files of :func:`atomic_write` that killed processes left beside these files of
     ``directory``.
 
     No other process may be writing them.
@@ -61,12 +61,12 @@ def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether ``path`` is anything but absent or an empty directory: new files would mix with old ones."""
+    """Whether ``path`` exists and is not an empty directory, so that new files would mix with old ones."""
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Why ``directory``, which need not exist yet, cannot be written to; None if it can."""
+    """The reason why ``directory``, which need not exist yet, cannot be written to; None if it can."""
     # os.path.exists does not raise if a directory may not be read.
     places = (directory.absolute(), *directory.absolute().parents)
     there = next(path for path in places if os.path.exists(path))  # noqa: PTH110
@@ -93,7 +93,9 @@ def refuse_as_new_file(path: Path, key: str) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a file to the first free name of ``name.1.suffix``, ``name.2.suffix``, ...; returns it."""
+    """Rename a file to the first free name of ``name.1.suffix``, ``name.2.suffix``, ..., and return the new
+    path.
+    """
     names = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
     aside = next(name for name in names if not name.exists())
     return path.rename(aside)
@@ -110,7 +112,7 @@ def fsync_dir(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, refusal: Exception) -> Iterator[None]:
-    """Hold ``path`` as a lock file; raise ``refusal`` at once if another process holds it.
+    """Hold ``path`` as a lock file, or raise ``refusal`` at once if another process holds it.
 
     The system releases the lock when the process dies, however it dies; the empty file stays.
     """

@@ -21,7 +21,8 @@ def opened(path: str | Path, error: type[UserError] = CheckpointError) -> Iterat
     """Open a file for reading bytes.
 
     Raises:
-        error: it does not exist, is not a file, or cannot be opened, or read within the block.
+        error: the file does not exist, is not a file, or cannot be opened, or cannot be read within the
+            block.
     """
     file_status(path, error)
     try:
@@ -35,7 +36,7 @@ def file_status(path: str | Path, error: type[UserError] = CheckpointError) -> o
     """The status of a file.
 
     Raises:
-        error: it does not exist, or is a directory, a pipe (which may have no writer) or a device.
+        error: the file does not exist, or is a directory, a pipe (which may have no writer) or a device.
     """
     try:
         status = Path(path).stat()
@@ -78,10 +79,10 @@ def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointEr
     Args:
         content: UTF-8.
         place: the file's name, for messages.
-        error: what to raise.
+        error: the class of the error to raise.
 
     Raises:
-        error: it is not JSON (NaN and infinities are not), not an object, or has a key twice.
+        error: the text is not JSON (NaN and infinities are not), is not an object, or has a key twice.
     """
     try:
         text = content.decode("utf-8")

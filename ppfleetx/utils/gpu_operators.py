@@ -1,7 +1,8 @@
 """The operators that ppfleetx runs on a card: a committed table, recorded by ``make operators``.
 
-``gpu_operators.json`` beside this module has one line per kernel: the element types it is used with, and
-those that Paddle registers for GPUs and for Ascend. This module only reads files; callers query Paddle.
+``gpu_operators.json`` beside this module has one line per kernel: the element types that ppfleetx uses it
+with, and the types that Paddle registers for GPUs and for Ascend. This module only reads files; callers query
+Paddle.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class Kernel:
     """One kernel of the table.
 
     Attributes:
-        used: element types of its key (usually of its first operand) that it is run with.
-        gpu: element types that Paddle registers for a GPU.
-        npu: element types that Ascend's plugin registers, or Paddle for the devices of all plugins.
+        used: the element types that it runs with, usually of its first operand.
+        gpu: the element types that Paddle registers for a GPU.
+        npu: the element types that Ascend's plugin registers, or that Paddle registers for the devices of all
+            plugins.
     """
 
     used: tuple[str, ...]
@@ -58,7 +60,7 @@ def used_kernels(table: Path = TABLE) -> dict[str, Kernel]:
 
 
 def used_on_plugins(kernels: Mapping[str, Kernel]) -> dict[str, tuple[str, ...]]:
-    """The kernels of the table that are used on the device of a plugin, and their types.
+    """The kernels of the table that ppfleetx uses on the device of a plugin, and their types.
 
     Flash attention, fused operators and products with biases run on GPUs only, ``all_reduce`` is left to the
     host's process groups, and ``ppfleetx.distributed.device.lacks_kernel`` lists types computed in float32
@@ -72,7 +74,7 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
     """The element types that a build has for a GPU, or for other ``backends``.
 
     Args:
-        keys: of one kernel, as ``paddle.base.core._get_registered_phi_kernels("function")`` writes them:
+        keys: the keys of one kernel in ``paddle.base.core._get_registered_phi_kernels("function")``, such as
             ``(GPU, Undefined(AnyLayout), float32)``.
     """
     parts = (key.strip("() ").split(", ") for key in keys)
@@ -80,8 +82,9 @@ def registered_types(keys: Iterable[str], backends: Collection[str] = GPU_BACKEN
 
 
 def on_the_host(cfg: RunConfig, device: str) -> list[str]:
-    """Describe, in a sentence per key, what a run on Ascend computes on the host, with copies, because the
-    plugin has no kernel. ``docs/devices/ascend.md`` has the full list."""
+    """Describe, in one sentence per key, the operations that a run on Ascend computes on the host, with
+    copies, because the plugin has no kernel. ``docs/devices/ascend.md`` has the full list.
+    """
     if device != NPU:
         return []
     reasons = [(key, what) for applies, key, what in _NPU_ON_HOST if applies(cfg)]

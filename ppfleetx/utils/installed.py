@@ -1,4 +1,4 @@
-"""Which libraries are installed, and what to tell the user if one is missing."""
+"""Find installed libraries, and tell the user what to install if one is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARIES = {
     "tokenizers": "tokenizers",
     "zstandard": "zstandard",
 }
-"""Import name -> name of the distribution, for requirements.txt without Paddle."""
+"""The name of the distribution for each import name, for requirements.txt without Paddle."""
 
 
 class NotInstalledError(UserError):

@@ -1,8 +1,8 @@
 """Time limits and exit codes for Paddle's launcher, by a thread and an exit handler in its process.
 
-The launcher of Paddle 3.3.1 lets its nodes meet at ``--master`` and waits there for ever: for a node that
-does not come, at an address where nothing answers, and at a port that another program holds. It exits with
-the bare number of a signal: 2 after Ctrl-C, which is also ppfleetx's code for a user's mistake.
+The launcher of Paddle 3.3.1 lets its nodes meet at ``--master``. It waits forever for a node that does not
+come, at an address where nothing answers, and at a port that another program holds. It exits with the bare
+number of a signal: 2 after Ctrl-C, which is also ppfleetx's code for a user's mistake.
 
 Nothing in Paddle is replaced. ``cpu_launcher.py`` starts this.
 """
@@ -30,14 +30,14 @@ from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-_SAY_AFTER_SECONDS = 10.0  # after this the wait is reported
-_FOREIGN_SECONDS = 60.0  # after this another program that answers is not expected to leave
+_SAY_AFTER_SECONDS = 10.0  # seconds until the wait is reported
+_FOREIGN_SECONDS = 60.0  # seconds after which another program that answers is not expected to leave
 _CAUSES = (
     EXIT_HUNG,
     EXIT_NO_MEMORY,
     EXIT_DEVICE,
-)  # the others may end with other codes because of it
-_SIGNALLED = 128  # a shell's code for a program that signal n has ended is 128 + n
+)  # it may make other ranks end with other codes
+_SIGNALLED = 128  # for a program ended by signal n, a shell reports 128 + n
 
 
 def watch_launcher(argv: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def watch_launcher(argv: Sequence[str]) -> None:
 
 def _option(argv: Sequence[str], name: str) -> str | None:
     for place, word in enumerate(argv):
-        if word.endswith(".py"):  # what follows belongs to the program
+        if word.endswith(".py"):  # the rest belongs to the program
             break
         if word == name:
             return argv[place + 1] if place + 1 < len(argv) else ""
@@ -97,7 +97,7 @@ def _end_with_conventional_code() -> None:
 
 
 def _most_telling(codes: Sequence[int | None]) -> int:
-    """The exit code that explains the failure, rather than that of a rank that the launcher ended."""
+    """The exit code that explains the failure, not the code of a rank that the launcher ended."""
     failed = [code for code in codes if code]
     causes = [code for code in failed if code in _CAUSES]
     own = [code for code in failed if code != -signal.SIGTERM]
@@ -180,7 +180,9 @@ class _Meeting:
         return ""
 
     def state(self) -> tuple[str, bool]:
-        """What the launcher waits for, with advice, and whether another program answers instead."""
+        """A text that says what the launcher waits for, with advice, and whether another program answers
+        instead.
+        """
         nobody = f"no launcher answers at {self._where}, where the {self._nodes} nodes of this job meet"
         try:
             entries = self._entries()
@@ -204,11 +206,11 @@ class _Meeting:
         return "Is the first node's launcher started, is the address right, does a firewall block it?"
 
     def _entries(self) -> list[dict[str, Any]]:
-        """The entries of the nodes that have come.
+        """The entries of the nodes that have arrived.
 
         Raises:
             OSError: nothing answers.
-            ValueError, http.client.HTTPException: what answers is not a launcher.
+            ValueError, http.client.HTTPException: the program that answers is not a launcher.
         """
         if self._ask("/healthy") != {"/healthy": "ok"}:
             raise ValueError("it is no launcher")

@@ -17,7 +17,9 @@ def get_logger() -> logging.Logger:
 
 
 def configure_logging(*, quiet: bool = False) -> logging.Logger:
-    """Give the logger its stdout handler; ``quiet``, for all but the main rank, keeps warnings only."""
+    """Give the logger its stdout handler. With ``quiet``, for all but the main rank, only warnings are
+    shown.
+    """
     logger = get_logger()
     logger.handlers.clear()
     handler = _Handler(_Stdout())
@@ -29,7 +31,7 @@ def configure_logging(*, quiet: bool = False) -> logging.Logger:
 
 
 class _Handler(logging.StreamHandler):
-    """Lets the program end, without a report, when the reader of a pipe is gone."""
+    """A handler that lets the program end, without a report, when the reader of a pipe is gone."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 logging's name
         if isinstance(sys.exception(), BrokenPipeError):

@@ -19,7 +19,7 @@ BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 """Either of them multiplies bfloat16 numbers and sums in float32."""
 _MEMINFO, _MAPS = Path("/proc/meminfo"), Path("/proc/self/maps")
 _HUGE_PAGE = 2 << 20
-_SMALLEST = _HUGE_PAGE // 8  # smaller blocks are not worth a huge page
+_SMALLEST = _HUGE_PAGE // 8  # bytes; smaller blocks are not worth a huge page
 _MADV_COLLAPSE = 25  # madvise(2), Linux 6.1: make huge pages now, whatever the system's default
 
 
@@ -34,7 +34,7 @@ def flags_in(cpuinfo: str) -> frozenset[str]:
 
 
 def available_cpus() -> int:
-    """CPUs this process may run on (its affinity, not the machine's total)."""
+    """The number of CPUs that this process may run on (its affinity, not the machine's total)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -122,11 +122,11 @@ _STATES = {
 
 
 def state_of(pid: int, born: float) -> str:
-    """Why a process of this machine is silent; empty if it simply runs.
+    """The reason why a process of this machine is silent; empty if it simply runs.
 
     Args:
-        pid: its number.
-        born: its :func:`birth_of`, because another process may have got the number since.
+        pid: the process id.
+        born: the :func:`birth_of` of the process, because another process may have got the same id since.
     """
     if not Path("/proc/self/stat").exists():
         return ""
@@ -162,7 +162,7 @@ def killed_for_memory() -> int:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of memory: of this process now and at its peak, and available on the machine."""
+    """Bytes of memory that this process uses now and at its peak, and that the machine has available."""
     kibibytes = _numbers(Path("/proc/self/status")) | _numbers(_MEMINFO)
     names = {"resident": "VmRSS", "peak": "VmHWM", "machine_available": "MemAvailable"}
     return {ours: kibibytes[name] << 10 for ours, name in names.items() if name in kibibytes}
@@ -179,7 +179,7 @@ class WorkMeter:
     """Measures whether this process computes, or moves bytes to or from files.
 
     Args:
-        watching: returns the seconds of computing so far that do not count.
+        watching: a function that returns the seconds of computing so far that do not count.
     """
 
     def __init__(self, watching: Callable[[], float] = float) -> None:
@@ -192,8 +192,9 @@ class WorkMeter:
         return time.monotonic(), time.process_time() - self._watching() + _queued_seconds(), moved
 
     def look(self, *, share: float, size: int) -> tuple[bool, bool]:
-        """Whether, since the last call, the process used ``share`` of a core (or was ready to), and whether
-        it moved ``size`` bytes a second."""
+        """Whether the process, since the last call, used ``share`` of a core (or was ready to), and whether
+        it moved ``size`` bytes a second.
+        """
         before, self._seen = self._seen, self._now()
         seconds, computed, moved = (now - then for now, then in zip(self._seen, before, strict=True))
         return seconds > 0 and computed / seconds >= share, seconds > 0 and moved / seconds >= size

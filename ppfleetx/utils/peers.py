@@ -1,6 +1,7 @@
 """The other processes of the job: how long to wait for them at the start, and how to end when one is lost.
 
-Code that communicates with other processes reports a loss here, and ``utils/cli.py`` ends the program.
+Code that communicates with other processes reports a lost process here, and ``utils/cli.py`` ends the
+program.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def seconds_in(variable: str, default: float, *, least: float = 0.0) -> float:
     """Read a number of seconds from an environment variable; 0 is allowed if ``least`` is 0.
 
     Raises:
-        ConfigError: it is not a number, or less than ``least``.
+        ConfigError: the variable is not a number, or is less than ``least``.
     """
     text = os.environ.get(variable, "")
     try:
@@ -68,19 +69,23 @@ _state = _State()
 def end_with_peers(grace: float, exit_code: int) -> None:
     """End this process ``grace`` seconds after the loss of a peer, whatever it is doing.
 
-    Usually it ends earlier, with the error that its next communication raises; but it may compute for hours
-    before it communicates again.
+    Usually the process ends earlier, with the error that its next communication raises. But it may compute
+    for hours before it communicates again.
     """
     _state.grace, _state.exit_code = grace, exit_code
 
 
 def ends_this_process() -> bool:
-    """Whether this is one of our own programs, which may end the process. In a user's program we must not."""
+    """Whether this is one of our own programs, which may end the process. A user's program must not be
+    ended.
+    """
     return _state.grace is not None
 
 
 def decide_end() -> None:
-    """Record that a thread is about to end this process, so that errors of other threads are consequences."""
+    """Record that a thread is about to end this process, so that later errors of other threads count as
+    consequences.
+    """
     _state.is_ending = _state.is_decided = True
 
 
@@ -93,8 +98,8 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
     """Record that a peer is gone and the job cannot continue. Called once, from any thread.
 
     Args:
-        sentence: who is gone and why.
-        say_goodbye: called before the process is ended from here.
+        sentence: a sentence that says which peer is gone, and why.
+        say_goodbye: a function called before this module ends the process.
     """
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
@@ -104,16 +109,16 @@ def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
 
 
 def note_raised(error: Ended) -> Ended:
-    """Remember an error that is about to be raised, because Paddle may replace it by another."""
+    """Remember an error that is about to be raised, because Paddle may replace it with another."""
     _state.raised = error
     return error
 
 
-_STORE_LOST = "TCP connection reset by peer"  # in a ValueError of Paddle
+_STORE_LOST = "TCP connection reset by peer"  # it may be inside a ValueError of Paddle
 
 
 def ended_peer_in(error: BaseException) -> PeerEndedError | None:
-    """The error that says which other process's end caused ``error``; None if none did.
+    """The error that names the process whose end caused ``error``; None if there is none.
 
     Paddle turns an error in the backward pass of a ``PyLayer`` into an OSError that quotes it.
     """

@@ -1,7 +1,7 @@
 """Plugins: the user's own modules that register callbacks, optimizers, layers and the like.
 
-They are named by ``--plugin`` or ``PPFLEETX_PLUGINS``, and imported once, before the configuration is
-validated, so that it may use the names they register.
+``--plugin`` or ``PPFLEETX_PLUGINS`` names them. They are imported once, before the configuration is
+validated, so that it may use the names that they register.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def import_named_plugins(names: Iterable[str] = ()) -> None:
     Afterwards the variable names all of them, for processes that this one starts.
 
     Raises:
-        ConfigError: one cannot be imported.
+        ConfigError: a plugin cannot be imported.
     """
     from_environment = [name.strip() for name in os.environ.get(VARIABLE, "").split(",")]
     wanted = [name for name in dict.fromkeys((*from_environment, *names)) if name]
@@ -40,7 +40,7 @@ def _import(name: str, named_by: str) -> None:
     """Import one plugin. It may import Paddle, so the process is prepared for that first."""
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # as `python -m` does, but last, so that it hides no other module
+        sys.path.append(here)  # like `python -m`, but last, so that it hides no other module
     if "paddle" not in sys.modules:
         prepare_process(device=expected_device("auto"))
     try:
@@ -63,7 +63,7 @@ def _import(name: str, named_by: str) -> None:
 
 
 def _failed(error: BaseException, name: str, named_by: str) -> ConfigError:
-    """Describe in one sentence, instead of a traceback, what was raised and where."""
+    """Describe the error and its place in one sentence, instead of a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

@@ -1,8 +1,8 @@
 """Settings for speed on CPUs that must be in place before Paddle's first matrix product.
 
-Paddle's MKL chooses by the CPU's vendor and uses SSE on AMD; glibc's malloc returns large blocks to the
-kernel after every operator, and the kernel zeroes them again. Both are corrected here according to the CPU's
-flags, unless the user has set the variables. ``PPFLEETX_TUNE_CPU=0`` switches all of it off.
+Paddle's MKL chooses its code by the CPU's vendor and uses SSE on AMD. glibc's malloc returns large blocks to
+the kernel after every operator, and the kernel zeroes them again. This module corrects both, according to the
+CPU's flags, unless the user has set the variables. ``PPFLEETX_TUNE_CPU=0`` switches this off.
 ``docs/numerics.md`` has measurements.
 """
 
@@ -46,7 +46,8 @@ _TOO_LATE = (
 
 
 def mkl_cpu_type(cpuinfo: str) -> str | None:
-    """The MKL code path for a CPU, given ``/proc/cpuinfo``: "7" AVX-512, "5" AVX2, None: MKL's choice.
+    """The MKL code path for a CPU, given ``/proc/cpuinfo``: "7" for AVX-512, "5" for AVX2, None for MKL's own
+    choice.
 
     Only AMD needs this.
     """
@@ -59,7 +60,9 @@ def mkl_cpu_type(cpuinfo: str) -> str | None:
 
 
 def thread_count(environ: Mapping[str, str], num_cpus: int) -> int:
-    """Math threads of this process: the machine's CPUs divided by the number of ranks on this node."""
+    """The number of math threads of this process: the machine's CPUs divided by the number of ranks on this
+    node.
+    """
     ranks_here = int(environ.get("PADDLE_LOCAL_SIZE") or environ.get("PADDLE_TRAINERS_NUM") or 1)
     return max(1, num_cpus // max(1, ranks_here))
 
@@ -70,15 +73,17 @@ _ours: dict[str, str] = {}
 
 
 def prepare_process(*, device: str = "cpu") -> str:
-    """Apply the settings to this process, and let a rank end with its launcher. Call before importing Paddle.
+    """Apply the settings to this process, and let a rank end with its launcher. Call this before importing
+    Paddle.
 
-    After that only malloc can be set; the first such call logs a warning.
+    After the import only malloc can be set, and the first such call logs a warning.
 
     Args:
-        device: "cpu" also sets math threads and how Paddle copies; other devices keep Paddle's choice.
+        device: "cpu" also sets the math threads and Paddle's way of copying; other devices keep Paddle's
+            choice.
 
     Returns:
-        One line for the log: what was set, kept or skipped.
+        One line for the log: the settings that were set, kept or skipped.
     """
     global _said
     end_with_launcher()
@@ -110,7 +115,7 @@ def _set_malloc() -> str:
         return ""
     kept = [name for name in _MALLOC if name in os.environ]
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # musl has none
+    if mallopt is None:  # musl has no mallopt
         return ""
     for name, (parameter, value) in _MALLOC.items():
         if name not in os.environ:
@@ -179,14 +184,14 @@ def import_paddle() -> None:
 
 @contextlib.contextmanager
 def loading_paddle() -> Iterator[None]:
-    """Context for imports that may import Paddle, which is then imported as :func:`import_paddle` does."""
+    """Context for code that may import Paddle. Paddle is then imported as by :func:`import_paddle`."""
     if "paddle" in sys.modules:
         yield
         return
     said, on_sigterm = io.StringIO(), signal.getsignal(signal.SIGTERM)
     try:
         with contextlib.redirect_stderr(said), warnings.catch_warnings(), _quick_imports(), _held_interrupt():
-            # Printed on every machine without a compiler cache; we compile nothing.
+            # This is printed on every machine without a compiler cache, but we compile nothing.
             warnings.filterwarnings("ignore", message="No ccache found")
             yield
     except (ValueError, RuntimeError, OSError) as error:
@@ -205,8 +210,9 @@ def loading_paddle() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held_interrupt() -> Iterator[None]:
-    """Context in which the first Ctrl-C takes effect at the end: while Paddle loads, it would become an
-    ``ImportError``. A second one takes effect at once."""
+    """Context in which the first Ctrl-C takes effect only at the end, because it would become an
+    ``ImportError`` while Paddle loads. A second Ctrl-C takes effect at once.
+    """
     before, came = signal.getsignal(signal.SIGINT), []
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -231,7 +237,7 @@ def _quick_imports() -> Iterator[None]:
 
     Every command and every rank imports Paddle first, so half a second is worth two tricks:
 
-    - Garbage collection is off, and later ignores what was imported: modules, functions and classes are not
+    - Garbage collection is off, and later ignores imported objects: modules, functions and classes are not
       garbage, but there are so many that examining them takes time.
     - ``httpx``, which Paddle imports, does not find its command line program ``httpx._main``, and so does not
       import libraries for drawing on a terminal. Afterwards ``httpx._main`` can be imported as usual.
@@ -254,7 +260,8 @@ def _quick_imports() -> Iterator[None]:
 def _undo_root_logging(stream: io.StringIO) -> None:
     """Remove the root logger's handler that Paddle installed while stderr was ``stream``.
 
-    Messages of other libraries would be lost in it. Without a handler, Python prints warnings and errors.
+    Messages of other libraries would be lost in this handler. Without a handler, Python prints warnings and
+    errors.
     """
     for handler in list(logging.root.handlers):
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream:

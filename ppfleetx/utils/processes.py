@@ -1,7 +1,7 @@
 """End processes together: a rank with its launcher, and everything below a supervisor.
 
-Nothing else would end a rank after a ``kill -9`` of its launcher. Works on Linux; elsewhere little of it has
-an effect.
+Nothing else would end a rank after a ``kill -9`` of its launcher. This works on Linux; on other systems most
+of it has no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAUNCHER_VARIABLE = "PPFLEETX_LAUNCHER_PID"
 _OF_LAUNCHER = "PADDLE_RANK_IN_NODE"  # only the launcher sets it
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 _LOOK_AT_PARENT_SECONDS = 1.0
-_SAVE_SECONDS = 60.0  # for a rank to finish its step and save
+_SAVE_SECONDS = 60.0  # seconds for a rank to finish its step and save
 
 _watched: set[int] = set()
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -44,7 +44,7 @@ def end_with_launcher() -> None:
     parent = os.getppid()
     given = os.environ.get(LAUNCHER_VARIABLE, "")
     launcher = int(given) if given.isdigit() else parent
-    if launcher == parent:  # there is no shell script between the two
+    if launcher == parent:  # for when no shell script runs between the two
         end_child_with_parent()
     threading.Thread(target=_watch, args=(launcher, launcher == parent), name="launcher", daemon=True).start()
 
@@ -67,7 +67,7 @@ def _watch(launcher: int, is_parent: bool) -> None:
 
 def _wait_for_end(pid: int, is_parent: bool) -> None:
     with contextlib.suppress(OSError, AttributeError), os.fdopen(os.pidfd_open(pid)) as process:
-        if not is_parent or os.getppid() == pid:  # and no other process has its number
+        if not is_parent or os.getppid() == pid:  # and no other process has got its number
             end = select.poll()
             end.register(process, select.POLLIN)
             end.poll()
@@ -78,7 +78,7 @@ def _wait_for_end(pid: int, is_parent: bool) -> None:
 
 
 def process_exists(pid: int) -> bool:
-    """Whether a process of this number runs, whoever owns it."""
+    """Whether a process with this number runs, whoever owns it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -92,7 +92,7 @@ def process_exists(pid: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """Keep descendants below this process when those in between end (PR_SET_CHILD_SUBREAPER)."""
+    """Keep descendants below this process when the processes in between end (PR_SET_CHILD_SUBREAPER)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -114,10 +114,10 @@ def descendants() -> list[int]:
 
 
 def end_descendants(grace: float) -> list[int]:
-    """Send SIGTERM to all descendants, and SIGKILL to those that still run ``grace`` seconds later.
+    """Send SIGTERM to all descendants, and SIGKILL to the ones that still run ``grace`` seconds later.
 
     Returns:
-        Those that did not end even then, because the kernel holds them.
+        The descendants that did not end even then, because the kernel holds them.
     """
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _AFTER_KILL_SECONDS)):
         signalled: set[int] = set()

@@ -27,8 +27,8 @@ class ProgressBar:
     Args:
         description: the text in front.
         total: the amount at which the bar is full; None if unknown.
-        unit: what is counted, e.g. ``step`` or ``MB``.
-        show: "auto" draws only in a notebook or if standard error is a terminal.
+        unit: the unit of the amounts, e.g. ``step`` or ``MB``.
+        show: whether to draw the bar; "auto" draws it only in a notebook or if standard error is a terminal.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _NotebookLine:
 
 
 class _TerminalBar:
-    """A bar of ``rich``; other output goes above it."""
+    """A progress bar of ``rich``. Other output goes above it."""
 
     def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
         self._progress = _make_progress(unit)
@@ -142,7 +142,7 @@ class _TerminalBar:
         self._progress.update(self._task, advance=amount, **fields)
 
 
-def _make_progress(unit: str):  # rich is imported here only: --help stays quick
+def _make_progress(unit: str):  # rich is imported only here, so that --help stays quick
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text

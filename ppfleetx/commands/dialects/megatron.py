@@ -42,10 +42,10 @@ def run(argv: Sequence[str]) -> None:
     """The program ``pretrain_gpt.py``.
 
     Args:
-        argv: its arguments.
+        argv: the program's arguments.
 
     Raises:
-        UserError: anything wrong with them, or with what they name.
+        UserError: an argument, or a file that it names, is wrong.
     """
     train_translated(argv or ["--help"], USAGE, of_arguments)
 
@@ -56,12 +56,12 @@ def train_translated(
     """Train with another toolkit's arguments; with ``--check`` print the plan, with ``--help`` the usage.
 
     Args:
-        argv: the arguments, ours among them (`own_arguments`).
-        usage: what ``--help`` prints.
-        translate: called with the toolkit's arguments and the number of processes.
+        argv: the arguments, including our own (`own_arguments`).
+        usage: the text that ``--help`` prints.
+        translate: a function that takes the toolkit's arguments and the number of processes.
 
     Raises:
-        UserError: anything wrong with the arguments, or with what they name.
+        UserError: an argument, or a file that it names, is wrong.
     """
     if "--help" in argv or "-h" in argv:
         print(usage, end="")
@@ -100,19 +100,19 @@ def own_arguments(argv: Sequence[str]) -> tuple[bool, int | None, list[str]]:
 
 
 def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
-    """The scripts ``train_full_8p.sh`` and ``train_performance_8p.sh``: start eight ranks, wait for them,
-    and print the table of results. The log is ``test/output/0/train_0.log``; an earlier run and its
-    logs in the same place are put aside.
+    """The scripts ``train_full_8p.sh`` and ``train_performance_8p.sh``: start eight ranks, wait for them, and
+    print the table of results. The log is ``test/output/0/train_0.log``; an earlier run and its logs in the
+    same place are renamed.
 
     Returns:
         The launcher's exit code.
 
     Raises:
-        UserError: anything wrong with the arguments, before a process is started.
+        UserError: an argument is wrong; raised before a process is started.
     """
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
-    with tempfile.TemporaryDirectory() as directory:  # whether all is right is seen before anything is left
+    with tempfile.TemporaryDirectory() as directory:  # check everything before any file is changed
         _, cfg = _gpt2_arguments(request, Path(directory), evaluates=evaluates)
     if checks:
         print(check_report(cfg))
@@ -133,7 +133,9 @@ def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
 def _gpt2_arguments(
     request: gpt2_sizes.Request, directory: Path, *, evaluates: bool
 ) -> tuple[list[str], RunConfig]:
-    """The arguments of ``pretrain_gpt.py`` and their values; the DeepSpeed file goes into ``directory``."""
+    """The arguments of ``pretrain_gpt.py`` with their values. The DeepSpeed file is written to
+    ``directory``.
+    """
     config = directory / "ds_config.json"
     with atomic_write(config, "w") as file:
         file.write(gpt2_sizes.deepspeed_json(request))
@@ -173,7 +175,8 @@ def _launch(arguments: Sequence[str]) -> int:
 def results_table(size: str, cfg: RunConfig, output: Path) -> str:
     """Params, PPL, samples/s, sequence length and steps of a finished run.
 
-    PPL is the lowest of its evaluations after a step, samples/s the mean of the last hundred log lines.
+    PPL is the lowest perplexity of the run's evaluations after a step, samples/s the mean of the last hundred
+    log lines.
     """
     records = [json.loads(line) for line in (output / METRICS_FILE).read_text("utf-8").splitlines()]
     trained = [record for record in records if record["kind"] == "train"]
@@ -199,10 +202,10 @@ _VOCAB, _MERGES, _TEXT = "gpt2-vocab.json", "gpt2-merges.txt", "wiki_all.json"
 
 
 def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
-    """The program of the script.
+    """The program of the script that prepares the corpus.
 
     Raises:
-        DataError: no text, no vocabulary, or a corpus that is there already.
+        DataError: there is no text or no vocabulary, or the corpus exists already.
     """
     parser = argparse.ArgumentParser(prog="dataset_preprocess_gpt.sh", description=__doc__)
     add = parser.add_argument
@@ -231,7 +234,9 @@ def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
 
 @os_errors(DataError)
 def _text(output_dir: Path, extracted: Path) -> Path:
-    """The corpus text in its usual place, joined first from the parts that WikiExtractor wrote."""
+    """The corpus text in its usual place. If needed, it is first joined from the parts that WikiExtractor
+    wrote.
+    """
     text = output_dir / _TEXT
     if text.exists():
         return text

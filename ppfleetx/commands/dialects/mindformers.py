@@ -41,10 +41,10 @@ def run(argv: Sequence[str]) -> None:
     """The program ``run_mindformer.py``.
 
     Args:
-        argv: its arguments.
+        argv: the program's arguments.
 
     Raises:
-        UserError: anything wrong with them, with the file they name, or with what that names.
+        UserError: an argument, the file that it names, or a path in that file is wrong.
     """
     if not argv or "--help" in argv or "-h" in argv:
         print(usage())
@@ -91,7 +91,7 @@ _PROGRAMS: dict[str, Callable[[RunConfig, Translation], None]] = {
 
 
 def _require_corpus(cfg: RunConfig, split: str) -> None:
-    """Check that a corpus is named, and that it is not in MindSpore's format."""
+    """Check that the configuration names a corpus, and that the corpus is not in MindSpore's format."""
     block = "train_dataset" if split == "Train" else "eval_dataset"
     key, place = f"{block}.data_loader.dataset_dir", cfg.origins.get(f"Data.{split}.dataset.input_dir")
     if place is None:
@@ -111,7 +111,7 @@ def _require_corpus(cfg: RunConfig, split: str) -> None:
 
 
 def _require_checkpoint(cfg: RunConfig) -> None:
-    """Check that a checkpoint is named, and that it is not MindSpore's."""
+    """Check that the configuration names a checkpoint, and that it is not in MindSpore's format."""
     key = "Engine.save_load.ckpt_dir"
     path, place = cfg.Engine.save_load.ckpt_dir, cfg.origins.get(key)
     if path is None:
@@ -155,24 +155,24 @@ def _prompt_ids(cfg: RunConfig) -> list[list[int]]:
     return [tokenizer.encode_prompt(prompt) for prompt in generate.read_prompts(cfg)]
 
 
-_HEAD_WIDTH = 64  # of every published GPT-2
+_HEAD_WIDTH = 64  # in every published GPT-2
 _LAYER = re.compile(r"(?:transformer\.)?h\.(\d{1,5})\.ln_1\.weight")
 
 
 def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: int | None = None) -> Path:
-    """Convert ``torch_path``, together with the config.json and tokenizer beside it, if any.
+    """Convert ``torch_path``, with the config.json and tokenizer beside it, if there are any.
 
     Args:
         torch_path: ``pytorch_model.bin`` or ``model.safetensors``, under any name.
         output: a new or empty directory.
-        layers: layers of the model; the file must have as many.
-        num_heads: attention heads, where no config.json says it; None: heads of 64.
+        layers: the number of layers of the model; the file must have the same number.
+        num_heads: the number of attention heads, if there is no config.json; None: heads of width 64.
 
     Returns:
         The step directory that was written.
 
     Raises:
-        UserError: a file that is missing, damaged or of another model, or an output in the way.
+        UserError: a file is missing, damaged or of another model, or the output exists.
     """
     if not torch_path.is_file():
         raise ConfigError("there is no such file", key="--torch_path", value=str(torch_path))
@@ -186,7 +186,7 @@ def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: in
                 (source / CONFIG).write_text(json.dumps(_config(tensors, torch_path, num_heads)))
             _check_layers(tensors, read_hf_config(source), torch_path, layers)
             return convert(Conversion("hf", "ppfleetx", source, output))
-        except UserError as error:  # of the user's files, not of their names in here
+        except UserError as error:  # name the user's files, not the temporary ones
             text = str(error).replace(str(source / _weights_name(torch_path)), str(torch_path))
             raise type(error)(text.replace(str(source), str(torch_path.parent))) from None
 
@@ -203,7 +203,7 @@ def _weights_name(torch_path: Path) -> str:
 
 
 def _config(tensors: dict[str, LazyTensor], path: Path, num_heads: int | None) -> dict[str, Any]:
-    """The sizes of the model under Hugging Face's names, read from the shapes of its tensors."""
+    """The sizes of the model, under Hugging Face's names, read from the shapes of its tensors."""
     words, positions = (_shape(tensors, name, path) for name in ("wte.weight", "wpe.weight"))
     width = words[1]
     if num_heads is None and width % _HEAD_WIDTH:

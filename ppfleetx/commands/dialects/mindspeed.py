@@ -27,11 +27,11 @@ def run(argv: Sequence[str], default: Path) -> None:
     """The program ``pretrain_gpt.py``.
 
     Args:
-        argv: its arguments.
-        default: the file to read if they name none.
+        argv: the program's arguments.
+        default: the file to read if the arguments name none.
 
     Raises:
-        UserError: anything wrong with them, with the file, or with what that names.
+        UserError: an argument, the file, or a path in the file is wrong.
     """
 
     def translate(arguments: list[str], world: int | None) -> Translation:
@@ -42,13 +42,13 @@ def run(argv: Sequence[str], default: Path) -> None:
 
 
 def msrun(argv: Sequence[str]) -> int:
-    """The program ``msrun``: become Paddle's launcher, and name the logs as users of ``msrun`` expect.
+    """The program ``msrun``: act as Paddle's launcher, and name the logs as users of ``msrun`` expect.
 
     Returns:
         The launcher's exit code; 0 at once with ``--join=False``.
 
     Raises:
-        UserError: arguments that cannot be followed.
+        UserError: an argument is not supported.
     """
     args = _parser().parse_args(list(argv))
     nodes, rest = divmod(args.worker_num, max(1, args.local_worker_num))

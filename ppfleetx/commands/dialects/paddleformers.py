@@ -19,9 +19,9 @@ def run(argv: Sequence[str]) -> None:
     """The program ``run_pretrain.py``.
 
     Args:
-        argv: its arguments.
+        argv: the program's arguments.
 
     Raises:
-        UserError: anything wrong with them, with the file, or with what that names.
+        UserError: an argument, the file, or a path in the file is wrong.
     """
     train_translated(argv or ["--help"], USAGE, of_arguments)

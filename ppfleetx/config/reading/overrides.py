@@ -20,9 +20,9 @@ class Setting:
     """A value for a key from an option other than ``-o``, or from an argument in Python.
 
     Attributes:
-        key: dotted.
-        value: plain Python: a scalar, a list, a mapping.
-        place: name of the option or argument, for messages: ``--output``, ``CHECKPOINT``, ``output_dir``.
+        key: the dotted key.
+        value: the value as plain Python: a scalar, a list, a mapping.
+        place: the name of the option or argument, for messages: ``--output``, ``CHECKPOINT``, ``output_dir``.
     """
 
     key: str
@@ -53,7 +53,7 @@ class _Read:
 
 
 def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Section]) -> Node:
-    """Apply the overrides to ``tree`` in order; unknown keys are found when the result is validated.
+    """Apply the overrides to ``tree`` in order. Unknown keys are found later, when the result is validated.
 
     Overrides must agree: a later one may repeat or extend an earlier one, but not contradict it.
 
@@ -118,7 +118,7 @@ def _refuse_contradictions(read: Sequence[_Read]) -> None:
 
 
 def _keeps(later: _Read, earlier: _Read) -> bool:
-    """Whether the value of ``later`` still contains what ``earlier`` set."""
+    """Whether the value of ``later`` still contains the value of ``earlier``."""
     node: Node | None = later.node
     for part in earlier.path[len(later.path) :]:
         inner = node.value if node is not None else None
@@ -143,7 +143,7 @@ def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
         inner = "" if error.key is None else f" (at {error.key})"
         about = f"in the value{inner}," if error.rule.startswith("the ") else f"the value{inner}"
         raise ConfigError(f"{about} {error.rule}", key=key, value=text, place=place) from None
-    if node is None:  # nothing, or only a YAML comment: to a text field that is a text like any other
+    if node is None:  # empty, or only a YAML comment, which is a normal text for a text field
         return Node(text, place) if text_field and text.strip() else Node(None, place, "")
     if text_field and node.text is not None:
         return Node(node.value, place, text)
@@ -155,12 +155,14 @@ def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
 
 
 def _unusable(text: str) -> str | None:
-    """Why ``text`` cannot be a value of any kind: it can neither be written to a file nor be a file name."""
+    """The reason why ``text`` cannot be a value of any kind: it can neither be written to a file nor be a
+    file name.
+    """
     if "\0" in text:
         return "holds the character NUL, which is not allowed here"
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8
+    except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
         return f"is not valid YAML: character {error.start} is not Unicode text"
     return None
 

@@ -36,7 +36,7 @@ class Sections:
 
     Attributes:
         values: plain Python values.
-        place: where they come from, for messages.
+        place: the origin of the values, for messages.
     """
 
     values: Mapping[str, Any]
@@ -57,11 +57,11 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
     """Read the text of ``path``.
 
     Args:
-        key, value, place: the entry that names the file, for messages; without them the path itself is the
-            place.
+        key, value, place: the entry that names the file, for messages; without them, messages name the path
+            itself.
 
     Raises:
-        ConfigError: there is no such file, or it cannot be read, is too large, or not UTF-8.
+        ConfigError: there is no such file, or it cannot be read, is too large, or is not UTF-8.
     """
     entry = {"place": shown_path(path)} if key is None else {"key": key, "value": value, "place": place}
     try:
@@ -77,7 +77,7 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
         raise ConfigError("there is no such file", **entry) from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", **entry) from None
-    except ValueError as error:  # NUL or a lone surrogate in the name
+    except ValueError as error:  # for NUL or a lone surrogate in the name
         raise ConfigError(f"is not a file name: {error}", **entry) from None
     try:
         return content.decode("utf-8-sig")
@@ -90,7 +90,7 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
 
 
 def shown_path(path: Path) -> str:
-    """Format ``path`` for messages, escaped and cut if it is not printable or too long."""
+    """Format ``path`` for messages: escaped if it is not printable, and cut if it is too long."""
     text = str(path)
     return text if text.isprintable() and len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]!r}"
 
@@ -139,9 +139,9 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
     Args:
         text: the document.
         place: the file or other source of the text, for messages and nodes.
-        with_lines: add line numbers to places.
-        is_ours: apply the rules of this program's files. In files of other toolkits a key may hold dots or be
-            repeated with an equal value, and ``<<`` merges mappings.
+        with_lines: whether to add line numbers to places.
+        is_ours: whether to apply the rules of this program's files. In files of other toolkits, a key may
+            contain dots or be repeated with an equal value, and ``<<`` merges mappings.
 
     Raises:
         ConfigError: the text is not a single document of plain YAML values.
@@ -165,7 +165,9 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves plain scalars as text, because :func:`plain_scalar` and not YAML 1.1 decides their values."""
+    """A loader that leaves plain scalars as text, because :func:`plain_scalar`, not YAML 1.1, decides their
+    values.
+    """
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         """The tag of a node without an explicit one."""
@@ -174,13 +176,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Tree:
-    """Converts YAML's nodes to ours; messages name key and place."""
+    """Converts YAML's nodes to our own. Messages name key and place."""
 
     def __init__(self, place: str, with_lines: bool, is_ours: bool) -> None:
         self._place, self._with_lines, self._is_ours = place, with_lines, is_ours
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        """Convert ``node`` and everything below it; ``path`` holds the keys and indices that lead to it."""
+        """Convert ``node`` and everything below it. ``path`` holds the keys and indices that lead to the
+        node.
+        """
         where = self._where(node)
         if node.tag not in _TAGS:
             _refuse(f"the tag {shown(node.tag)} is not allowed; write plain values", path, where)
@@ -211,7 +215,7 @@ class _Tree:
             if key in found and (self._is_ours or not same_value(found[key], value)):
                 _refuse(f"is given twice in this mapping (first in {found[key].place})", here, place)
             found[key] = value
-        for one in merged:  # the mapping's own keys win, then the first merged mapping that has the key
+        for one in merged:  # own keys take precedence, then the first merged mapping with the key
             if not isinstance(one.value, dict):
                 _refuse("must name a mapping, or a list of them", (*path, "<<"), one.place)
             for key, value in one.value.items():
@@ -227,7 +231,7 @@ def _refuse(rule: str, path: tuple[str, ...], place: str) -> NoReturn:
 
 
 def key_problem(key: str, *, is_ours: bool = True) -> str | None:
-    """Why ``key`` cannot be the key of a mapping; None if it can."""
+    """The reason why ``key`` cannot be the key of a mapping; None if it can."""
     if not key.strip():
         return "a key must be a plain word, and this one is empty"
     if is_ours and key == "<<":

@@ -1,4 +1,4 @@
-"""A tree whose every value knows where it was written: scalars, comparison and merging."""
+"""A tree of values that know the places where they were written: scalars, comparison and merging."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _WORDS = {
 
 @dataclass(slots=True)
 class Node:
-    """A value of the configuration: dict and list hold further nodes.
+    """A value of the configuration. A dict or list contains further nodes.
 
-    ``text`` is a plain scalar as written, so that a text field gets ``007`` and ``off`` unchanged.
+    ``text`` is a plain scalar as the user wrote it, so that a text field gets ``007`` and ``off`` unchanged.
     """
 
     value: Any
@@ -38,7 +38,7 @@ def plain_scalar(text: str) -> Any:
     """The value of an unquoted scalar. Unlike in YAML 1.1, ``2e-5`` is a number, ``None`` is null and
     ``1:30`` a text.
 
-    Digits without end are a text too; there is no field for such a number.
+    Overly long digits are also a text, because no field takes such a number.
     """
     if text in _WORDS:
         return _WORDS[text]
@@ -62,10 +62,10 @@ def is_argument(place: str) -> bool:
 
 
 def node_of(value: Any, place: str, key: str | None = None) -> Node:
-    """Convert Python values to a tree; ``key`` is the dotted key of ``value``.
+    """Convert Python values to a tree. ``key`` is the dotted key of ``value``.
 
     Raises:
-        ConfigError: something that a configuration cannot hold.
+        ConfigError: a value is of a type that a configuration cannot hold.
     """
     above = "" if key is None else f"{key}."
     if isinstance(value, Mapping):
@@ -83,7 +83,7 @@ def node_of(value: Any, place: str, key: str | None = None) -> Node:
 
 
 def copy_tree(node: Node) -> Node:
-    """Copy ``node`` and all below it, for functions that change trees in place."""
+    """Copy ``node`` and everything below it, for functions that change trees in place."""
     if isinstance(node.value, dict):
         return Node({key: copy_tree(child) for key, child in node.value.items()}, node.place, node.text)
     if isinstance(node.value, list):
@@ -114,7 +114,7 @@ def same_value(one: Node, other: Node) -> bool:
 def merge(base: Node, top: Node, path: str = "") -> Node:
     """Merge ``top`` over ``base``: mappings are merged key by key, everything else is replaced.
 
-    ``_inherited_: False`` in a mapping of ``top`` drops what the base has there. ``path`` is the dotted key
+    ``_inherited_: False`` in a mapping of ``top`` drops the base's mapping there. ``path`` is the dotted key
     of both, for messages.
 
     Raises:
@@ -141,7 +141,7 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
 
 
 def strip_marks(node: Node) -> Node:
-    """Remove ``_inherited_`` keys, which have no meaning when there is nothing to inherit."""
+    """Remove ``_inherited_`` keys, which have no meaning if there is nothing to inherit."""
     if isinstance(node.value, dict):
         items = {key: strip_marks(child) for key, child in node.value.items() if key != "_inherited_"}
         return Node(items, node.place, node.text)

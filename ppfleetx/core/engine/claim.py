@@ -1,4 +1,4 @@
-"""Claim the output directory for a run: what the run deletes, refuses and writes there."""
+"""Claim the output directory for a run: delete old files, refuse conflicts, and write the run's files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def begin(
     """Claim the output directory, after everything else has been checked; all ranks call this.
 
     Raises:
-        ConfigError: it holds something that belongs neither to this run nor to the earlier one; on all ranks.
+        ConfigError: on all ranks, if the directory holds something that belongs neither to this run nor to
+            the earlier one.
     """
     ownership = None
     with joint_errors(ctx, name_ranks=False):
@@ -91,15 +92,15 @@ def _refuse_other_tokenizer(cfg: RunConfig, tokenizer: Tokenizer | None) -> None
 
 
 def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) -> Ownership:
-    """Claim the output directory, after everything else has been checked; one rank does it for all.
+    """Claim the output directory, after everything else has been checked. One rank does it for all ranks.
 
-    Writes the configuration and removes what a killed run left unfinished. With
+    Writes the configuration, and removes files that a killed run left unfinished. With
     ``Engine.save_load.overwrite``, deletes the earlier run's files.
 
     Args:
-        cfg: names exactly the checkpoints that the run starts from.
-        start: what the run starts from.
-        comes_to: whether the run may save a checkpoint of a given epoch and step.
+        cfg: the configuration, which names exactly the checkpoints that the run starts from.
+        start: the start of the run (checkpoint and progress).
+        comes_to: a function that says whether the run may save a checkpoint of a given epoch and step.
 
     Raises:
         ConfigError: another run's checkpoint has a name that this run may use, or the directory cannot be
@@ -120,13 +121,13 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
             write_run(output_dir, record)
         goes_on = earlier is not None and earlier.run == record.run
         if goes_on and start.state.step == 0 and not step_directories(output_dir):
-            for name in (METRICS_FILE, CSV_FILE):  # written before the run's first checkpoint
+            for name in (METRICS_FILE, CSV_FILE):  # this is written before the run's first checkpoint
                 (output_dir / name).unlink(missing_ok=True)
         _write_configuration(output_dir, cfg)
         if start.found_by == RESUME and options.resume == "auto":
             repair_latest(start.checkpoint)
         if goes_on:
-            keep_newest(output_dir, ownership)  # a kill may have come between a save and this
+            keep_newest(output_dir, ownership)  # the run may have been killed between a save and this
     except OSError as error:
         raise directory_error(cfg, f"cannot be written: {describe_os_error(error)}") from error
     get_logger().info(f"run {record.run} {'continues' if goes_on else 'begins'} in {output_dir}")
@@ -141,13 +142,14 @@ def _spared(cfg: RunConfig) -> frozenset[Path]:
 def _meant_by(place: str) -> Iterator[Path]:
     try:
         yield resolve_checkpoint(place).resolve()
-    except CheckpointError:  # reported by whoever needs it
+    except CheckpointError:  # the code that needs it reports the error
         return
 
 
 def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRecord:
-    """Return the run's identity: that of the run in the directory if this one continues it, else a new
-    one."""
+    """Return the run's identity: the identity of the run in the directory if this run continues it, else a
+    new one.
+    """
     found = start.checkpoint
     if start.found_by in (RESUME, CKPT_DIR) and lies_in(found.path, output_dir_of(cfg)):
         if cfg.Engine.save_load.overwrite:
@@ -189,7 +191,7 @@ def _refuse_names_in_use(
 
 
 def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path]) -> None:
-    """Delete what the earlier run wrote; without a record of that run, delete nothing."""
+    """Delete the files of the earlier run. Without a record of that run, delete nothing."""
     names = {path.name for path in leaving}
     with output_lock(output_dir):
         for pointer in (output_dir / LATEST_FILE, output_dir / BEST_FILE):
@@ -215,7 +217,7 @@ def _overwrite(output_dir: Path, earlier: RunRecord | None, leaving: list[Path])
 
 
 def _write_configuration(output_dir: Path, cfg: RunConfig) -> None:
-    """Write ``config.yaml``; rename an existing one that no run wrote."""
+    """Write ``config.yaml``, and rename an existing file that no run wrote."""
     path, text = output_dir / CONFIG_FILE, run_record(cfg)
     if path.exists() and not is_record(path):
         get_logger().info(f"renamed a configuration that no run wrote to {put_aside(path)}")

@@ -1,4 +1,4 @@
-"""Turn errors of a device into one message: out of memory, with settings that need less; and all others."""
+"""Turn errors of a device into one message. For lack of memory, it suggests settings that need less."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _OF_PADDLE = (
     "Out of memory error on",
     "CUDA error(2)",
     "cudaErrorMemoryAllocation",
-    "CUBLAS error(3)",  # a library without memory for its workspace
+    "CUBLAS error(3)",  # when a library has no memory for its workspace
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-# An error of a plugin's allocator is only a number, which may mean anything: the place where it was raised
-# shows that it came from the allocator.
+# An error of a plugin's allocator is only a number with many meanings. The place where it was raised shows
+# that it came from the allocator.
 _OF_PLUGIN, _ALLOCATOR = "CustomDevice error", re.compile(r"memory::allocation::\w+::AllocateImpl\(")
 _SAID = re.compile(r"Cannot (?:malloc|allocate)[^\n]*|Fail to alloc[^\n]*|Unable to allocate[^\n]*")
 _OF_DEVICE = re.compile(r"CustomDevice error, the error code is : \d+|(?:CUDA|XPU) error\(\d+\)[^\n(]*")
@@ -72,7 +72,9 @@ def explained_device_errors(
 
 
 def _device_message(said: str, error: BaseException, ctx: ParallelContext) -> str:
-    """The device's error, where it was noticed (which may be after the operation that failed), and advice."""
+    """The message with the device's error, the place where it was noticed (possibly after the failed
+    operation), and advice.
+    """
     blocking = _BLOCKING.get(kind_of(ctx.device))
     found = f" With {blocking} in the environment it is that operation." if blocking else ""
     return (
@@ -90,8 +92,9 @@ def _where(ctx: ParallelContext) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` means that memory ran out: Python's, NumPy's or Paddle's own error, or one of
-    Paddle's that quotes it."""
+    """Whether ``error`` means that memory ran out: it is Python's, NumPy's or Paddle's own error, or an error
+    of Paddle that quotes one of these.
+    """
     if isinstance(error, MemoryError):
         return True
     if type(error) not in (RuntimeError, OSError, SystemError):
@@ -102,7 +105,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def message(error: BaseException, cfg: RunConfig, ctx: ParallelContext, advice: str | None = None) -> str:
-    """Where memory ran out, what holds it, and the cheapest settings that need less."""
+    """The message: where memory ran out, what uses it, and the cheapest settings that need less."""
     found = _SAID.search(str(error))
     said = found.group().strip() if found else (str(error).strip().splitlines() or ["no memory is left"])[-1]
     rest = _holders_and_savings(cfg, ctx) if advice is None else [advice]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Loader = Iterable[Sequence[MicroBatch]]
 EvalSets = Mapping[str | None, Loader]
-"""Evaluation sets by name, in this order; the name is None where ``Data.Eval.sets`` names none."""
+"""The evaluation sets by name, in order. The name is None if ``Data.Eval.sets`` names no set."""
 
 NO_TRAINING = TrainingLength(max_steps=0)
 
@@ -51,18 +51,18 @@ class Engine:
 
     Args:
         cfg: the run's configuration.
-        ctx: this process's place.
+        ctx: this process's place in the job.
         runner: executes steps.
-        schedule: learning rate and weight decay of each step; None when only evaluating.
+        schedule: the learning rate and weight decay of each step; None when only evaluating.
         saver: writes checkpoints; None when only evaluating.
-        callbacks: called in this order.
+        callbacks: the callbacks, called in this order.
         samples_per_epoch: samples in one pass over the training split.
-        length: length of the run, and when it evaluates and saves.
-        new_evaluator: makes the evaluator of each evaluation set.
-        go_back: called with the engine and a number of consumed samples. Loads the last checkpoint of this
-            run and its ``state``, except for the consumed samples, and returns the batches that follow these;
-            returns None if there is no checkpoint.
-        pruning: prunes the model while it trains; None: does not.
+        length: the length of the run, and when it evaluates and saves.
+        new_evaluator: a function that makes the evaluator of each evaluation set.
+        go_back: a function called with the engine and a number of consumed samples. It loads the last
+            checkpoint of this run and its ``state``, except for the consumed samples, and returns the batches
+            after these samples; None if there is no checkpoint.
+        pruning: prunes the model while it trains; None for no pruning.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Engine:
 
     @property
     def max_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """The number of optimizer steps of the whole run."""
         return self.length.max_steps
 
     def callback_states(self) -> dict[str, Any]:
-        """States of this rank's callbacks by name."""
+        """The states of this rank's callbacks, by name."""
         return self._callbacks.state()
 
     def fit(self, train_loader: Loader, eval_sets: EvalSets | None = None) -> None:
@@ -110,8 +110,9 @@ class Engine:
         SIGTERM or Ctrl-C to any rank ends the run after the current step, with a checkpoint.
 
         Raises:
-            UserError: the loss or the gradient is not finite, the data ended early or cannot be read, the
-                ranks do not hold what they should, a checkpoint cannot be saved; the same on all ranks.
+            UserError: the loss or the gradient is not finite, the data ended early or cannot be read, ranks
+                hold inconsistent data or weights, or a checkpoint cannot be saved. All ranks raise the same
+                error.
         """
         self._saved_step, self._is_fitting = self.state.step, True
         if self._guard is not None:
@@ -124,7 +125,7 @@ class Engine:
                 self._notify("on_fit_start")
                 self._watch.at_rest(self.runner)
                 if self.state.best_step == self.state.step:
-                    self._saver.mark_best(self)  # the run may have been killed just before this
+                    self._saver.mark_best(self)  # an earlier process may have been killed just before this
                 self._evaluate_if_missing(eval_sets or {}, stop)
                 self._train(iter(train_loader), eval_sets or {}, stop)
                 self._save_once()
@@ -141,11 +142,12 @@ class Engine:
         finally:
             self._is_fitting = False
             self._notify("on_fit_end")
-        if was_done:  # the last line, where it is seen
+        if was_done:  # last, where users will see it
             get_logger().warning(self._nothing_to_train())
 
     def evaluate(self, eval_sets: EvalSets, stop: StopRequest | None = None) -> list[EvalRecord] | None:
-        """Mean loss over all batches of each set, and the task's metrics; callbacks get all at the end.
+        """Compute the mean loss over all batches of each set, and the task's metrics. Callbacks get all
+        results at the end.
 
         Returns None if a stop was requested before the end: a partial result would not be comparable.
 
@@ -187,8 +189,9 @@ class Engine:
         )
 
     def _evaluate_if_missing(self, eval_sets: EvalSets, stop: StopRequest) -> None:
-        """Evaluate before the first step, to find a broken evaluation set at once; and on resume, if the
-        evaluation of this step was cut short."""
+        """Evaluate before the first step, to find a broken evaluation set at once, and on resume, if the
+        evaluation of this step was cut short.
+        """
         due = self.length.eval_every and self.state.step % self.length.eval_every == 0
         if eval_sets and due and self.state.evaluated_step != self.state.step:
             self._evaluate_and_keep(eval_sets, stop)
@@ -238,7 +241,9 @@ class Engine:
     def _read(
         self, batches: Iterator[Sequence[MicroBatch]]
     ) -> tuple[Sequence[MicroBatch] | None, UserError | None]:
-        """The next batch, or the error: the other ranks have to learn of it before it is raised."""
+        """Read the next batch. An error is returned, because the other ranks must learn of it before it is
+        raised.
+        """
         if self._callback_error is not None:
             return None, self._callback_error
         try:
@@ -264,12 +269,12 @@ class Engine:
     def _step(
         self, micro_batches: Sequence[MicroBatch], started: float, reader_cost: float
     ) -> Iterator[Sequence[MicroBatch]] | None:
-        """One optimizer step. Its batch was requested at ``started`` and took ``reader_cost`` seconds to
+        """Run one optimizer step. Its batch was requested at ``started`` and took ``reader_cost`` seconds to
         read.
 
         Returns:
-            None; or, if the step was a spike and the run went back to its last checkpoint, the batches to
-            continue with.
+            The batches to continue with, if the step was a spike and the run went back to its last
+            checkpoint; otherwise None.
         """
         if self._pruning is not None:
             self._pruning.before_step(self.state.step)
@@ -325,7 +330,7 @@ class Engine:
         return None
 
     def _answer(self, spike: Spike) -> Iterator[Sequence[MicroBatch]] | None:
-        """React to a spike and report it; returns what :meth:`_step` returns.
+        """React to a spike, and report it. Returns the result for :meth:`_step`.
 
         Raises:
             TrainingStoppedError: the run has to end.

@@ -1,4 +1,4 @@
-"""The progress of a run, its length, and when it evaluates and saves: all in optimizer steps."""
+"""The progress of a run, its length, and when it evaluates and saves, all in optimizer steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class TrainState:
     """Progress of a run, counted in whole steps.
 
     Attributes:
-        step: steps done, skipped ones included.
-        consumed_samples: samples of the training order that have been used.
-        epoch: completed passes over the training split.
-        evaluated_step: step of the last complete evaluation; one that a stop cut short is repeated when the
-            run continues.
-        skipped_steps: steps whose gradients overflowed or that were spikes: their samples are used up, but
-            neither weights nor learning rate have moved.
+        step: the number of steps done, including skipped ones.
+        consumed_samples: the number of samples of the training order that have been used.
+        epoch: the number of completed passes over the training split.
+        evaluated_step: the step of the last complete evaluation. An evaluation that a stop cut short is
+            repeated when the run continues.
+        skipped_steps: the number of steps that were spikes or whose gradients overflowed. Their samples are
+            used up, but weights and learning rate did not change.
         best: the best value so far of the metric ``Engine.save_load.keep_best``; None before the first.
         best_step: the step of that value.
         spikes: the window of the last steps that ``Engine.spike`` keeps; empty if it is off.
@@ -55,7 +55,7 @@ class TrainState:
         """Parse the output of :meth:`to_json` of this version or an older one.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the state is damaged.
         """
         try:
             return _STATE.validate_json(json.dumps({"evaluated_step": data.get("step")} | data), strict=True)
@@ -70,7 +70,7 @@ _STATE = TypeAdapter(TrainState)
 
 @dataclass(frozen=True)
 class TrainingLength:
-    """Optimizer steps of the whole run, and between evaluations and checkpoints (0: never).
+    """The number of optimizer steps of the whole run, and between evaluations and checkpoints (0: never).
 
     Attributes:
         max_steps: the run ends after exactly this many steps, and saves.
@@ -85,7 +85,7 @@ class TrainingLength:
 
     @classmethod
     def of(cls, cfg: RunConfig, samples_per_epoch: float) -> TrainingLength:
-        """The length that a configuration asks for; run mode ``epoch`` counts passes over the training split.
+        """The length that a configuration asks for. Run mode ``epoch`` counts passes over the training split.
 
         Raises:
             DataError: in run mode ``epoch``, the split has less than one global batch.
@@ -110,7 +110,7 @@ class TrainingLength:
         )
 
     def position(self, steps_done: float) -> tuple[int, int]:
-        """(pass over the training split, step within it) of the step that follows ``steps_done`` steps."""
+        """The (pass over the training split, step within it) of the step after ``steps_done`` steps."""
         if math.isinf(self.steps_per_epoch):
             return 0, int(steps_done)
         epoch = int(steps_done // self.steps_per_epoch)

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Keeps the ranks of a job in step: they stop after the same step, and fail with the same message.
+    """Keeps the ranks of a job in step, so that they stop after the same step and fail with the same message.
 
     Args:
-        cfg: the run's configuration; ``Engine.checks`` says how much is checked.
-        ctx: this process's place.
+        cfg: the run's configuration. ``Engine.checks`` selects the checks.
+        ctx: this process's place in the job.
         samples_per_epoch: samples in one pass over the training split; a larger batch contains some of them
             twice.
 
     Attributes:
-        pace_of_ranks: how long each rank's steps take.
-        counts: ``Runner.count`` of the whole job's batch, from the last :meth:`before_step`.
+        pace_of_ranks: compares the times of the ranks' steps.
+        counts: the sum of ``Runner.count`` over the job, from the last :meth:`before_step`.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Watch:
         stop: StopRequest,
         step: int,
     ) -> bool:
-        """Exchange with the other ranks what was read or went wrong, whether a signal came, how many tokens
-        count, and how long the last step took. ``step`` is the number of steps done.
+        """Exchange with the other ranks the batch or error, any signal, the number of tokens that count, and
+        the time of the last step. ``step`` is the number of steps done.
 
         Returns:
             Whether to stop, the same on all ranks.
 
         Raises:
-            UserError: on all ranks, if one has an error or the batches are not as they should be.
+            UserError: on all ranks, if a rank has an error, or the batches of the ranks are wrong.
         """
         digest = batch_digest(micro_batches or ()) if self._level != "off" else 0
         counts = np.array(self._count(micro_batches or ()), np.float64).view(np.int64)  # their bits
@@ -97,11 +97,13 @@ class Watch:
         return False
 
     def stops_evaluation(self, stop: StopRequest | None) -> bool:
-        """Whether to stop an evaluation; all ranks call this before each of its batches."""
+        """Whether to stop an evaluation. All ranks call this before each of its batches."""
         return stop is not None and stop.agree(any_rank(self._ctx, stop.signal_name))
 
     def after_step(self, runner: Runner) -> None:
-        """With ``full``, check that copies of weights and optimizer states are still equal."""
+        """Check that copies of weights and optimizer states are still equal, if ``Engine.checks`` is
+        ``full``.
+        """
         if self._level == "full":
             check_copies(self._ctx, _held(runner, states=True))
 
@@ -113,7 +115,7 @@ class Watch:
     def describe(
         self, error: NonFiniteError, runner: Runner, micro_batches: Sequence[MicroBatch], step: int
     ) -> str:
-        """Say which rank, layer and samples a non-finite number came from; all ranks call this."""
+        """Describe the rank, layer and samples that a non-finite number came from. All ranks call this."""
         found = first_place(self._ctx, runner.locate_non_finite(micro_batches, step=step))
         text = f"global step {step}: {error.what} is {error.value}; nothing was updated."
         rank, samples = 0, error.sample_ids
@@ -142,7 +144,7 @@ def check_configuration(cfg: RunConfig, ctx: ParallelContext) -> None:
     """Check that all ranks run the same configuration, device and directories included.
 
     Raises:
-        CheckFailedError: naming the keys that differ and two ranks.
+        CheckFailedError: configurations differ; the message names the keys and two ranks.
     """
     if cfg.Engine.checks != "off" and ctx.world_size > 1:
         check_same_configuration(ctx, dict(flat_values(cfg.model_dump(mode="json"))))

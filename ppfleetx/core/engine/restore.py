@@ -1,4 +1,4 @@
-"""Find what a run starts from (nothing, weights, or a whole checkpoint), and load it."""
+"""Find the start of a run (nothing, weights, or a whole checkpoint), and load it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ppfleetx.utils.log import get_logger
 
 @dataclass
 class Start:
-    """What a run starts from: nothing, the weights of a checkpoint, or the whole checkpoint.
+    """The start of a run: nothing, the weights of a checkpoint, or the whole checkpoint.
 
     Attributes:
         options: ``Engine.save_load``.
@@ -50,7 +50,8 @@ class Start:
         resumes: whether optimizer, schedule, data position and random generators are restored too.
         state: the progress to start with.
         ctx: this process's place in the job.
-        base_fingerprint: of the frozen weights, once they have been loaded from ``Model.lora.base``.
+        base_fingerprint: the fingerprint of the frozen weights, once they are loaded from
+            ``Model.lora.base``.
         found_by: the configuration key that led to the checkpoint.
     """
 
@@ -65,10 +66,10 @@ class Start:
     def restore(
         self, runner: Runner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
     ) -> Schedule:
-        """Load everything into ``runner`` and the random generators; return the schedule to continue with.
+        """Load everything into ``runner`` and the random generators. Returns the schedule to continue with.
 
         Raises:
-            CheckpointError: it does not fit the model, data, tokenizer, optimizer or schedule.
+            CheckpointError: the checkpoint does not fit the model, data, tokenizer, optimizer or schedule.
         """
         self._load_base(runner, cfg.Model)
         if self.checkpoint is None:
@@ -86,14 +87,14 @@ class Start:
         with joint_errors(self.ctx):
             changed = check_resumed(self.checkpoint, cfg, fingerprints)
         if any(change.key == "Engine.save_load.keep_best" for change in changed):
-            self.state.best, self.state.best_step = None, -1  # the old best is of another metric
+            self.state.best, self.state.best_step = None, -1  # the old best belongs to another metric
         schedule = self._resume(runner, schedule)
         get_logger().info(f"resuming {self.checkpoint.path} (global step {self.state.step})")
         log_changes(self.checkpoint, changed, self.options)
         return schedule
 
     def _resume(self, runner: Runner, schedule: Schedule) -> Schedule:
-        """Load everything but the weights; return the schedule to continue with."""
+        """Load everything but the weights. Returns the schedule to continue with."""
         model_names = runner.model_names()
         with joint_errors(self.ctx):
             if self.options.load_optim:
@@ -117,7 +118,7 @@ class Start:
         """Load all weights, and nothing else.
 
         Raises:
-            CheckpointError: they do not fit ``model``, or would compute another function.
+            CheckpointError: the weights do not fit ``model``, or would compute another function.
         """
         assert self.checkpoint is not None
         self._load_base(runner, model)
@@ -180,7 +181,7 @@ class Start:
         beside = [name for name in model_names if is_beside_base(name)]
         quantizers = [name for name in model_names if is_of_quantizer(name)]
         new = [*beside, *(quantizers if model.lora is None else ())] if is_new_run else []
-        # Which balancing loss there is may change at any time.
+        # The kind of balancing loss may change at any time.
         loads = [name for name in (*model_names, *self.checkpoint.names()) if is_router_load(name)]
         with joint_errors(self.ctx):
             self._check_quantizers(self.checkpoint, quantizers, may_be_new=not set(quantizers) - set(new))
@@ -205,20 +206,20 @@ class Start:
 
 
 def _left_out(model: ModelConfig) -> tuple[str, ...]:
-    """Parameters of a pretrained model that finetuning drops: the language model's head."""
+    """The parameters of a pretrained model that finetuning drops: the language model's head."""
     return ("head.weight", "head.bias") if model.task.classifies else ()
 
 
 def find_start(options: SaveLoadConfig, output_dir: Path | None, ctx: ParallelContext) -> Start:
-    """Decide what a run starts from. The main rank decides (and reads the whole checkpoint if it is to be
-    verified); the others open the checkpoint it found.
+    """Find the start of a run. The main rank decides, and reads the whole checkpoint if it must be verified;
+    the other ranks open the checkpoint that it found.
 
     In order of precedence: with ``resume``, the newest checkpoint of ``output_dir``, so that the same command
     continues after every interruption; the checkpoint ``ckpt_dir``; the weights ``init_from``; nothing.
 
     Args:
         options: ``Engine.save_load``.
-        output_dir: where this run saves; None for a program that does not save.
+        output_dir: the directory where this run saves; None for a program that does not save.
         ctx: this process's place in the job.
 
     Raises:
@@ -256,7 +257,7 @@ def _open(place: str, options: SaveLoadConfig) -> Checkpoint:
 
 
 def _newest(output_dir: Path, options: SaveLoadConfig) -> Checkpoint | None:
-    """The checkpoint of the run in ``output_dir`` to continue; ``auto`` skips damaged ones."""
+    """The checkpoint of the run in ``output_dir`` to continue from. ``auto`` skips damaged checkpoints."""
     record = read_run(output_dir)
     counts = (lambda _: True) if record is None else record.includes
     if options.resume == "auto":
@@ -286,7 +287,7 @@ def _start_at(checkpoint: Checkpoint, options: SaveLoadConfig) -> Start:
 
 
 def find_sources(cfg: RunConfig, ctx: ParallelContext) -> tuple[RunConfig, Start]:
-    """Find what the run starts from; returns also a configuration that names exactly these checkpoints.
+    """Find the start of a run. Also returns a configuration that names exactly the checkpoints of the start.
 
     Raises:
         CheckpointError: there is no such checkpoint; on all ranks.

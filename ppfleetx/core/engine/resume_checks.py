@@ -1,6 +1,6 @@
 """Compare a checkpoint with the configuration: some differences are refused, others are logged.
 
-What each key decides is in ``ppfleetx.config.resume_policy`` and nowhere else.
+The effect of each key is defined in ``ppfleetx.config.resume_policy`` and nowhere else.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def check_same_function(checkpoint: Checkpoint, model: ModelConfig, *, may_stret
     Args:
         checkpoint: the weights.
         model: the network to load them into.
-        may_stretch: allow other keys for rotary positions, and log the difference.
+        may_stretch: whether to allow different keys for rotary positions, and log the difference.
 
     Raises:
-        CheckpointError: naming the first key that differs, with both values.
+        CheckpointError: a key differs; the message names the first one, with both values.
     """
     saved = checkpoint.manifest.config
     if not isinstance(saved, Mapping) or not saved.get("Model"):
-        return  # another program's checkpoint, without a configuration
+        return  # a checkpoint of another program, without a configuration
     section = {k: v for k, v in saved["Model"].items() if k in ModelConfig.model_fields}
     trained = network_of(section, f"checkpoint {checkpoint.path}")
     now = network(model, (Effect.FUNCTION,))
@@ -75,15 +75,15 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
 
 
 def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
-    """Refuse changes that a resumed run may not make, and return those that it may.
+    """Refuse changes that a resumed run may not make, and return the allowed ones.
 
     Args:
-        checkpoint: to resume from.
-        cfg: of the resumed run.
-        now: fingerprints of this run's ``tokenizer`` and ``data``.
+        checkpoint: the checkpoint to resume from.
+        cfg: the configuration of the resumed run.
+        now: the fingerprints of this run's ``tokenizer`` and ``data``.
 
     Raises:
-        CheckpointError: another tokenizer, other data, or an optimizer with another state.
+        CheckpointError: the tokenizer, the data, or the states of the optimizer differ.
     """
     options = cfg.Engine.save_load
     _check_data(checkpoint, cfg, now)
@@ -116,7 +116,7 @@ def _check_data(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> No
 
 
 def _why_other_data(checkpoint: Checkpoint, cfg: RunConfig) -> str:
-    """The changed keys that decide the order of samples."""
+    """The changed keys that affect the order of samples."""
     saved = checkpoint.manifest.config
     if isinstance(saved, Mapping):
         if data := changes(saved, cfg, (Effect.DATA,)):

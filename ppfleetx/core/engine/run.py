@@ -16,7 +16,7 @@ from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.runner import Runner
 
 SOURCE = "source/"
-"""Prefix of metrics that are the loss of one corpus of a blend."""
+"""The prefix of metrics for the loss of one corpus of a blend."""
 
 
 class Run(Protocol):
@@ -26,8 +26,8 @@ class Run(Protocol):
         cfg: the configuration.
         ctx: this process's place in the job.
         runner: model and optimizer.
-        schedule: learning rate and weight decay of each step; None when only evaluating.
-        state: progress, up to date when a hook is called.
+        schedule: the learning rate and weight decay of each step; None when only evaluating.
+        state: the progress, up to date when a hook is called.
     """
 
     cfg: RunConfig
@@ -38,13 +38,13 @@ class Run(Protocol):
 
     @property
     def max_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """The number of optimizer steps of the whole run."""
 
     def callback_states(self) -> dict[str, Any]:
-        """States of this rank's callbacks by name, as JSON values.
+        """The states of this rank's callbacks by name, as JSON values.
 
         Raises:
-            CheckpointError: one of them cannot be saved.
+            CheckpointError: a state cannot be saved.
         """
 
 
@@ -53,21 +53,21 @@ class StepRecord:
     """The results of one optimizer step.
 
     Attributes:
-        step: 1 for the first step.
-        epoch: pass over the training split this step belongs to, from 0.
-        batch: index of the step within that pass, from 0.
-        loss: global token mean of this step.
+        step: the number of the step, from 1.
+        epoch: the pass over the training split that this step belongs to, from 0.
+        batch: the index of the step within that pass, from 0.
+        loss: the mean over all tokens of the job in this step.
         lr: learning rate used in this step.
         weight_decay: weight decay used in this step.
-        grad_norm: before clipping.
-        num_valid_tokens: tokens that counted in the loss.
-        num_tokens: tokens of the whole job in this step, valid or not.
+        grad_norm: the gradient norm before clipping.
+        num_valid_tokens: the number of tokens that counted in the loss.
+        num_tokens: the number of tokens of the whole job in this step, valid or not.
         data_size: number of data ranks, which read different samples.
         reader_cost: seconds spent waiting for data.
-        batch_cost: seconds of the whole step, waiting included.
+        batch_cost: seconds of the whole step, including waiting.
         loss_scale: factor of the loss (float16); None without loss scaling.
         skipped: whether the gradients overflowed, so that nothing was updated.
-        metrics: the task's metrics and those of the model's layers, by name; ``source/NAME`` is the loss of
+        metrics: the metrics of the task and of the model's layers, by name; ``source/NAME`` is the loss of
             one corpus of a blend (``Engine.log_source_loss``).
         pruned: pruned share of the layers' matrices; None without ``Compress.Prune``.
     """
@@ -106,14 +106,14 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """Result of one evaluation after ``step`` steps.
+    """The result of one evaluation after ``step`` steps.
 
     Attributes:
-        loss: mean over ``num_valid_tokens`` (for a classifier: over examples).
+        loss: the mean over ``num_valid_tokens`` (for a classifier, over examples).
         ppl: perplexity; None for a classifier.
         metrics: the task's metrics by name.
         outputs: a classifier's outputs, ``[examples, outputs]`` in the order of the file.
-        name: of the evaluation set, if ``Data.Eval.sets`` names several.
+        name: the name of the evaluation set, if ``Data.Eval.sets`` names several.
     """
 
     step: int
@@ -148,7 +148,9 @@ class Window:
         return self._seconds / self._steps
 
     def whole_batch_cost(self, cfg: RunConfig) -> float:
-        """Seconds that a step with the whole batch takes at this speed; steps of a ramp have fewer tokens."""
+        """Seconds that a step with the whole batch takes at this speed. Steps of a batch ramp have fewer
+        tokens.
+        """
         return cfg.batch.global_batch_size * cfg.Data.Train.dataset.max_seq_len / self.ips_total
 
     @property

@@ -1,4 +1,4 @@
-"""The output directory of a run: which run may start there, and which checkpoints it starts from.
+"""The output directory of a run: check which run may start there, and from which checkpoints.
 
 Imports no Paddle: mistakes are refused before Paddle is loaded.
 """
@@ -36,7 +36,7 @@ def check_start(cfg: RunConfig) -> None:
     another run has been. Writes nothing.
 
     Raises:
-        ConfigError: naming the keys, and what to do instead.
+        ConfigError: the run is refused; the message names the keys, and says what to do instead.
     """
     options, output_dir = cfg.Engine.save_load, output_dir_of(cfg)
     if options.init_from is not None and options.ckpt_dir is not None:
@@ -74,8 +74,8 @@ def check_start(cfg: RunConfig) -> None:
 
 
 def _checkpoint_around(output_dir: Path) -> Path | None:
-    """The checkpoint that contains a directory, or that it is."""
-    place = Path(os.path.realpath(output_dir))  # unlike resolve(), it takes links in a circle
+    """The checkpoint that contains a directory, or the directory itself if it is a checkpoint."""
+    place = Path(os.path.realpath(output_dir))  # unlike resolve(), this accepts circular links
     around = (place, *place.parents)
     return next((p for p in around if (p / MARKER_FILE).is_file() and (p / MANIFEST_FILE).is_file()), None)
 
@@ -86,7 +86,7 @@ def output_dir_of(cfg: RunConfig) -> Path:
 
 
 def directory_error(cfg: RunConfig, rule: str) -> ConfigError:
-    """An error about ``Engine.save_load.output_dir``."""
+    """Make an error about ``Engine.save_load.output_dir``."""
     return ConfigError(rule, key=_KEY, value=cfg.Engine.save_load.output_dir, place=cfg.origins.get(_KEY))
 
 
@@ -126,10 +126,10 @@ def lies_in(checkpoint: Path, output_dir: Path) -> bool:
 
 
 def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
-    """Create the output directory and lock it until ``stack`` closes; one rank does it for all.
+    """Create the output directory, and lock it until ``stack`` closes. One rank does it for all ranks.
 
     Raises:
-        ConfigError: another run is or has been in it, or it cannot be created.
+        ConfigError: another run uses or has used the directory, or it cannot be created.
     """
     check_start(cfg)
     output_dir = output_dir_of(cfg)
@@ -142,7 +142,7 @@ def lock_output_dir(cfg: RunConfig, stack: ExitStack) -> None:
     check_start(cfg)  # another run may have ended here in the meantime
 
 
-# ---- what a run is started from
+# ---- the start of a run
 
 
 def base_of(cfg: RunConfig) -> Path | None:
@@ -173,7 +173,7 @@ def _is_anothers(path: Path, run: str) -> bool:
 
 
 def with_value(cfg: RunConfig, key: str, value: str) -> RunConfig:
-    """A copy of ``cfg`` with ``value`` at the dotted ``key``."""
+    """Return a copy of ``cfg`` with ``value`` at the dotted ``key``."""
     *sections, name = key.split(".")
     parents = [cfg]
     for section in sections:

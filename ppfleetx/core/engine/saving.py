@@ -1,4 +1,4 @@
-"""Saving a run, and what to do when that fails (``Engine.save_load.on_save_error``)."""
+"""Save a run, and handle failed saves (``Engine.save_load.on_save_error``)."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Saver:
 
     Args:
         cfg: the run's configuration.
-        ctx: this process's place.
-        output_dir: where the checkpoints go.
-        fingerprints: of data, tokenizer and frozen weights.
+        ctx: this process's place in the job.
+        output_dir: the directory for checkpoints.
+        fingerprints: the fingerprints of data, tokenizer and frozen weights.
         ownership: the run that saves, and which checkpoints it keeps.
         documents: files that describe the model in each checkpoint (`checkpoint/documents.py`).
     """
@@ -68,10 +68,11 @@ class Saver:
         )
 
     def save(self, run: Run) -> None:
-        """Complete the save in progress, then save the run as it is now, or start to in the background.
+        """Complete the save in progress, then save the run's current state, or start to save it in the
+        background.
 
         Raises:
-            CheckpointError: as configured.
+            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
         """
         with self._guarded():
             self._manager.wait()
@@ -90,7 +91,7 @@ class Saver:
         save failed.
 
         Raises:
-            CheckpointError: as configured.
+            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
         """
         with self._guarded():
             self._manager.wait()
@@ -98,14 +99,14 @@ class Saver:
             return
         path = self._manager.output_dir / step_directory(run.state.epoch, run.state.step)
         with self._guarded(), joint_errors(self._ctx, name_ranks=False):
-            if self._ctx.is_main and path.is_dir():  # a resumed run's first checkpoint may be elsewhere
+            if self._ctx.is_main and path.is_dir():  # the checkpoint that a run resumed from may be elsewhere
                 write_best(path, self._manager.ownership)
 
     def complete(self) -> None:
         """Complete the save in progress.
 
         Raises:
-            CheckpointError: as configured.
+            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
         """
         with self._guarded():
             self._manager.wait()
@@ -114,21 +115,21 @@ class Saver:
         """Advance a save in the background without waiting, and report its failure.
 
         Raises:
-            CheckpointError: as configured.
+            CheckpointError: the save failed, and ``on_save_error`` is ``stop``.
         """
         with self._guarded():
             self._manager.poll()
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Context for the whole run; on leaving it, the save in progress is completed if possible.
+        """Context for the whole run. On exit, the save in progress is completed if possible.
 
         Raises:
             CheckpointError: the last save failed.
         """
         try:
             yield
-        except UserError:  # the same on all ranks, so they can still act together
+        except UserError:  # the same error on all ranks, so they can still act together
             with contextlib.suppress(CheckpointError):
                 self._finish()
             raise
@@ -154,7 +155,7 @@ class Saver:
             get_logger().error(f"{error} Training continues (Engine.save_load.on_save_error=continue).")
 
     def _tensors(self, runner: Runner) -> list[TensorSlice]:
-        """What this rank writes; of a run with frozen weights, only the trained parameters."""
+        """The slices that this rank writes. If weights are frozen, only the trained parameters are saved."""
         parameters = [(name, p) for name, p in runner.named_parameters() if runner.writes(p)]
         if self._trained_alone:
             parameters = [(name, p) for name, p in parameters if not p.stop_gradient]

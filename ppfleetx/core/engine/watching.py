@@ -19,12 +19,13 @@ from ppfleetx.utils.cli import EXIT_HUNG
 from ppfleetx.utils.peers import ended_peer_in, ends_this_process
 
 HANG_DIR, EVALUATION_DIR, GENERATION_DIR = HANG_DIRS
-"""Directories of reports. Evaluation and generation have their own because they may run beside training."""
+"""Directories of reports. Evaluation and generation have their own, because they may run during training."""
 
 
 def watch_start(cfg: RunConfig, rank: int, device: str) -> None:
-    """Watch this process from before Paddle is imported; only in our own programs, which end the watch after
-    training."""
+    """Watch this process from before Paddle is imported. This is only for our own programs, which end the
+    watch after training.
+    """
     if ends_this_process():
         _begin(cfg, rank, device, HANG_DIR)
 
@@ -37,10 +38,10 @@ def introduce(cfg: RunConfig, ctx: ParallelContext) -> None:
 
 @contextmanager
 def watched(cfg: RunConfig, ctx: ParallelContext, directory: str = HANG_DIR) -> Iterator[None]:
-    """Context in which this process is watched; a watch that has already started continues.
+    """Context in which this process is watched. A watch that has already started continues.
 
     Args:
-        directory: for the reports, under the output directory.
+        directory: the directory for the reports, under the output directory.
     """
     if watchdog.current() is None:
         _begin(cfg, ctx.rank, ctx.device, directory)

@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LogStart:
-    """What a writer is started with.
+    """The arguments for starting a writer.
 
     Attributes:
-        step: steps done; 0 for a new run. Records of later steps, written after the checkpoint that the run
-            resumes from, are void and will be written again.
+        step: the number of steps done; 0 for a new run. Records of later steps, which were written after the
+            checkpoint that the run resumes from, are void and will be written again.
         config: the whole configuration as JSON values.
     """
 
@@ -36,7 +36,7 @@ class LogWriter:
         self.output_dir = output_dir
 
     def start(self, start: LogStart) -> None:
-        """Open the file or service; called before the first step and after :meth:`load_state`."""
+        """Open the file or service. Called before the first step and after :meth:`load_state`."""
         raise NotImplementedError
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -44,11 +44,11 @@ class LogWriter:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Close what :meth:`start` opened; called once, however the run ends."""
+        """Close the file or service that :meth:`start` opened. Called once, however the run ends."""
 
     def state(self) -> Mapping[str, Any]:
-        """What is needed to continue the curves when the run resumes: JSON values, saved in checkpoints."""
+        """The state needed to continue the curves when the run resumes: JSON values, saved in checkpoints."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned; called before :meth:`start`."""
+        """Restore the result of :meth:`state`. Called before :meth:`start`."""

@@ -17,7 +17,7 @@ CSV_FILE = "metrics.csv"
 
 class CsvFile(LogWriter):
     """Writes ``metrics.csv`` in the run's directory: a row for each record, with ``step`` and a column for
-    each number. A number with a new name adds a column, for which the file is rewritten.
+    each number. For a number with a new name, the file is rewritten with another column.
 
     A resumed run drops rows of later steps; a new run renames an existing file.
     """
@@ -73,7 +73,7 @@ class TensorBoard(LogWriter):
 
     Args:
         output_dir: the run's directory.
-        dir: write here instead.
+        dir: the directory to write to instead of ``tensorboard/`` or ``vdl/``.
     """
 
     def __init__(self, output_dir: Path, dir: str | None = None) -> None:
@@ -105,7 +105,7 @@ class VisualDL(LogWriter):
 
     Args:
         output_dir: the run's directory.
-        dir: write here instead.
+        dir: the directory to write to instead of ``tensorboard/`` or ``vdl/``.
     """
 
     def __init__(self, output_dir: Path, dir: str | None = None) -> None:

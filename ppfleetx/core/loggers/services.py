@@ -23,9 +23,9 @@ class Wandb(LogWriter):
     Args:
         output_dir: the run's directory; the files are in ``wandb/`` there.
         project, entity, group: see ``wandb.init``.
-        name: of the run; None: the name of ``output_dir``.
+        name: the name of the run; None: the name of ``output_dir``.
         mode: ``offline``, ``online`` or ``disabled``; None: ``WANDB_MODE``, else ``offline``.
-        dir: write here instead of ``output_dir``.
+        dir: the directory to write to instead of ``output_dir``.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class MLflow(LogWriter):
 
     Args:
         output_dir: the run's directory.
-        uri: of the tracking store; None: ``MLFLOW_TRACKING_URI``, else ``mlruns/`` in ``output_dir``.
-        experiment: name of the experiment, which is created if necessary.
-        name: of the run; None: the name of ``output_dir``.
+        uri: the URI of the tracking store; None: ``MLFLOW_TRACKING_URI``, else ``mlruns/`` in ``output_dir``.
+        experiment: the name of the experiment, which is created if necessary.
+        name: the name of the run; None: the name of ``output_dir``.
     """
 
     def __init__(

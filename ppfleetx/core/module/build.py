@@ -1,4 +1,4 @@
-"""``Model.module`` by name, with the teacher and the per-corpus losses that the configuration adds to it."""
+"""Build ``Model.module`` by name, with the teacher and the per-corpus losses that the configuration adds."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SourceLosses(WrappedTask):
 
     Args:
         task: the task.
-        names: of the corpora; ``source_ids [b]`` of a batch index them. Batches without ``source_ids``, those
-            of evaluations, have no such metrics.
+        names: the names of the corpora, indexed by ``source_ids [b]`` of a batch. Batches without
+            ``source_ids``, as in evaluations, have no such metrics.
     """
 
     def __init__(self, task: BasicModule, names: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ class SourceLosses(WrappedTask):
         """The task's loss, with the losses of the corpora as metrics.
 
         Raises:
-            ConfigError: the task does not return the losses of rows.
+            ConfigError: the task does not return the losses of single rows.
         """
         found = super().loss(outputs, batch, factory)
         if "source_ids" not in batch:
@@ -60,11 +60,11 @@ class SourceLosses(WrappedTask):
 
 
 def build_module(cfg: RunConfig, sources: Sequence[str] = ()) -> BasicModule:
-    """The task named by ``Model.module``, with a teacher where ``Compress.Distill`` names one.
+    """Build the task named by ``Model.module``, with a teacher if ``Compress.Distill`` names one.
 
     Args:
         cfg: the run's configuration.
-        sources: names of a blend's corpora, if the loss of each is wanted.
+        sources: the names of a blend's corpora, if the loss of each is logged.
 
     Raises:
         ConfigError: there is no such module, or it is not a BasicModule.

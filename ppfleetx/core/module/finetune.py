@@ -45,7 +45,7 @@ class GPTFinetuneModule(BasicModule):
         return gpt_classification_stages(self.cfg.Model, factory, self.num_outputs)
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
-        """``[b, outputs]`` float32 at the last of each sequence's ``lengths`` tokens."""
+        """Return ``[b, outputs]`` float32 at the last of each sequence's ``lengths`` tokens."""
         scores_sbc = model(batch["tokens"]).astype("float32")
         rows = paddle.arange(batch["lengths"].shape[0])
         return paddle.gather_nd(scores_sbc, paddle.stack([batch["lengths"] - 1, rows], axis=1))
@@ -69,8 +69,8 @@ class Classification:
 
     Args:
         module: the task.
-        ctx: this process's place.
-        has_labels: if False, there are only outputs.
+        ctx: this process's place in the job.
+        has_labels: whether there are labels, or only outputs.
     """
 
     def __init__(self, module: GPTFinetuneModule, ctx: ParallelContext, *, has_labels: bool = True) -> None:
@@ -78,7 +78,7 @@ class Classification:
         self._rows: list[list[float]] = []
 
     def add(self, runner: Runner, micro_batches: Sequence[MicroBatch]) -> None:
-        """Compute a global batch and keep the outputs of its examples."""
+        """Compute a global batch, and keep the outputs of its examples."""
         found = runner.compute(self._module.forward, micro_batches)
         if self._ctx.rank_on("mp"):
             return  # the first tensor-parallel rank has the same outputs
@@ -110,12 +110,13 @@ def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 
 class Predictions(Callback):
-    """Writes a classifier's predictions after each evaluation, replacing those of the last one.
+    """Writes a classifier's predictions after each evaluation, replacing the predictions of the last
+    evaluation.
 
     Args:
-        directory: for the files.
-        task: names the files.
-        parts: the split of the task by the name of the evaluation set; sets of one split share a file.
+        directory: the directory for the files.
+        task: the task, which names the files.
+        parts: the split of the task, by the name of the evaluation set. Sets of one split share a file.
     """
 
     def __init__(self, directory: Path, task: GlueTask, parts: Mapping[str | None, str]) -> None:
@@ -146,11 +147,11 @@ def write_predictions(path: Path, task: GlueTask, outputs: np.ndarray) -> None:
 
     Args:
         path: the file; its directory is created.
-        task: turns outputs into predictions.
+        task: the task, which turns outputs into predictions.
         outputs: ``[examples, outputs]``.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

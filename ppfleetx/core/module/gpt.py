@@ -11,11 +11,13 @@ from ppfleetx.nn.stage import LayerFactory, Stage
 
 
 class GPTModule(BasicModule):
-    """Predict the next token; the loss counts tokens with ``loss_mask`` 1."""
+    """Predicts the next token. The loss counts tokens with ``loss_mask`` 1."""
 
     @property
     def loss_in_pieces(self) -> bool:
-        """True; False for subclasses with their own loss, unless they override this."""
+        """Whether the loss can be computed in pieces: True, but False for subclasses with their own loss,
+        unless they override this.
+        """
         return type(self).loss is GPTModule.loss
 
     def stages(self, factory: LayerFactory) -> list[Stage]:
@@ -27,7 +29,7 @@ class GPTModule(BasicModule):
 
 
 class GPTEvalModule(GPTModule):
-    """GPT for ``Offline_Eval``. Its "loss" is what the evaluation sums up, and has no gradient.
+    """GPT for ``Offline_Eval``. Its "loss" is the value that the evaluation sums up, and has no gradient.
 
     Perplexity: minus the sum of the log probabilities of tokens with ``loss_mask`` 1. Cloze: the number of
     rows in which every such token is the likeliest. Metric ``non_finite``: the share of tokens with

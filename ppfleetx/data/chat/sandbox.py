@@ -1,10 +1,10 @@
 """The Jinja that chat templates expect: the environment of Hugging Face transformers, with limits.
 
-Blocks and their spaces (``trim_blocks``, ``lstrip_blocks``), ``break`` and ``continue``, ``generation``
-blocks, ``tojson`` without HTML's escapes, ``raise_exception`` and ``strftime_now`` are what transformers
-documents. A template comes with a model, from an unknown author. Jinja's sandbox keeps it away from Python;
-the limits stop a template that loops forever or grows a text without end. They are no wall against an
-attacker.
+As documented by transformers, templates can use ``trim_blocks`` and ``lstrip_blocks``, ``break`` and
+``continue``, ``generation`` blocks, ``tojson`` without HTML escapes, ``raise_exception`` and
+``strftime_now``. A template comes with a model, from an unknown author. Jinja's sandbox keeps it away from
+Python; the limits stop a template that loops forever or grows a text without end. They do not stop a
+determined attacker.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 3_000_000
-"""Lines of compiled template code; a conversation of a hundred turns takes some thousands."""
+"""The most lines of compiled template code to run. A conversation of a hundred turns takes a few thousand."""
 MAX_SIZE = 1 << 24
-"""Characters of a text, or elements of a list."""
-_MAX_NUMBER = 1_000_000  # as an argument of a filter or a function
+"""The most characters of a text, or elements of a list."""
+_MAX_NUMBER = 1_000_000  # for an argument of a filter or a function
 _MAX_BITS = 1 << 16
 
 
@@ -42,7 +42,7 @@ def bounded_steps(most: int = MAX_STEPS) -> Iterator[None]:
     """Context in which Python functions may take at most ``most`` steps in total, in this thread.
 
     Raises:
-        TemplateLimitError: from within, when they take more.
+        TemplateLimitError: raised inside the context when they take more steps.
     """
     left = most
 
@@ -113,7 +113,7 @@ class CompiledTemplate:
 
     Raises:
         jinja2.TemplateError: the text is not a template.
-        TemplateLimitError: it is nested too deeply.
+        TemplateLimitError: the template is nested too deeply.
     """
 
     def __init__(self, source: str) -> None:
@@ -127,8 +127,9 @@ class CompiledTemplate:
         """Render the text, and find the parts of it that come from ``generation`` blocks.
 
         Raises:
-            jinja2.TemplateError: of the template, or its own (:class:`AskedToStopError`).
-            TemplateLimitError: it runs too long or makes something too large.
+            jinja2.TemplateError: the template has an error, or refuses the conversation
+                (:class:`AskedToStopError`).
+            TemplateLimitError: the template runs too long or makes something too large.
             TypeError, ValueError, ...: an expression of the template fails.
         """
         with self._environment.tracker.following() as (pieces, spans), bounded_steps():
@@ -143,7 +144,7 @@ class CompiledTemplate:
 
 
 class _GenerationBlocks(Extension):
-    """``{% generation %} ... {% endgeneration %}`` marks the text of the model."""
+    """Jinja extension: ``{% generation %} ... {% endgeneration %}`` marks text written by the model."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
 
@@ -171,8 +172,9 @@ class _GenerationBlocks(Extension):
 
 
 class _BoundedCode(CodeGenerator):
-    """Generates code in which concatenation with ``~`` goes through the environment, as ``+`` does, so
-    that its size is limited."""
+    """Generates code that checks concatenation with ``~`` in the environment, as for ``+``, so that its size
+    is limited.
+    """
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (as Jinja has it)
         self.write("environment.concatenate((")
@@ -193,7 +195,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # it would compute constants without limits
+            optimized=False,  # the optimizer would compute constants without limits
             extensions=[_GenerationBlocks, LoopControlExtension],
         )
         self.filters["tojson"] = _to_json
@@ -213,7 +215,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return text
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (names of a
-        # template's own arguments must not meet these, which is why Jinja writes them so)
+        # template's own arguments must not collide with these, hence Jinja's spelling)
         owner = getattr(__obj, "__self__", None)
         if not isinstance(owner, Extension):
             check_call(getattr(__obj, "__name__", "a function"), (*args, *kwargs.values()))

@@ -1,9 +1,9 @@
 """Chat templates turn a conversation into the text and token ids that a model was trained on.
 
-A template is found where Hugging Face transformers finds it: ``chat_template.jinja`` beside the tokenizer's
-files, with further ones in ``additional_chat_templates/``, else ``chat_template`` in
-``tokenizer_config.json``, a text or a list of named ones. What is rendered is what
-``apply_chat_template`` renders; ``tests/goldens/make_hf_chats.py`` compares.
+Templates are read from the same places as in Hugging Face transformers: ``chat_template.jinja`` beside the
+tokenizer's files, with further templates in ``additional_chat_templates/``, else ``chat_template`` in
+``tokenizer_config.json``, a text or a list of named templates. The rendered text is the same as from
+``apply_chat_template``; ``tests/goldens/make_hf_chats.py`` compares the two.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PLAIN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
 """
-"""The template of models that have none: ``User: ...``, ``Assistant: ...``, an empty line between."""
+"""The template for models without one: ``User: ...``, ``Assistant: ...``, with an empty line between."""
 
 
 class ChatError(UserError):
@@ -56,14 +56,15 @@ class ChatError(UserError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A model's way of writing a conversation.
+    """A template that writes a conversation as the model expects it.
 
     Attributes:
         source: the template's text.
-        special_tokens: what it may call ``bos_token``, ``eos_token`` and so on.
-        place: where it is from, for messages.
-        stops: texts before which an answer ends, beside the end tokens.
-        is_plain: the model has none of its own.
+        special_tokens: the special tokens by the names that the template may use: ``bos_token``,
+            ``eos_token`` and so on.
+        place: the origin of the template, for messages.
+        stops: texts that end an answer, in addition to the end tokens.
+        is_plain: whether this is the plain template, used if the model has none.
     """
 
     source: str
@@ -108,14 +109,14 @@ class ChatTemplate:
         """Render a conversation as text.
 
         Args:
-            messages: its turns.
-            add_generation_prompt: end with what an answer begins after.
-            tools, documents: as the template reads them.
-            variables: further ones; they go over the special tokens.
+            messages: the turns of the conversation.
+            add_generation_prompt: whether to end with the text after which an answer begins.
+            tools, documents: tools and documents, in the form that the template reads.
+            variables: further variables, which override the special tokens.
 
         Raises:
-            ChatError: the template refuses the conversation, fails on it, or does more than it may.
-            DataError: it is no template.
+            ChatError: the template refuses the conversation, fails on it, or exceeds its limits.
+            DataError: the source is not a valid template.
         """
         given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         return self.render_spans(messages, **given, **variables)[0]
@@ -143,7 +144,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ChatError(self._said(error)) from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # Of the template's own expressions, such as a text added to a number.
+            # Errors in the template's own expressions, such as a text added to a number.
             raise ChatError(f"{self.place} fails on this conversation: {error}") from error
 
     def _said(self, error: Exception) -> str:
@@ -164,7 +165,7 @@ class ChatTemplate:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """Prepare a message for a template: drop None values, and give its reasoning every usual name."""
+    """Prepare a message for a template: drop None values, and store its reasoning under every usual name."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ChatError(f"a message is an object with role and content, not {shown(message)}")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -183,11 +184,11 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
     """The tokenizer's chat template, or the plain one (:data:`PLAIN`) if it has none.
 
     Args:
-        name: one of several; None: the one called ``default``.
+        name: the name of one of several templates; None: the one called ``default``.
 
     Raises:
-        ConfigError: there is none of this name, or there are several and none is the default.
-        DataError: the files name something else than templates.
+        ConfigError: there is no template of this name, or there are several and none is the default.
+        DataError: the files name something that is not a template.
     """
     sources, tokens = tokenizer.chat_templates, tokenizer.special_token_texts
     if not sources and name is None:
@@ -202,11 +203,11 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """The template given by name or file; None selects the model's own, or the plain one. ``key`` is the
-    option it was given by, for messages.
+    """The template given by name or file; None selects the model's own template, or the plain one. ``key`` is
+    the option that gave the name, for messages.
 
     Raises:
-        UserError: there is neither such a name nor such a file, or what is there is no template.
+        UserError: there is no such name or file, or its text is not a template.
     """
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
@@ -243,13 +244,14 @@ def render_with_answers(
 ) -> tuple[str, list[Span]]:
     """Render a conversation, and find the assistant's turns in the text.
 
-    A template with ``{% generation %}`` blocks says so itself. Of another one, a turn is what rendering with
-    it adds to rendering without it and with a generation prompt. Where a template writes earlier turns in
-    another way once more follow (Qwen3 and DeepSeek-R1 leave out their reasoning), that holds for the turn
-    as it is written in the whole conversation.
+    A template with ``{% generation %}`` blocks marks the turns itself. Otherwise, a turn is the text that is
+    added when the conversation is rendered with the turn, compared to rendering it without the turn and with
+    a generation prompt. Some templates write earlier turns differently once more turns follow (Qwen3 and
+    DeepSeek-R1 leave out their reasoning); then this finds the turn as written in the whole conversation.
 
     Raises:
-        ChatError: as in :meth:`ChatTemplate.render`; or there is no telling where the template writes a turn.
+        ChatError: as in :meth:`ChatTemplate.render`, or the place where the template writes a turn is
+            unclear.
     """
     if template.marks_answers:
         return template.render_spans(messages, **variables)
@@ -271,7 +273,7 @@ class _Turns:
         return self._template.render(messages, **{**self._variables, **more})
 
     def span(self, number: int) -> Span:
-        """The place of message ``number``. Raises ChatError."""
+        """The place of message ``number`` in the text. Raises ChatError."""
         found = self._added(number)
         if found is None:
             try:
@@ -284,9 +286,10 @@ class _Turns:
         return found
 
     def _added(self, number: int) -> Span | None:
-        """The text that the message adds to the earlier ones; None if it differs in the whole
-        conversation."""
-        if number == 0:  # there is nothing before it to ask for an answer
+        """The text that the message adds to the earlier messages; None if the whole conversation has a
+        different text there.
+        """
+        if number == 0:  # no earlier message can ask for an answer
             return None
         with_it = self._render(self._messages[: number + 1])
         if not self.text.startswith(with_it):
@@ -296,7 +299,8 @@ class _Turns:
 
     def _marked(self, number: int) -> Span:
         """Find a turn by the place of the message's content in the whole conversation. Raises ValueError
-        unless there is exactly one such place."""
+        unless the content has exactly one place.
+        """
         whole = self._with(number, _HERE)
         before, behind = _around(_HERE, self._render(whole))
         end = _around(_HERE, self._render(whole[: number + 1]))[1]
@@ -329,8 +333,9 @@ class _Turns:
         ]
 
     def _behind_prompt(self, text: str) -> int:
-        """Find where an answer begins in ``text``, the text before its content: after the generation
-        prompt."""
+        """Find where an answer begins in ``text``, the text before the answer's content. It begins after the
+        generation prompt.
+        """
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)
@@ -346,7 +351,7 @@ def _around(mark: str, text: str) -> tuple[str, str]:
 
 
 def _common(one: str, other: str) -> int:
-    """The number of characters at the beginning that both texts share."""
+    """The length of the common beginning of two texts."""
     return next(
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

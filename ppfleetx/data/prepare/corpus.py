@@ -24,8 +24,9 @@ class _Ends:
     """Finds the ends of documents.
 
     Attributes:
-        first, last: the offset after the first or last delimiter in some bytes; 0 without one.
-        overlap: bytes of a delimiter that may lie in the block before.
+        first, last: functions that return the offset after the first or last delimiter in some bytes; 0 if
+            there is none.
+        overlap: the number of bytes of a delimiter that may lie in the previous block.
     """
 
     first: Callable[[bytes], int]
@@ -50,21 +51,21 @@ _PARAGRAPHS = _Ends(_first_paragraph, _last_paragraph, overlap=2)
 def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterator[bytes | None]:
     """Cut the text of ``blocks`` at ends of documents.
 
-    A piece holds many documents, or one that several blocks were needed for. No more than ``max_bytes`` and a
-    block are held at a time: a longer document is skipped.
+    A piece holds many documents, or one document that spans several blocks. At most ``max_bytes`` and a block
+    are in memory at a time; a longer document is skipped.
 
     Args:
         blocks: consecutive bytes, each at most ``max_bytes``.
-        kind: what ends a document.
-        max_bytes: the longest document.
+        kind: the kind of document, which decides where documents end.
+        max_bytes: the size of the longest document.
 
     Returns:
-        Pieces; None instead of each document that is too long.
+        The pieces, with None in place of each document that is too long.
     """
     ends = _PARAGRAPHS if kind == "paragraph" else _LINES
     pending: list[bytes] = []
     num_pending = 0
-    before = b""  # what an end may have begun in
+    before = b""  # bytes in which a delimiter may have begun
     is_too_long = False
     for block in blocks:
         seen = before + block if before else block
@@ -92,8 +93,9 @@ def cut_documents(blocks: Iterable[bytes], kind: Kind, max_bytes: int) -> Iterat
 
 
 def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]:
-    """Split off leading documents until the rest is within ``max_bytes``, replacing one that is too long
-    by None. Only the first ones, begun in earlier blocks, can be too long."""
+    """Split off leading documents until the rest is within ``max_bytes``, replacing documents that are too
+    long with None. Only the first documents, which began in earlier blocks, can be too long.
+    """
     while len(piece) > max_bytes:
         end = ends.first(piece)
         yield piece[:end] if end <= max_bytes else None
@@ -104,7 +106,7 @@ def _within(piece: bytes, ends: _Ends, max_bytes: int) -> Iterator[bytes | None]
 
 def paragraphs(text: bytes) -> Iterator[bytes]:
     """Split text into paragraphs at blank lines, without line ends around them."""
-    # A cut after one blank line can leave further ones at the start of the next piece.
+    # A cut after one blank line can leave more blank lines at the start of the next piece.
     for paragraph in _BLANK_LINES.split(_LEADING_BLANK_LINES.sub(b"", text)):
         if paragraph.strip():
             yield paragraph.strip(b"\r\n")
@@ -112,7 +114,7 @@ def paragraphs(text: bytes) -> Iterator[bytes]:
 
 CHUNK_BYTES = 2 << 20
 MAX_SKIPPED_IN_A_ROW = 300_000
-"""Lines without a document, one after the other. A file with more is of another kind than assumed."""
+"""The most consecutive lines without a document. A file with more must be of another kind."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -122,7 +124,8 @@ class Source:
 
     Attributes:
         path: the file.
-        kind: what one document is: a json line, a line, what lies between blank lines, or the whole file.
+        kind: the unit that is one document: a json line, a line, the text between blank lines, or the whole
+            file.
         num_bytes: size on disk.
     """
 
@@ -136,12 +139,12 @@ class Chunk:
     """A piece of the corpus that one worker handles: whole documents of one file, or several whole files.
 
     Attributes:
-        kind: as in `Source`.
+        kind: the kind of document, as in `Source`.
         paths: the file the data are from, or the files to read.
         data: bytes of whole documents. None for kind "file"; of the other kinds, for a document that is too
             long.
-        num_disk_bytes: how much of the files on disk this is (compressed, if they are); for the progress bar.
-        max_document_bytes: what is longer is left out.
+        num_disk_bytes: the size of the chunk on disk (compressed, if the files are), for the progress bar.
+        max_document_bytes: the size of the longest document; longer ones are left out.
     """
 
     kind: Kind
@@ -157,18 +160,19 @@ def find_sources(
     suffixes: Sequence[str] = (),
     split_on: Literal["file", "line", "blank-line"] = "file",
 ) -> list[Source]:
-    """List the files of a corpus in the order they will be written; those of a folder are sorted by path.
+    """List the files of a corpus in the order in which they will be written. Files of a folder are sorted by
+    path.
 
     ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) hold one json object per line; every
     other file is plain text. Hidden files, hidden folders and ``__pycache__`` are skipped.
 
     Args:
         inputs: files and folders.
-        suffixes: in folders take only files whose name ends in one of these.
-        split_on: what one document of a plain text file is.
+        suffixes: in folders, take only files whose names end in one of these.
+        split_on: the unit that is one document in a plain text file.
 
     Raises:
-        DataError: an input does not exist, is compressed in an unknown way, or there is no file at all.
+        DataError: an input does not exist or is compressed in an unknown way, or there are no files.
     """
     sources = []
     for entry in map(Path, inputs):
@@ -176,7 +180,7 @@ def find_sources(
             entry.stat()
         except FileNotFoundError:
             raise DataError(f"no such file or folder: {entry}") from None
-        except (OSError, ValueError) as error:  # ValueError: the name holds a zero byte
+        except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
             why = getattr(error, "strerror", None) or error
             raise DataError(f"{entry} cannot be read: {why}") from error
         if not entry.is_file() and not entry.is_dir():
@@ -214,12 +218,11 @@ def read_chunks(
     chunk_bytes: int | None = None,
     max_document_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[Chunk]:
-    """Read the corpus in order, in chunks of about ``chunk_bytes``; a document larger than that is one
-    chunk.
+    """Read the corpus in order, in chunks of about ``chunk_bytes``. A larger document is one chunk.
 
     Args:
-        max_document_bytes: a longer document is a chunk without data. A plain file that is one document may
-            be as long as it is on disk.
+        max_document_bytes: the size of the longest document; a longer one is a chunk without data. A plain
+            file that is one document may have any size.
 
     Raises:
         DataError: a file cannot be read, or is damaged.
@@ -227,7 +230,7 @@ def read_chunks(
     chunk_bytes = min(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, max_document_bytes)
     group: list[Source] = []
     for source in sources:
-        # A packed file may hold far more than its size suggests, so it is a chunk of its own.
+        # A compressed file may hold far more than its size suggests, so it is a chunk of its own.
         fits = _size(group) + source.num_bytes <= chunk_bytes and not is_packed(source.path)
         if group and (source.kind != "file" or not fits):
             yield _file_chunk(group, max_document_bytes)
@@ -259,7 +262,9 @@ def _document_chunks(source: Source, chunk_bytes: int, max_document_bytes: int) 
 
 
 def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | None:
-    """Read and unpack a file; None if it is packed and its content is longer than ``max_document_bytes``."""
+    """Read and decompress a file; None if it is compressed and its content is longer than
+    ``max_document_bytes``.
+    """
     with TextFile(path) as file:
         return file.read_all(max(max_document_bytes, path.stat().st_size))
 
@@ -267,7 +272,7 @@ def read_file(path: Path, max_document_bytes: int = MAX_LINE_BYTES) -> bytes | N
 def documents_of(chunk: Chunk) -> Iterator[bytes | None]:
     """Split a chunk into raw documents, one per line, paragraph or file; empty ones are included.
 
-    None stands for one that is longer than the chunk's ``max_document_bytes``.
+    None stands for a document longer than the chunk's ``max_document_bytes``.
     """
     if chunk.kind == "file":
         for path in chunk.paths:
@@ -290,7 +295,7 @@ def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]
     skipped.
 
     Raises:
-        DataError: a file cannot be read, is damaged, or is none of this kind; or there is no text at all.
+        DataError: a file cannot be read, is damaged, or is of another kind; or there is no text at all.
     """
     path, num_skipped, is_empty = None, 0, True
     for chunk in read_chunks(sources):
@@ -312,7 +317,7 @@ def iterate_texts(sources: Sequence[Source], key: str = "text") -> Iterator[str]
 
 
 def _text_of(document: bytes | None, kind: Kind, key: str) -> str | None:
-    """The text of a document; None when it has none."""
+    """The text of a document; None if it has none."""
     if not document:
         return None
     try:

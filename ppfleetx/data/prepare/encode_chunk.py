@@ -13,22 +13,23 @@ from ppfleetx.data.prepare.corpus import MAX_SKIPPED_IN_A_ROW, Chunk, documents_
 from ppfleetx.data.text_files import load_line
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
-_PLACES_KEPT = 5  # of each kind of problem; their number is counted in full
+_PLACES_KEPT = 5  # of each kind of problem; all are counted
 _UNITS = {"json": "line", "line": "line", "paragraph": "paragraph"}
 
 
 @dataclass
 class ChunkResult:
-    """The tokens of a chunk, as bytes, which are cheap to send between processes.
+    """The tokens of a chunk as bytes, which are cheap to send between processes.
 
     Attributes:
-        tokens: for each key the tokens of all documents, in the dtype they are stored in.
-        lengths: for each key the int32 number of tokens of each document.
-        num_documents: documents kept.
-        num_text_bytes: UTF-8 bytes of the texts encoded.
-        num_seen: lines, paragraphs or files read.
-        skipped: for each kind of problem how often it occurred.
-        places: for each kind of problem the positions (0 is the chunk's first document) of the first ones.
+        tokens: for each key, the tokens of all documents, in the dtype of the output.
+        lengths: for each key, the number of tokens of each document, int32.
+        num_documents: the number of documents kept.
+        num_text_bytes: the UTF-8 bytes of the encoded texts.
+        num_seen: the number of lines, paragraphs or files read.
+        skipped: for each kind of problem, the number of times it occurred.
+        places: for each kind of problem, the positions of its first occurrences (0 is the chunk's first
+            document).
     """
 
     tokens: dict[str, bytes] = field(default_factory=dict)
@@ -64,8 +65,8 @@ class ChunkEncoder:
     Args:
         tokenizer: encodes the texts.
         keys: keys of the json objects to encode.
-        append_eod: add the end-of-document token to each document that has a token.
-        dtype: dtype the tokens are stored in.
+        append_eod: whether to add the end-of-document token to each document that has a token.
+        dtype: the dtype of the stored tokens.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ChunkEncoder:
         parts: dict[str, list[np.ndarray]] = {key: [] for key in self._keys}
         lengths: dict[str, list[int]] = {key: [] for key in self._keys}
         for document in documents_of(chunk):
-            if document == b"":  # a file may consist of nothing else
+            if document == b"":  # a file may contain nothing else
                 result.skip("empty")
                 result.num_seen += 1
                 continue
@@ -149,14 +150,14 @@ def _num_bytes(text: str) -> int:
 
 
 class Problems:
-    """The documents that were skipped: counts, and the places of the first ones."""
+    """The documents that were skipped: how many, and the places of the first few."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.places: dict[str, list[str]] = {}
         self._path: Path | None = None
         self._num_seen = 0  # of this file
-        self._num_skipped = 0  # of these, since the last document
+        self._num_skipped = 0  # of these problems, since the last good document
 
     @property
     def total(self) -> int:
@@ -167,8 +168,8 @@ class Problems:
         """Add the problems of a chunk; chunks come in the order of the corpus.
 
         Raises:
-            DataError: there is one, and ``strict``; or so many one after the other that the file is none of
-                this kind.
+            DataError: there is a problem and ``strict`` is set, or so many in a row that the file must be of
+                another kind.
         """
         if self._path != chunk.paths[0]:
             self._path, self._num_seen, self._num_skipped = chunk.paths[0], 0, 0

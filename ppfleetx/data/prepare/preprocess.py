@@ -42,13 +42,13 @@ def map_in_order(
 ) -> Iterator[Iterator[tuple[Any, Any]]]:
     """Yield ``(item, function(item))`` for each item, in order. ``workers=1`` runs in this process.
 
-    The function is sent to each worker once. Leaving the block ends the workers; they also end when this
-    process is killed. A worker that dies makes the iterator raise DataError.
+    The function is sent to each worker once. Workers end when the block is left or this process is killed. If
+    a worker dies, the iterator raises DataError.
     """
     if workers == 1:
         yield ((item, function(item)) for item in items)
         return
-    # A fork costs nothing and needs no pickling; elsewhere forking is not safe or not there.
+    # A fork costs nothing and needs no pickling; on other systems it is unsafe or unavailable.
     method = "fork" if sys.platform == "linux" else "spawn"
     pool = ProcessPoolExecutor(
         workers,
@@ -60,7 +60,7 @@ def map_in_order(
         pool.submit(int)  # starts the workers now, before the caller starts threads
         yield _results(pool, items, workers)
     finally:
-        # Waits for the items being worked on, which are small; those not begun are dropped.
+        # Wait for the items in progress, which are small; items not yet begun are dropped.
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -107,10 +107,10 @@ class Report:
     """The outcome of a run.
 
     Attributes:
-        num_documents: documents written (for each key).
-        num_tokens: tokens written, end-of-document tokens included.
-        num_text_bytes: UTF-8 bytes of the texts that were encoded.
-        problems: what was left out, and where the first ones are.
+        num_documents: the number of documents written (for each key).
+        num_tokens: the number of tokens written, including end-of-document tokens.
+        num_text_bytes: the UTF-8 bytes of the encoded texts.
+        problems: the documents left out, and the places of the first few.
         seconds: wall-clock time.
         cpu_seconds: processor time of this process and its workers.
         outputs: prefixes of the pairs written.
@@ -138,7 +138,7 @@ class Report:
 
 
 def output_prefixes(output_prefix: str | os.PathLike[str], keys: Sequence[str]) -> dict[str, str]:
-    """The prefix of the pair of each key, named as in Megatron."""
+    """The output prefix for each key, named as in Megatron."""
     return {key: f"{os.fspath(output_prefix)}_{key}_document" for key in keys}
 
 
@@ -157,20 +157,20 @@ def preprocess(
 ) -> Report:
     """Encode a corpus into ``{output_prefix}_{key}_document.{bin,idx}``.
 
-    Documents keep the order of the input. Empty documents and those that are no text are left out, counted
-    and reported. The files appear when everything is written; a run that fails or is interrupted leaves
-    nothing.
+    Documents keep the order of the input. Documents that are empty or not text are left out, counted and
+    reported. The files appear when everything is written; a run that fails or is interrupted leaves nothing.
 
     Args:
         sources: see `ppfleetx.data.prepare.corpus.find_sources`.
-        output_prefix: start of the names of the files to write.
+        output_prefix: the beginning of the names of the output files.
         tokenizer: encodes the texts.
-        keys: keys of the json objects to encode, each to its own pair. Plain text counts as "text".
-        append_eod: write the end-of-document token after each document.
-        workers: processes that encode; 1 encodes in this process.
-        strict: a document that would be left out is an error.
-        overwrite: replace an existing pair.
-        max_document_bytes: a longer document is left out; see `ppfleetx.data.prepare.corpus.read_chunks`.
+        keys: the keys of the json objects to encode, each to its own pair. Plain text has the key "text".
+        append_eod: whether to write the end-of-document token after each document.
+        workers: the number of processes that encode; 1 encodes in this process.
+        strict: whether a document that would be left out is an error.
+        overwrite: whether to replace an existing pair.
+        max_document_bytes: the size of the longest document; longer ones are left out. See
+            `ppfleetx.data.prepare.corpus.read_chunks`.
         show_progress: True, False, or "auto" for terminals only.
 
     Raises:
@@ -185,7 +185,7 @@ def preprocess(
     try:
         chunks = read_chunks(sources, max_document_bytes=max_document_bytes)
         _encode_all(sources, chunks, encoder, outputs, workers, strict, show_progress, report)
-    except OSError as error:  # what cannot be read is a DataError already
+    except OSError as error:  # read errors are DataErrors already
         raise DataError(f"cannot write {os.fspath(output_prefix)}: {error}") from error
     report.seconds = time.perf_counter() - began
     report.cpu_seconds = _cpu_seconds() - cpu_began
@@ -205,7 +205,7 @@ def _encode_all(
     """Write every pair, and count in ``report``. Nothing is written if anything fails."""
     total = sum(source.num_bytes for source in sources)
     with ExitStack() as stack:
-        # Outermost, so that the workers are forked before the progress bar starts its thread.
+        # This is outermost, so that the workers are forked before the progress bar starts its thread.
         results = stack.enter_context(map_in_order(encoder, chunks, workers))
         writers = {
             key: stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype))
@@ -233,7 +233,7 @@ def _check_keys(sources: Sequence[Source], keys: Sequence[str]) -> None:
 
 
 def _prepare_outputs(prefixes: Iterable[str], overwrite: bool) -> None:
-    """Refuse to replace a finished pair, and remove what killed runs left behind."""
+    """Refuse to replace a finished pair, and remove files that killed runs left behind."""
     for prefix in prefixes:
         for path in (bin_path(prefix), idx_path(prefix)):
             _remove_leftovers(path)

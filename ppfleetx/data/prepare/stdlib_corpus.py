@@ -12,7 +12,8 @@ from ppfleetx.config.errors import DataError
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
 from ppfleetx.utils.foreign_files import os_errors
 
-# Tests are half of the library and mostly tables of numbers and strings; the rest is not the library's own.
+# Tests are half of the library, and mostly tables of numbers and strings. The other folders are not part of
+# it.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -20,7 +21,7 @@ def stdlib_files() -> list[Path]:
     """The ``.py`` files of this interpreter's standard library, without tests, sorted by path.
 
     Raises:
-        DataError: this interpreter came without them.
+        DataError: this interpreter came without the files.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
@@ -38,13 +39,13 @@ def write_stdlib_corpus(
 ) -> tuple[int, int]:
     """Write the library as json lines (``path``, ``text``), shuffled, so that any slice is a fair sample.
 
-    Files that are not UTF-8, and empty ones, are left out. The same interpreter gives the same file.
+    Empty files and files that are not UTF-8 are left out. The same interpreter gives the same file.
 
     Returns:
         (documents, bytes of their texts).
 
     Raises:
-        DataError: there is such a file already and it is not to be replaced, or it cannot be written.
+        DataError: the file exists already and must not be replaced, or it cannot be written.
     """
     output = Path(output)
     if output.exists() and not overwrite:

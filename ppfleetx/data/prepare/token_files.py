@@ -24,8 +24,8 @@ def merge(
     """Write the given pairs as one, in the order given.
 
     Raises:
-        DataError: no input, a damaged input, different dtypes, the output is one of the inputs, or it is
-            there already and not to be replaced.
+        DataError: there is no input, an input is damaged, dtypes differ, the output is one of the inputs, or
+            it exists already and must not be replaced.
     """
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
@@ -52,8 +52,9 @@ def _counted(blocks: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
 
 
 def _sound_blocks(prefix: str) -> Iterator[bytes]:
-    """Read the bytes of ``.bin``. They and, beforehand, all of ``.idx`` are compared with checksums if
-    there are any."""
+    """Read the bytes of ``.bin``. If there are checksums, all of ``.idx`` is checked first, then the bytes as
+    they are read.
+    """
     checksums = read_checksums(prefix)
     if checksums is None:
         yield from _plain_blocks(prefix)
@@ -77,10 +78,10 @@ _CHUNK = 1 << 22  # tokens read at a time
 
 
 def summary(prefix: str) -> dict[str, Any]:
-    """The main numbers of a corpus, in plain types.
+    """The main figures of a corpus, as plain Python values.
 
     Raises:
-        DataError: it is missing or damaged.
+        DataError: the corpus is missing or damaged.
     """
     corpus = open_tokens(prefix)
     sizes = corpus.sizes

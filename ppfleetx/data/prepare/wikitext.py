@@ -1,8 +1,8 @@
 """Convert WikiText to corpora: every section of an article becomes a document of ordinary text.
 
-The published files put spaces around every sign, write one paragraph a line, and mark headings with ``=``
-(Merity et al. 2016). Headings are left out, signs are joined to their words again, and the paragraphs below a
-heading become one passage. The last passage of a file ends with the file.
+The published files put spaces around every punctuation mark, write one paragraph per line, and mark headings
+with ``=`` (Merity et al. 2016). Headings are left out, punctuation is joined to its word again, and the
+paragraphs below a heading become one passage. The last passage of a file ends with the file.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 SPLITS = ("train", "valid", "test")
 _ENDINGS = ("tokens", "raw")
 _MAX_BYTES = 1 << 32
-"""Largest file; that of WikiText-103 has half a gigabyte."""
+"""The size of the largest file. WikiText-103 has half a gigabyte."""
 
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The outcome for one file.
+    """The result of converting one file.
 
     Attributes:
         split: train, valid or test.
         prefix: path of the pair without ``.bin`` or ``.idx``.
-        passages: documents.
-        tokens: with the end token of each passage.
-        windows: windows of ``length + 1`` tokens, which share their border tokens; what is left at the end
-            belongs to no window of this pass and begins the next.
+        passages: the number of documents.
+        tokens: the number of tokens, including the end token of each passage.
+        windows: the number of windows of ``length + 1`` tokens. Neighbours share one token; a remainder at
+            the end belongs to the next pass.
     """
 
     split: str
@@ -54,7 +54,9 @@ class SplitReport:
 
 
 def passages(lines: Iterator[str] | TextIO) -> Iterator[str]:
-    """The passages between headings, each one line of ordinary text; the last ends with the file."""
+    """Yield the passages between headings, each as one line of ordinary text. The last one ends with the
+    file.
+    """
     detokenize = detokenizer("wikitext")
     paragraphs: list[str] = []
     for raw in lines:
@@ -76,11 +78,11 @@ def prepare_wikitext(
 
     Args:
         source: the published zip, or the folder with ``wiki.{train,valid,test}.tokens`` (or ``.raw``).
-        length: tokens that the model reads; windows have one more, the last target.
-        overwrite: replace corpora that are there.
+        length: the number of tokens that the model reads. Windows have one more, the last target.
+        overwrite: whether to replace existing corpora.
 
     Raises:
-        DataError: nothing to read, a file that is no WikiText, or a corpus in the way.
+        DataError: there is nothing to read, a file is not WikiText, or a corpus exists already.
     """
     found = _find(source)
     prefixes = {split: output_dir / split / "wikitext" for split in found}

@@ -27,17 +27,18 @@ if TYPE_CHECKING:
 class ChatDataset(RecordDataset):
     """Conversations, for causal language modelling with the loss on the assistant's turns.
 
-    A record of the file has one of the forms of `ppfleetx.data.tasks.records`. The template decides
-    about BOS and about what ends a turn. A conversation that is too long loses its oldest turns, but not the
-    system message; when one question with its answer is left, it loses its end.
+    A record of the file has one of the forms of `ppfleetx.data.tasks.records`. The template decides about BOS
+    and about the end of a turn. A conversation that is too long loses its oldest turns, but not the system
+    message. If one question with its answer is still too long, its end is cut off.
 
     Args:
-        cfg: the section, with directory, part, and the template in ``options``.
-        tokenizer: makes the tokens; its template is used where none is given.
+        cfg: the configuration section, with directory, part, and the template in ``options``.
+        tokenizer: the tokenizer. Its template is used if the section names none.
         length_multiple: see :class:`RecordDataset`.
 
     Raises:
-        DataError: the file is missing, or a record is no conversation with an answer; with file and line.
+        DataError: the file is missing, or a record is not a conversation with an answer. The message names
+            file and line.
         ConfigError: there is no such template.
     """
 
@@ -58,13 +59,13 @@ class ChatDataset(RecordDataset):
         return f"{super().describe()}, written with {self.template.place}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Return conversation ``index``, or for `PADDING` one whose loss mask is 0.
+        """Return conversation ``index``, or for `PADDING` a sample whose loss mask is 0.
 
         Returns:
-            As in ``PromptResponseDataset``.
+            The same arrays as ``PromptResponseDataset``.
 
         Raises:
-            DataError: the template refuses the conversation; with file and line.
+            DataError: the template refuses the conversation. The message names file and line.
         """
         number, line = self._lines[max(index, 0)]
         place = f"{self.path}:{number}"
@@ -79,8 +80,9 @@ class ChatDataset(RecordDataset):
         return self.causal_sample(ids, mask, index)
 
     def _fitting(self, messages: list[Message], tools: Any, place: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode as much of a conversation as fits, at most ``max_seq_len + 1`` ids, and mark those that
-        count in the loss."""
+        """Encode as much of a conversation as fits, at most ``max_seq_len + 1`` ids, and mark the ids that
+        count in the loss.
+        """
         kept = messages
         while True:
             text, spans = render_with_answers(self.template, kept, tools=tools)

@@ -1,9 +1,9 @@
 """Detokenise perplexity benchmarks: remove the spaces that were put around punctuation.
 
-WikiText and Penn Treebank are published as words and signs separated by spaces. A model that has read
-ordinary text is measured on ordinary text, so the spaces are taken out again. The rules, and their order, are
-those behind the published numbers of GPT-2 and Megatron-LM (Radford et al. 2019; Shoeybi et al. 2019): a
-better rule would give numbers that compare with no others.
+WikiText and Penn Treebank are published as words and punctuation separated by spaces. A model trained on
+ordinary text is measured on ordinary text, so the spaces are removed again. The rules and their order are the
+ones behind the published numbers of GPT-2 and Megatron-LM (Radford et al. 2019; Shoeybi et al. 2019). Better
+rules would give numbers that cannot be compared with these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _inside(opening: str, closing: str) -> _Rule:
     """Remove spaces just inside a pair of brackets or quotes."""
 
     def apply(text: str) -> str:
-        # No regular expression: where pairs do not close, one would look to the end of the text each time.
+        # No regular expression: it would search to the end of the text at each unclosed pair.
         parts, position = [], 0
         while (start := text.find(opening, position)) >= 0 and (end := text.find(closing, start + 1)) >= 0:
             parts += [text[position : start + 1], text[start + 1 : end].strip(), closing]
@@ -40,7 +40,7 @@ def _inside(opening: str, closing: str) -> _Rule:
 
 _WIKITEXT = [
     *_literal(("s '", "s'")),
-    # Meant for years (' 90s) and written so that it fits hardly anything; it is part of the numbers.
+    # Meant for years (' 90s), but matches hardly anything. The published numbers include it.
     partial(re.compile(r"/' [0-9]/").sub, "/'[0-9]/"),
     *_literal((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")),
     *_literal(*((f" {sign} ", f"{sign} ") for sign in ":;.!?,")),
@@ -61,8 +61,9 @@ _RULES: dict[str, list[_Rule]] = {
 
 
 def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
-    """The function that turns a benchmark's text into ordinary text; ``lambada`` and ``none`` change
-    nothing."""
+    """The function that turns a benchmark's text into ordinary text. ``lambada`` and ``none`` change
+    nothing.
+    """
     rules = _RULES[name]
 
     def detokenize(text: str) -> str:
@@ -74,8 +75,9 @@ def detokenizer(name: DetokenizerName) -> Callable[[str], str]:
 
 
 def detokenizer_of_file(path: str) -> DetokenizerName:
-    """Choose the detokenizer by file name: ``wiki`` or ``ptb`` if the name contains it, otherwise
-    ``none``."""
+    """Choose the detokenizer by file name: ``wiki`` or ``ptb`` if the name contains the word, otherwise
+    ``none``.
+    """
     name = PurePath(path).name.lower()
     if "wiki" in name:
         return "wikitext"

@@ -1,7 +1,7 @@
 """Evaluation sets from text files: perplexity in sliding windows, and prediction of last words (cloze).
 
-Both are sequences of :class:`Window`. :func:`window_batches` divides them into batches and among data ranks,
-which does not change which tokens are scored after which context.
+Both are sequences of :class:`Window`. :func:`window_batches` divides them into batches and among data ranks.
+This does not change the scored tokens or their contexts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _KEY = "Offline_Eval.eval_path"
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens, of which the last ``num_scored`` are predicted from those before them.
+    """Consecutive tokens. The last ``num_scored`` of them are predicted from the tokens before them.
 
-    ``ids [n + 1]``: the model is given the first n, its labels are the last n.
+    Of ``ids [n + 1]``, the model reads the first n; the labels are the last n.
     """
 
     ids: np.ndarray
@@ -44,18 +44,18 @@ class EvaluationSet(Protocol):
 
 
 class SlidingWindows:
-    """Every token of a text but the first, scored exactly once.
+    """Windows that score every token of a text but the first exactly once.
 
-    The first window scores ``max_seq_len`` tokens. Each later one begins ``stride`` tokens on and scores the
-    ``stride`` tokens that are new to it, so that every token but the first few is predicted from at least
-    ``max_seq_len - stride`` tokens. The last window is shorter.
+    The first window scores ``max_seq_len`` tokens. Each later window begins ``stride`` tokens after the
+    previous one and scores its ``stride`` new tokens, so every token but the first few is predicted from at
+    least ``max_seq_len - stride`` tokens. The last window is shorter.
 
     Args:
-        ids: tokens of the text ``[T]``, at least two.
-        max_seq_len: tokens given to the model at a time.
-        stride: tokens from one window to the next, at most ``max_seq_len``.
-        num_words: parts of the text as it was in the file, between single spaces.
-        detokenizer: name of the rules applied to the text.
+        ids: the tokens of the text, ``[T]``, at least two.
+        max_seq_len: the number of tokens that the model reads at a time.
+        stride: the number of tokens from one window to the next, at most ``max_seq_len``.
+        num_words: the number of words of the text in the file, separated by single spaces.
+        detokenizer: the name of the rules applied to the text.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LastWords:
     padding.
 
     Attributes:
-        order: number among the given windows of each one here.
+        order: the original index of each window, before sorting.
     """
 
     def __init__(self, windows: Sequence[Window]) -> None:
@@ -110,9 +110,9 @@ def window_batches(
     """Yield the batches of one data rank: ``tokens``, ``position_ids``, ``labels`` (int64) and
     ``loss_mask`` (float32), each ``[b, s]``.
 
-    Ranks take equally many rows of each batch, ``batch_size`` or at the end fewer. Rows are padded on the
-    right to the longest of the rank's batch, and missing rows at the very end are filled up; the mask of
-    padding is 0. ``s`` is a multiple of ``multiple_of``.
+    All ranks take the same number of rows of each batch: ``batch_size``, or fewer at the end. Rows are padded
+    on the right to the longest row of the rank's batch, and missing rows at the very end are filled up. The
+    mask of padding is 0. ``s`` is a multiple of ``multiple_of``.
     """
     for start in range(0, len(windows), batch_size * data_size):
         rows = min(batch_size, -(-(len(windows) - start) // data_size))
@@ -142,22 +142,23 @@ def read_evaluation_set(cfg: OfflineEvalConfig, tokenizer: Tokenizer) -> Sliding
     """Read the windows of ``Offline_Eval.eval_path``.
 
     Raises:
-        ConfigError, DataError: the file is missing, empty, too short or malformed (naming its line).
+        ConfigError, DataError: the file is missing, empty, too short or malformed (the message names the
+            line).
     """
     text = read_text(cfg)
     return _read_cloze(cfg, text, tokenizer) if cfg.cloze_eval else _read_perplexity(cfg, text, tokenizer)
 
 
 def read_text(cfg: OfflineEvalConfig, place: str | None = None) -> str:
-    """Read the file ``Offline_Eval.eval_path``, unpacked if it is ``.gz`` or ``.zst``, without a byte
+    """Read the file ``Offline_Eval.eval_path``, decompressed if it is ``.gz`` or ``.zst``, without a byte
     order mark.
 
     Args:
-        cfg: the section.
-        place: where the key was given.
+        cfg: the configuration section.
+        place: the place where the key was set, for messages.
 
     Raises:
-        ConfigError: it is not given, cannot be read, or holds nothing but white space.
+        ConfigError: the key is not set, or the file cannot be read or holds nothing but white space.
     """
     name = cfg.eval_path
     if name is None:
@@ -193,7 +194,7 @@ def count_words(text: str) -> int:
 
 
 def _read_cloze(cfg: OfflineEvalConfig, text: str, tokenizer: Tokenizer) -> LastWords:
-    # Not splitlines(): a text may hold form feeds and other separators that end no line of a file.
+    # Not splitlines(): a text may hold form feeds and other separators that do not end a line.
     windows = []
     number, end = 1, 0
     for match in re.finditer(r"[^\n]+", text):
@@ -219,7 +220,7 @@ def _text_of(line: str, place: str) -> str:
 
 
 def _cloze_window(text: str, cfg: OfflineEvalConfig, tokenizer: Tokenizer, place: str) -> Window:
-    """The window of a context and its target; too long a context is cut on the left."""
+    """The window of a context and its target. A context that is too long is cut on the left."""
     words = text.split()
     if len(words) < 2:
         raise DataError(f"{place}: needs a context and a last word")

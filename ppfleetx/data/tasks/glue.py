@@ -24,18 +24,19 @@ _BINARY = ("0", "1")
 
 @dataclass(frozen=True)
 class GlueTask:
-    """One task and the layout of its files. Fields are separated by tabs; quotes mean nothing.
+    """One task and the layout of its files. Fields are separated by tabs; quotes have no special meaning.
 
     Attributes:
-        name: as in ``Data.*.dataset.name``.
-        title: GLUE's own name, that of the submission file.
-        texts: header names of the one or two texts.
-        label: header name of the label.
-        labels: what it may be, in the order of the classes; none: a number from 0 to 5.
-        headerless: columns by name of files that begin without a header.
-        has_bad_rows: rows of another number of fields are known in the official train and dev files, and left
-            out.
-        original: part -> file of the data set that GLUE took the task from, read where ``{part}.tsv`` is not.
+        name: the name in ``Data.*.dataset.name``.
+        title: GLUE's own name of the task, used for the submission file.
+        texts: the header names of the one or two texts.
+        label: the header name of the label.
+        labels: the possible labels, in the order of the classes; empty if the label is a number from 0 to 5.
+        headerless: the columns, by name, of files without a header.
+        has_bad_rows: whether the official train and dev files have rows with a wrong number of fields, which
+            are left out.
+        original: for each part, the file of the dataset that GLUE took the task from. It is read if there is
+            no ``{part}.tsv``.
     """
 
     name: str
@@ -107,12 +108,12 @@ _HIGHEST_SCORE = 5.0
 
 @dataclass(frozen=True)
 class GlueExamples:
-    """Examples of one file.
+    """The examples of one file.
 
     Attributes:
         path: the file.
-        texts: one or two texts of each example.
-        labels: class number (or score) of each; None where they were not read.
+        texts: the one or two texts of each example.
+        labels: the class number (or score) of each example; None if labels were not read.
         digest: hash of the file.
     """
 
@@ -124,15 +125,15 @@ class GlueExamples:
 
 @os_errors(DataError)
 def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: bool = True) -> GlueExamples:
-    """Read ``{directory}/{part}.tsv``, or the file of GLUE that corresponds to it.
+    """Read ``{directory}/{part}.tsv``, or the corresponding original file.
 
     Args:
-        task, directory, part: which file.
-        with_labels: read the labels too, which most test files lack; False: the texts alone.
+        task, directory, part: the task, the directory and the part that identify the file.
+        with_labels: whether to read the labels, which most test files lack, or only the texts.
 
     Raises:
-        DataError: the file is missing, is not UTF-8, has no labels, or a line has another number of fields or
-            an unknown label; with file and line.
+        DataError: the file is missing, is not UTF-8 or has no labels, or a line has a wrong number of fields
+            or an unknown label. The message names file and line.
     """
     path = _file(task, Path(directory), part)
     digest = blake2b(digest_size=16)
@@ -147,7 +148,7 @@ def read_glue(task: GlueTask, directory: str | Path, part: str, *, with_labels: 
     for number, line in rows:
         fields = line.split("\t")
         if len(fields) != width:
-            if not (task.has_bad_rows and with_labels):  # answers on a test file are numbered by its lines
+            if not (task.has_bad_rows and with_labels):  # answers for a test file are numbered by line
                 raise DataError(
                     f"{path}:{number}: {counted(len(fields), 'field')} instead of {width} (separated by tabs)"
                 )
@@ -224,7 +225,7 @@ _ACCURACY_AND_F1 = ("MRPC", "QQP")
 
 
 def require_libraries() -> None:
-    """Raise DataError if a library is missing; imports nothing."""
+    """Raise DataError if a library is missing, without importing it."""
     missing = [name for name in ("sklearn", "scipy") if importlib.util.find_spec(name) is None]
     if missing:
         raise DataError(
@@ -261,7 +262,7 @@ def _correlations(predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     from scipy.stats import pearsonr, spearmanr
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of constant input, whose correlation is not defined
+        warnings.simplefilter("ignore")  # constant inputs have no defined correlation
         found = {
             "pearson": float(pearsonr(predicted, truth)[0]) if len(truth) > 1 else math.nan,
             "spearman": float(spearmanr(predicted, truth)[0]) if len(truth) > 1 else math.nan,

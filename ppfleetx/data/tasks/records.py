@@ -1,11 +1,11 @@
 """Datasets of texts, one sample per record: GLUE examples, and prompts with responses.
 
 Samples are padded on the right to ``max_seq_len`` with the end-of-document token. Attention is causal, so no
-real token sees padding; the loader cuts off what is padding in all samples of a step.
+real token sees padding. The loader cuts off positions that are padding in all samples of a step.
 
-A conversation has one of these forms, the last two perhaps with ``system``, the system message:
+A conversation has one of these forms; the last two may also have ``system``, the system message:
 
-- ``{"messages": [{"role": ..., "content": ...}, ...]}``, perhaps with ``tools``,
+- ``{"messages": [{"role": ..., "content": ...}, ...]}``, optionally with ``tools``,
 - ShareGPT's ``{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}``,
 - Alpaca's ``{"instruction": ..., "input": ..., "output": ...}``.
 """
@@ -50,10 +50,10 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 
 
 def read_conversation(line: bytes, place: str) -> dict[str, Any]:
-    """Parse the record in a line: ``messages``, with at least one answer, and its other keys.
+    """Parse the record in a line. Returns its ``messages``, with at least one answer, and its other keys.
 
     Raises:
-        DataError: it is not a conversation; with its place.
+        DataError: the record is not a conversation. The message names its place.
     """
     try:
         record = load_line(line)
@@ -121,11 +121,11 @@ _FIELDS_NAMED = 10  # in a message
 
 
 class RecordDataset:
-    """Base of the datasets of this file: size, name in messages, fingerprint.
+    """The base class of the datasets in this file: size, name in messages, fingerprint.
 
     Attributes:
-        length_multiple: the loader cuts the samples of a step to a multiple of this.
-        fingerprint: hash of all that decides the samples.
+        length_multiple: the loader cuts the samples of a step to a multiple of this length.
+        fingerprint: a hash of everything that determines the samples.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class RecordDataset:
             cfg.prompt_field,
             cfg.response_field,
         ]
-        if tokenizer.prefix_ids:  # fingerprints of runs without are older than it
+        if tokenizer.prefix_ids:  # runs without a multiple keep their older fingerprints
             decisive.append(tokenizer.prefix_ids)
-        decisive += more  # what else decides the samples of a data set, as JSON-able values
+        decisive += more  # everything else that determines the samples, as JSON values
         self.fingerprint = blake2b(json.dumps(decisive).encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
@@ -186,16 +186,16 @@ class RecordDataset:
 class GlueDataset(RecordDataset):
     """Examples of a GLUE task for sequence classification.
 
-    Two sentences are joined by the end-of-document token, ``a <|endoftext|> b``. Before them stands what the
-    tokenizer puts before a text (BOS, or nothing), after them nothing. What is too long loses tokens at the
-    end of its (longer) sentence.
+    The end-of-document token joins two sentences, ``a <|endoftext|> b``. The tokenizer's own prefix (BOS, or
+    nothing) comes before them, and nothing after them. If an example is too long, its (longer) sentence loses
+    tokens at the end.
 
     Args:
         task: the task.
-        cfg: the section, with directory and part.
-        tokenizer: makes the tokens.
+        cfg: the configuration section, with directory and part.
+        tokenizer: the tokenizer.
         length_multiple: see :class:`RecordDataset`.
-        with_labels: False: read the texts alone.
+        with_labels: whether to read labels, or only the texts.
 
     Raises:
         DataError: see `ppfleetx.data.tasks.glue.read_glue`.
@@ -219,7 +219,7 @@ class GlueDataset(RecordDataset):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> Sample:
-        """Example ``index``, or for `PADDING` one that counts nowhere.
+        """Return example ``index``, or for `PADDING` a sample that does not count.
 
         Returns:
             ``tokens`` int64 [s], ``lengths`` int64 [] (real tokens), ``labels`` int64 [] (float32 of a
@@ -236,7 +236,7 @@ class GlueDataset(RecordDataset):
         }
 
     def encode(self, texts: Sequence[str]) -> list[int]:
-        """Token ids of one or two texts, at least one and at most ``max_seq_len``."""
+        """Encode one or two texts as token ids, at least one and at most ``max_seq_len``."""
         parts = [self.tokenizer.encode_prompt(text, add_special_tokens=False) for text in texts]
         prefix = self.tokenizer.prefix_ids[: self.max_seq_len]
         room = max(0, self.max_seq_len - len(prefix) - (len(parts) - 1))
@@ -264,22 +264,23 @@ def longest_first(sizes: Sequence[int], room: int) -> list[int]:
 
 
 class PromptResponseDataset(RecordDataset):
-    """Prompts with responses, for causal language modelling with the loss on the response alone.
+    """Prompts with responses, for causal language modelling with the loss on only the response.
 
-    A sample is ``prompt response <|endoftext|>``, prompt and response tokenised each for itself with nothing
-    between them; special tokens in them become their ids. Before the prompt stands what the tokenizer puts
-    before a text (BOS, or nothing). The loss counts where a token of the response or the end-of-document
-    token is predicted. What is too long loses the beginning of its prompt, but not BOS, until one token is
-    left; then the end of its response, and there is no end-of-document token. A prompt without any token
-    begins with the end-of-document token.
+    A sample is ``prompt response <|endoftext|>``. Prompt and response are tokenised separately, with nothing
+    between them; special tokens in them become their ids. The tokenizer's own prefix (BOS, or nothing) comes
+    before the prompt. The loss counts where a token of the response or the end-of-document token is
+    predicted. A sample that is too long first loses the beginning of its prompt, but not BOS, until one token
+    is left; then the end of its response, and the end-of-document token. If the prompt has no token, the
+    sample begins with the end-of-document token.
 
     Args:
-        cfg: the section, with directory, part and field names.
-        tokenizer: makes the tokens.
+        cfg: the configuration section, with directory, part and field names.
+        tokenizer: the tokenizer.
         length_multiple: see :class:`RecordDataset`.
 
     Raises:
-        DataError: the file is missing, or a line is not an object with two texts; with file and line.
+        DataError: the file is missing, or a line is not an object with two texts. The message names file and
+            line.
     """
 
     @os_errors(DataError)
@@ -292,7 +293,7 @@ class PromptResponseDataset(RecordDataset):
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Sample:
-        """Record ``index``, or for `PADDING` one whose loss mask is 0.
+        """Return record ``index``, or for `PADDING` a sample whose loss mask is 0.
 
         Returns:
             ``tokens``, ``labels``, ``position_ids`` int64 [s], ``loss_mask`` float32 [s], ``lengths`` int64
@@ -306,7 +307,9 @@ class PromptResponseDataset(RecordDataset):
         return self.causal_sample(ids, mask, index)
 
     def encode(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
-        """Token ids of prompt (at least one) and response, together at most ``max_seq_len + 1``."""
+        """Encode prompt (at least one token) and response as token ids, together at most ``max_seq_len +
+        1``.
+        """
         given = self.tokenizer.encode_prompt(prompt, add_special_tokens=False)
         learnt = [*self.tokenizer.encode_continuation(response), self.tokenizer.eod_id]
         learnt = learnt[: self.max_seq_len]
@@ -317,7 +320,7 @@ class PromptResponseDataset(RecordDataset):
 
 
 def record_file(cfg: DatasetConfig) -> Path:
-    """Find the file of a section's records. Raises DataError if there is none."""
+    """Find the file with a section's records. Raises DataError if there is none."""
     endings = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json")
     paths = [Path(str(cfg.input_dir)) / f"{cfg.split}{ending}" for ending in endings]
     found = next((path for path in paths if path.exists()), None)

@@ -1,17 +1,17 @@
-"""The two libraries by which a tokenizer encodes: ``tiktoken`` if it gives the same ids, else
+"""The two libraries that encode text for a tokenizer: ``tiktoken`` if it gives the same ids, else
 ``tokenizers``.
 
-tiktoken is faster, but joins *bytes* by one rank per token, where GPT-2's merges join *pairs of tokens*.
-With merges, neighbours x and y are joined only if the pair (x, y) is listed;
-tiktoken joins them whenever the bytes of x + y are a token. They agree if each token's own bytes, encoded
-alone with the merges, come out as that one token. For suppose tiktoken joins x and y to T though (x, y) is
-not listed. No merge has crossed the ends of x + y so far, hence the bytes of T alone went through the same
-steps and reached (x, y) as well, where the merges stop: T alone would not come out as T.
+tiktoken is faster, but it joins *bytes* by one rank per token, while GPT-2's merges join *pairs of tokens*.
+With merges, neighbours x and y are joined only if the pair (x, y) is listed; tiktoken joins them whenever the
+bytes of x + y are a token. Both agree if each token's own bytes, encoded alone with the merges, result in
+that one token. Proof: suppose tiktoken joins x and y to T although (x, y) is not listed. No merge has crossed
+the ends of x + y so far, so the bytes of T alone go through the same steps and also reach (x, y), where the
+merges stop. Then T alone would not result in T.
 
-So `live_ranks` plays the encoding of every token backwards, asking at each moment whether a merge across the
-middle would have come first. A token that does not come out as itself can, by the same argument, be produced
-by the merges in no text, and is left out. Two listed pairs that build one token: the token's own bytes take
-one of the two ways, always the same; the other can never happen.
+So `live_ranks` goes through the encoding of every token backwards, and checks at each step whether a merge
+across the middle would have come first. By the same argument, the merges can never produce a token that does
+not result from its own bytes; such tokens are left out. If two listed pairs build the same token, the token's
+own bytes always use the same pair, and the other pair never occurs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def live_ranks(merges: Sequence[tuple[bytes, bytes]]) -> dict[bytes, int] | None
     """The rank of every token that the merges can produce, in merge order; single bytes are not listed.
 
     Args:
-        merges: pairs of token bytes, the first being joined first.
+        merges: pairs of token bytes, in the order in which they are joined.
 
     Returns:
-        ``{token: index in merges}``, or None when a pair is listed before the merge that makes one of its
-        halves (such a merge acts at once and out of order, which ranks cannot express).
+        ``{token: index in merges}``, or None if a pair is listed before the merge that makes one of its
+        halves. Such a merge acts out of order, which ranks cannot express.
     """
     rank: dict[bytes, int] = {}
     halves: dict[bytes, tuple[bytes, bytes]] = {}
@@ -69,12 +69,12 @@ def _is_crossed(
     halves: dict[bytes, tuple[bytes, bytes]],
     pair_rank: dict[tuple[bytes, bytes], int],
 ) -> bool:
-    """Whether encoding ``left + right`` alone joins something across the border between the two.
+    """Whether encoding ``left + right`` alone joins tokens across the border between the two.
 
-    Goes back in time. At each moment ``left`` and ``right`` are the tokens touching the border, and
-    ``left_end`` and ``right_end`` the ranks of the merges that ended them. Equal ranks act from left to
-    right: a crossing merge loses against one that ends the left token, and wins against one that ends the
-    right.
+    The loop goes backwards through the merges. At each step, ``left`` and ``right`` are the tokens at the
+    border, and ``left_end`` and ``right_end`` are the ranks of the merges that ended them. Equal ranks act
+    from left to right: a crossing merge comes after one that ends the left token, and before one that ends
+    the right token.
     """
     left_end = right_end = own_rank
     while True:
@@ -93,7 +93,9 @@ def _is_crossed(
 
 
 def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
-    """Encode ``text`` as one piece: repeatedly join the neighbours of lowest rank, the leftmost first."""
+    """Encode ``text`` as one piece: repeatedly join the neighbours with the lowest rank, the leftmost
+    first.
+    """
     parts = [text[i : i + 1] for i in range(len(text))]
     never = len(rank) + max(rank.values(), default=0) + 1
     while len(parts) > 1:
@@ -108,8 +110,8 @@ def split_by_ranks(text: bytes, rank: dict[bytes, int]) -> list[bytes]:
 class SpecialTokens:
     """Finds the special tokens of a tokenizer that does not normalise text.
 
-    As in the ``tokenizers`` library, the leftmost token is found first, and of those that begin there the
-    longest; tokens marked ``normalized`` are looked for in what the others leave.
+    As in the ``tokenizers`` library, the leftmost token is found first, and the longest of the tokens that
+    begin there. Tokens marked ``normalized`` are searched for last, in the remaining text.
 
     Args:
         added: ``added_tokens`` of a ``tokenizer.json``.
@@ -124,7 +126,9 @@ class SpecialTokens:
 
     @staticmethod
     def can_be_found(added: Sequence[dict[str, Any]]) -> bool:
-        """Whether plain search finds the tokens: none takes spaces or depends on the words beside it."""
+        """Whether plain search finds the tokens. It does if no token takes spaces or depends on neighbouring
+        words.
+        """
         return not any(entry.get(flag) for entry in added for flag in ("single_word", "lstrip", "rstrip"))
 
     @cached_property
@@ -136,7 +140,7 @@ class SpecialTokens:
         ]
 
     def split(self, text: str) -> list[str | int]:
-        """Split a text into ids of special tokens and the text between them; never empty."""
+        """Split a text into ids of special tokens and the (never empty) texts between them."""
         pieces: list[str | int] = [text]
         for pattern in self._patterns:
             pieces = [
@@ -159,17 +163,17 @@ class SpecialTokens:
 
 # How ByteLevel(use_regex=True) splits text, that is
 #   's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-# rewritten so that tiktoken needs less backtracking: the white space at the end of the text first, then a run
+# rewritten so that tiktoken needs less backtracking: first the white space at the end of the text, then a run
 # without its last character, then that character.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s"
 _WHOLE_TEXT = r"(?s:.+)"
-# Patterns of a Split step that match the same under both libraries and leave no text out.
+# Patterns of a Split step that match the same in both libraries and cover the whole text.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-# tiktoken's regular expressions keep a stack entry for each character inside `\s+(?!\S)`, a million at most.
+# tiktoken's regular expressions keep a stack entry for each character in `\s+(?!\S)`, at most a million.
 _LONG_RUN = 100_000
 _WHITE_SPACE = re.compile(r"\s+")
 
@@ -188,24 +192,26 @@ class Engine(Protocol):
         """Everything that determines the ids, as JSON data independent of the file format.
 
         Args:
-            written: the definition as it is in the file, without tokens of other files.
+            written: the definition in the file, without tokens of other files.
         """
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        """Encode a text; UnicodeEncodeError for a lone surrogate.
+        """Encode a text. Raises UnicodeEncodeError for a lone surrogate.
 
         Args:
-            special: special tokens in it become their ids.
-            continues: it follows other text, so that no space is put before it.
+            special: whether special tokens in the text become their ids.
+            continues: whether the text follows other text, so that no space is put before it.
         """
 
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text and mark the tokens that have characters of ``spans``: ``[n]`` int64 and bool."""
+        """Encode a text and mark the tokens with characters in ``spans``. Returns ids, int64 ``[n]``, and
+        marks, bool ``[n]``.
+        """
 
     def decode(self, ids: list[int]) -> str:
-        """Decode known ids; called only if not `is_byte_level`."""
+        """Decode known ids. This is called only if not `is_byte_level`."""
 
 
 class Unsupported(Exception):  # noqa: N818 - control flow between the two engines, never shown as an error
@@ -235,8 +241,9 @@ class TokenizersEngine:
         self._library(special=False, continues=False)
 
     def _library(self, *, special: bool, continues: bool) -> Any:
-        """Build the library's tokenizer with these options, which it takes as attributes instead of
-        arguments."""
+        """Build the library's tokenizer with these options, which it accepts as attributes, not as
+        arguments.
+        """
         if (special, continues) not in self._made:
             import tokenizers
 
@@ -258,7 +265,7 @@ class TokenizersEngine:
         return {key: written.get(key) for key in kept}
 
     def encode(self, text: str, *, special: bool = False, continues: bool = False) -> np.ndarray:
-        text.encode("utf-8")  # the library's message for a lone surrogate says nothing
+        text.encode("utf-8")  # the library's message for a lone surrogate does not explain it
         library = self._library(special=special, continues=continues)
         with _library_errors(f"{self._place} cannot encode a text"):
             return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
@@ -271,7 +278,7 @@ class TokenizersEngine:
             made = self._library(special=special, continues=False).encode(text, add_special_tokens=False)
         marked = np.zeros(len(made.ids), dtype=bool)
         for start, end in spans:
-            # Some characters have no token: spaces that a tokenizer strips.
+            # Some characters have no token, such as spaces that a tokenizer strips.
             tokens = [one for place in range(start, end) if (one := made.char_to_token(place)) is not None]
             if tokens:
                 marked[tokens[0] : tokens[-1] + 1] = True
@@ -282,7 +289,7 @@ class TokenizersEngine:
 
 
 def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the tokenizer that puts no space before a text."""
+    """Return a copy of the tokenizer that puts no space before a text."""
 
     def changed(part: Any) -> Any:
         if not isinstance(part, dict):
@@ -316,7 +323,7 @@ class TiktokenEngine:
     """Encodes with byte-level BPE, through tiktoken.
 
     Raises:
-        Unsupported: the tokenizer is something else, or its merges cannot be expressed as ranks.
+        Unsupported: the tokenizer is of another kind, or its merges cannot be expressed as ranks.
     """
 
     name = "tiktoken"
@@ -334,7 +341,7 @@ class TiktokenEngine:
             "ppfleetx",
             pat_str=self._pattern,
             mergeable_ranks=ranks,
-            # Never allowed, so never produced; without any special token encode_to_numpy is half as fast.
+            # Never allowed, so never produced. Without any special token, encode_to_numpy is half as fast.
             special_tokens={END_OF_DOCUMENT: max(ranks.values()) + 1},
         )
         added = definition.get("added_tokens") or []
@@ -375,7 +382,7 @@ class TiktokenEngine:
     def encode_marked(
         self, text: str, spans: Sequence[tuple[int, int]], *, special: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        return self._exact.encode_marked(text, spans, special=special)  # tiktoken does not say what is where
+        return self._exact.encode_marked(text, spans, special=special)  # tiktoken has no offsets
 
     def _encode_text(self, text: str, continues: bool) -> np.ndarray:
         if _has_long_run(text):
@@ -390,7 +397,7 @@ class TiktokenEngine:
 
 
 def _has_long_run(text: str) -> bool:
-    """Whether there is more white space in a row than tiktoken can take."""
+    """Whether a text has more white space in a row than tiktoken can process."""
     if len(text) < _LONG_RUN:
         return False
     return any(run.end() - run.start() >= _LONG_RUN for run in _WHITE_SPACE.finditer(text))
@@ -411,7 +418,7 @@ def _check_model(definition: dict[str, Any], model: dict[str, Any]) -> None:
 
 
 def _pre_tokenizer(described: dict[str, Any] | None) -> tuple[str, bool]:
-    """Read a ``pre_tokenizer`` entry: its pattern, and whether a space is put before the text."""
+    """Read a ``pre_tokenizer`` entry. Returns its pattern, and whether a space is put before the text."""
     steps = [described] if described else []
     if described and described.get("type") == "Sequence":
         steps = described.get("pretokenizers", [])
@@ -462,9 +469,9 @@ def _ranks_and_ids(model: dict[str, Any]) -> tuple[dict[bytes, int], np.ndarray 
 
 
 def _whole_piece_tokens(id_of: dict[bytes, int], live: dict[bytes, int]) -> list[bytes]:
-    """The tokens that no merge makes and that ``ignore_merges`` yields only for a whole piece of text.
+    """The tokens that no merge makes, so that ``ignore_merges`` produces them only for a whole piece of text.
 
-    tiktoken does the same, except that it would also join two neighbours to such a token.
+    tiktoken does the same, but it would also join two neighbours into such a token.
     """
     extra = [token for token in id_of if len(token) > 1 and token not in live]
     for token in extra:

@@ -22,7 +22,7 @@ GENERATION_CONFIG, CHAT_TEMPLATE = "generation_config.json", "chat_template.jinj
 SIDE_FILES = (CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
 """Files beside the definition that belong to the tokenizer."""
 NAMED_TEMPLATES = "additional_chat_templates"
-"""Directory of further chat templates, one file each, named after them."""
+"""The directory of further chat templates, with one file per template, named after it."""
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_TEMPLATES = 32
 _SENTENCEPIECE_FILE = "tokenizer.model"
@@ -51,7 +51,7 @@ _BYTE_OF = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
 
 
 def token_to_bytes(token: str) -> bytes | None:
-    """The bytes a vocabulary entry stands for; None if it is not written in the byte alphabet."""
+    """The bytes that a vocabulary entry stands for; None if it is not written in the byte alphabet."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -64,8 +64,9 @@ class TokenizerFiles:
 
     Attributes:
         definition: the dictionary a ``tokenizer.json`` holds.
-        has_definition: read from such a file, not made of ``vocab.json`` and ``merges.txt``.
-        side_texts: the other files of its directory, of `SIDE_FILES`, by name.
+        has_definition: whether the definition was read from such a file, not made from ``vocab.json`` and
+            ``merges.txt``.
+        side_texts: the texts of the `SIDE_FILES` in its directory, by name.
     """
 
     definition: dict[str, Any]
@@ -79,7 +80,7 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     The other files are read only from a directory.
 
     Raises:
-        DataError: nothing there, or what is there is damaged.
+        DataError: there is no tokenizer, or its files are damaged.
     """
     path = Path(path)
     try:
@@ -90,11 +91,11 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
             f"{MERGES_FILE}; ppfleetx tokenizer makes one from your text, and GPT-2's is at "
             f"{GPT2_FILES} (nothing is downloaded)"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: the name holds a zero byte
+    except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if path.is_dir():
         side = _side_texts(path)
-        if os.path.lexists(path / TOKENIZER_FILE):  # a link that leads nowhere is damage, not absence
+        if os.path.lexists(path / TOKENIZER_FILE):  # a broken link counts as damage, not as a missing file
             definition = _checked(read_json(path / TOKENIZER_FILE, error=DataError), path / TOKENIZER_FILE)
             return TokenizerFiles(definition, side_texts=side)
         if os.path.lexists(path / VOCAB_FILE) or os.path.lexists(path / MERGES_FILE):
@@ -123,7 +124,7 @@ def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, st
     All chat templates are then listed in ``tokenizer_config.json``, which transformers reads as well.
 
     Raises:
-        DataError: one cannot be read, or there are too many.
+        DataError: a template cannot be read, or there are too many.
     """
     files = sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
     if not files:
@@ -152,7 +153,7 @@ def _how_to_make(directory: Path) -> str:
 def read_vocab_and_merges(
     vocab_path: str | os.PathLike[str], merges_path: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """Read a GPT-2 style pair of files as a definition; ``<|endoftext|>`` is special if the vocabulary has
+    """Read a GPT-2 style pair of files as a definition. ``<|endoftext|>`` is special if the vocabulary has
     it.
 
     Raises:
@@ -175,8 +176,7 @@ def read_vocab_and_merges(
 
 
 def make_definition(vocab: dict[str, int], merges: list[list[str]], special: list[str]) -> dict[str, Any]:
-    """Make a ``tokenizer.json`` of GPT-2's kind; ``special`` tokens missing from the vocabulary are left
-    out."""
+    """Make a ``tokenizer.json`` like GPT-2's. ``special`` tokens missing from the vocabulary are left out."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -218,11 +218,11 @@ def file_texts(written: TokenizerFiles, eod: str | None) -> dict[str, str]:
     """The files of a tokenizer by name: ``tokenizer.json`` and its side files; for a tokenizer like
     GPT-2's also ``vocab.json`` and ``merges.txt``.
 
-    Hugging Face ``transformers`` loads a directory of them with ``AutoTokenizer.from_pretrained``.
+    Hugging Face ``transformers`` loads a directory of these files with ``AutoTokenizer.from_pretrained``.
 
     Args:
-        written: as `read_files` gives it. Without a ``tokenizer_config.json``, one is made.
-        eod: the end-of-document token; None: the vocabulary has none.
+        written: the result of `read_files`. A missing ``tokenizer_config.json`` is added.
+        eod: the end-of-document token; None if the vocabulary has none.
     """
     definition, model = written.definition, written.definition["model"]
     files = {CONFIG: _made_config(eod), **written.side_texts}
@@ -250,14 +250,14 @@ def _is_like_gpt2(definition: dict[str, Any]) -> bool:
 
 
 def merge_pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """The merges of a model as pairs; files hold them as pairs or as "left right"."""
+    """The merges of a model as pairs. Files hold them as pairs or as "left right"."""
     return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
 
 
 def _read_text(path: Path, max_bytes: int) -> str:
     content = read_bounded(path, max_bytes, DataError)
     try:
-        # No newline translation: a merge may hold any character but a space and the line ends of its file.
+        # No newline translation: a merge may contain any character except a space and the file's line ends.
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"the tokenizer file {path} is damaged: it is not UTF-8 ({error})") from error
@@ -272,7 +272,7 @@ def _checked(definition: dict[str, Any], path: Path) -> dict[str, Any]:
         if not isinstance(definition.get(key), dict | None):
             raise _damaged(path, f"{key} is {shown(definition[key])}")
     _check_added(definition.get("added_tokens"), path)
-    model.setdefault("type", "BPE")  # very old files do not name it
+    model.setdefault("type", "BPE")  # very old files do not name the type
     if model["type"] == "BPE":
         _check_vocabulary(model.get("vocab"), path)
         _check_merges(model, path)

@@ -1,9 +1,9 @@
 """Read a tokenizer's directory as Hugging Face transformers does: special tokens, prefixes and suffixes.
 
-``tokenizer.json`` is not all: transformers adds the tokens that ``tokenizer_config.json``,
+``tokenizer.json`` is not enough: transformers adds the tokens that ``tokenizer_config.json``,
 ``special_tokens_map.json`` and ``added_tokens.json`` name, and some of its classes replace parts of the file.
-`as_transformers` does what ``AutoTokenizer`` of version 5 does for GPT-2 and Llama; token ids are compared in
-``tests/data/tokenizer/test_tokenizer_hf.py``.
+`as_transformers` does the same as ``AutoTokenizer`` of version 5 for GPT-2 and Llama; token ids are compared
+in ``tests/data/tokenizer/test_tokenizer_hf.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SideFiles:
     """The files beside the definition of a tokenizer.
 
     Attributes:
-        texts: the texts of those `SIDE_FILES` that are there, by name.
+        texts: the texts of the existing `SIDE_FILES`, by name.
         place: the directory, for messages.
     """
 
@@ -58,7 +58,7 @@ class SideFiles:
         precedence.
 
         Args:
-            defaults: what transformers' class calls them when no file says.
+            defaults: the names that the class in transformers uses if no file has any.
         """
         values: dict[str, Any] = {**defaults, **self._settings}
         names = [*_NAMED, *(key for key in values if key.endswith("_token") and key not in _NAMED)]
@@ -93,11 +93,10 @@ class SideFiles:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The chat templates by name, the usual one as ``default``; ``chat_template.jinja`` takes
-        precedence.
+        """The chat templates by name; the usual one is ``default``. ``chat_template.jinja`` takes precedence.
 
         Raises:
-            DataError: the entry in ``tokenizer_config.json`` is neither a text nor a list of named ones.
+            DataError: the entry in ``tokenizer_config.json`` is neither a text nor a list of named templates.
         """
         if CHAT_TEMPLATE in self.texts:
             return {"default": self.texts[CHAT_TEMPLATE]}
@@ -112,13 +111,14 @@ class SideFiles:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """The settings in ``tokenizer_config.json``; ``special_tokens_map.json`` overrides them where it
-        still applies."""
+        """The settings in ``tokenizer_config.json``. ``special_tokens_map.json`` overrides them where it
+        still applies.
+        """
         config = self.read(CONFIG)
         return config if "added_tokens_decoder" in config else config | self.read(SPECIAL_TOKENS)
 
     def with_eos(self, files: TokenizerFiles, eos: str | None) -> TokenizerFiles:
-        """Copy ``files`` with ``eos`` as the end-of-text token, if they name one at all."""
+        """Copy the files with ``eos`` as the end-of-text token, if they name an end-of-text token at all."""
         texts = dict(files.side_texts)
         for name in (CONFIG, SPECIAL_TOKENS):
             content = self.read(name)
@@ -132,11 +132,12 @@ class SideFiles:
         """The tokens that transformers adds to a definition, in its order.
 
         Args:
-            added: those of ``tokenizer.json``, which it adds again where nothing else lists them.
+            added: the added tokens of ``tokenizer.json``, which transformers adds again if no other file
+                lists them.
             named: see :meth:`named_tokens`.
 
         Raises:
-            DataError: a file gives a token something that is not an id.
+            DataError: a file gives a token an invalid id.
         """
         config, (extra, former) = self.read(CONFIG), self._extra()
         named = [*named, *extra]
@@ -159,8 +160,9 @@ class SideFiles:
         return [self._token(listed[key], f"added_tokens_decoder.{key}") for key in ordered]
 
     def _extra(self) -> tuple[list[Token], list[Token]]:
-        """Two lists: special tokens without a name, and those under the legacy key of
-        ``special_tokens_map.json``, which applies only if the current key has no list."""
+        """Two lists: special tokens without a name, and tokens under the legacy key of
+        ``special_tokens_map.json``, which applies only if the current key has no list.
+        """
         config = self.read(CONFIG)
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
@@ -202,10 +204,10 @@ class TransformersTokenizer:
     """A tokenizer as ``AutoTokenizer`` loads it from a directory.
 
     Attributes:
-        definition: as a ``tokenizer.json`` holds it.
-        bos_token, eos_token: texts of these tokens; None where no file names them.
-        before, after: ids that are put around a text.
-        named: texts of all tokens that have a name, such as ``pad_token``.
+        definition: the dictionary that a ``tokenizer.json`` holds.
+        bos_token, eos_token: the texts of these tokens; None if no file names them.
+        before, after: the ids that are put before and after a text.
+        named: the texts of all tokens that have a name, such as ``pad_token``.
     """
 
     definition: dict[str, Any]
@@ -217,11 +219,11 @@ class TransformersTokenizer:
 
 
 def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: bool) -> TransformersTokenizer:
-    """Turn a definition into a tokenizer as transformers does; ``definition`` itself is not changed.
+    """Turn a definition into a tokenizer as transformers does. ``definition`` itself does not change.
 
     Args:
-        is_file: it was read from a ``tokenizer.json``, whose post-processor says what is put around a text.
-            Otherwise ``add_bos_token`` and ``add_eos_token`` do.
+        is_file: whether the definition was read from a ``tokenizer.json``. If so, its post-processor decides
+            which ids are put around a text; otherwise ``add_bos_token`` and ``add_eos_token`` do.
 
     Raises:
         DataError: a file is damaged.
@@ -307,7 +309,7 @@ def template_ids(processor: Any, place: str) -> tuple[tuple[int, ...], tuple[int
     """The ids that a ``post_processor`` puts before and after a text.
 
     Raises:
-        DataError: it does something else.
+        DataError: the post-processor does something else.
     """
     kind = processor.get("type") if isinstance(processor, dict) else None
     if processor is None or kind == "ByteLevel":
@@ -333,5 +335,5 @@ def _around(processor: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, .
             ids.append([])
         else:
             ids[-1] += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-    before, after = ids  # ValueError: it has the text not exactly once
+    before, after = ids  # ValueError: it does not contain the text exactly once
     return tuple(map(int, before)), tuple(map(int, after))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ppfleetx.config.sections.data import TokenizerConfig
 
 
-_CONTEXT = 8  # tokens before the next one that may decide how it is written
+_CONTEXT = 8  # number of earlier tokens that may affect how the next token is written
 _LONG = 64
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
@@ -44,7 +44,8 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 class StreamDecoder(Protocol):
     """Decodes ids one by one, and holds back characters that are not complete yet.
 
-    The pieces joined, with that of `finish`, are what `Tokenizer.decode` gives for all ids at once.
+    All pieces joined, including the one from `finish`, equal the result of `Tokenizer.decode` for all ids at
+    once.
     """
 
     def feed(self, token_id: int) -> str:
@@ -58,8 +59,8 @@ class ByteStreamDecoder:
     """Decodes tokens that are bytes.
 
     Args:
-        table: bytes of each id; others have none.
-        skipped: ids that give nothing.
+        table: the bytes of each id. Other ids have none.
+        skipped: ids that produce no text.
     """
 
     def __init__(self, table: Mapping[int, bytes], skipped: Collection[int]) -> None:
@@ -78,10 +79,10 @@ class TextStreamDecoder:
     characters may be written as the bytes ``<0xE4><0xBD><0xA0>``.
 
     Args:
-        decode: text of ids.
-        tokens: text of each token as the vocabulary has it.
-        skipped: ids that give nothing.
-        after: ids that the text goes on from.
+        decode: a function that returns the text of ids.
+        tokens: the text of each token in the vocabulary.
+        skipped: ids that produce no text.
+        after: the ids before the first decoded one.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class TextStreamDecoder:
         self._decode, self._tokens, self._skipped = decode, tokens, skipped
         self._ids = [one for one in after if one not in skipped]
         while self._ids and self._is_byte(self._ids[-1]):
-            self._ids.pop()  # the rest of a character that is cut here is no text
+            self._ids.pop()  # a character that is cut here is not text
         self._shorten()
 
     def feed(self, token_id: int) -> str:
@@ -102,7 +103,7 @@ class TextStreamDecoder:
             return ""
         self._ids.append(token_id)
         if self._is_byte(token_id):
-            return ""  # bytes are text or not as a whole, with those that follow
+            return ""  # a run of bytes is valid text only as a whole
         piece = self.finish()
         if len(self._ids) > _LONG:
             self._shorten()
@@ -124,22 +125,22 @@ class TextStreamDecoder:
 class Tokenizer:
     """A tokenizer read from files.
 
-    There are two ways to encode. `encode` takes text for text: ``<|endoftext|>`` inside it is encoded like
-    any other characters, and no token is added at either end; a corpus is prepared in this way.
-    `encode_prompt` does what Hugging Face's ``AutoTokenizer`` does with the same directory: special tokens in
-    the text become their ids, and the post-processor adds its own, such as BOS. `encode_continuation` is for
-    text that follows such a text.
+    There are two ways to encode. `encode` treats everything as plain text: ``<|endoftext|>`` is encoded like
+    any other characters, and no token is added at either end. Corpora are prepared in this way.
+    `encode_prompt` does the same as Hugging Face's ``AutoTokenizer`` with the same directory: special tokens
+    in the text become their ids, and the post-processor adds its own tokens, such as BOS.
+    `encode_continuation` is for text that follows such a text.
 
     The end-of-document token also serves as padding.
 
     Args:
-        files: a definition, which is what a ``tokenizer.json`` holds, or what was read of a directory.
+        files: a definition (the dictionary in a ``tokenizer.json``), or the files read from a directory.
         eod_token: the token that ends a document; None: the ``eos_token`` of the files, else
             ``<|endoftext|>``.
-        place: where they came from; used in messages.
+        place: the origin of the files, for messages.
 
     Raises:
-        DataError: the files are damaged, or the libraries cannot use them.
+        DataError: the files are damaged, or neither library can use them.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Tokenizer:
         self.special_token_texts = made.named
         """Texts of the tokens that have a name in transformers, such as ``bos_token``."""
         self.definition = made.definition
-        """What a ``tokenizer.json`` of it holds, the tokens of the files beside it included."""
+        """The dictionary that its ``tokenizer.json`` holds, including tokens of the files beside it."""
         self._engine: Engine = build_engine(made.definition, place)
         added = made.definition.get("added_tokens") or []
         self._special = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
@@ -196,7 +197,9 @@ class Tokenizer:
         write_files(self.files(), directory)
 
     def files(self) -> dict[str, str]:
-        """The files that :meth:`save` writes, name to text, chat template and special tokens included."""
+        """The texts of the files that :meth:`save` writes, by name, including chat template and special
+        tokens.
+        """
         eod = self.eod_token if self.has_eod else None
         return file_texts(self._side.with_eos(self._files, eod), eod)
 
@@ -246,7 +249,7 @@ class Tokenizer:
         """The tokenizer's own chat templates by name; the usual one is ``default``.
 
         Raises:
-            DataError: what the files name is no template.
+            DataError: the files name something that is not a template.
         """
         return self._side.chat_templates
 
@@ -259,8 +262,9 @@ class Tokenizer:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids of the tokens that end a generated text: the end-of-document token, and those that
-        ``generation_config.json`` in the directory names."""
+        """The ids of the tokens that end a generated text: the end-of-document token, and the tokens that
+        ``generation_config.json`` in the directory names.
+        """
         named = self._side.end_ids
         own = () if named and not self.has_eod else (self.eod_id,)
         return tuple(dict.fromkeys((*own, *named)))
@@ -279,15 +283,15 @@ class Tokenizer:
         """A SHA-256 of everything that determines the ids of text: vocabulary, merges, special tokens,
         splitting rules.
 
-        ``vocab.json`` + ``merges.txt`` and a ``tokenizer.json`` of the same tokenizer have the same one. What
-        `encode_prompt` puts around a text does not count.
+        ``vocab.json`` + ``merges.txt`` and a ``tokenizer.json`` of the same tokenizer have the same
+        fingerprint. The tokens that `encode_prompt` puts around a text do not count.
         """
         written = self._files.definition
         vocab, listed = written["model"].get("vocab") or {}, written.get("added_tokens") or []
         of_file = {*(token if isinstance(token, str) else token[0] for token in vocab)}
         of_file.update(entry["content"] for entry in listed)
         identity = self._engine.identity(written)
-        added = sorted(self._ids.keys() - of_file)  # by the files beside it
+        added = sorted(self._ids.keys() - of_file)  # by the files beside the definition
         if added:
             identity |= {"added": added}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -298,12 +302,12 @@ class Tokenizer:
         """Encode ``text`` without recognising special tokens.
 
         Raises:
-            DataError: ``text`` holds a lone surrogate, which no UTF-8 text can.
+            DataError: ``text`` contains a lone surrogate, which UTF-8 cannot encode.
         """
         return self.encode_to_numpy(text).tolist()
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        """Encode ``text`` to an integer array (uint32 or int64); faster than `encode`."""
+        """Encode ``text`` to an integer array (uint32 or int64). This is faster than `encode`."""
         return self._encode(text, special=False, continues=False)
 
     def encode_prompt(
@@ -313,10 +317,10 @@ class Tokenizer:
 
         Args:
             text: a prompt, or a text to be evaluated.
-            add_special_tokens: put before and after it what the post-processor does (`prefix_ids` and
-                `suffix_ids`).
-            parse_special_tokens: special tokens in the text become their ids; not if the directory says
-                ``split_special_tokens``.
+            add_special_tokens: whether to add the ids of the post-processor before and after the text
+                (`prefix_ids` and `suffix_ids`).
+            parse_special_tokens: whether special tokens in the text become their ids, unless the directory
+                says ``split_special_tokens``.
 
         Raises:
             DataError: as in `encode`.
@@ -325,7 +329,7 @@ class Tokenizer:
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
     def encode_continuation(self, text: str, *, parse_special_tokens: bool = True) -> list[int]:
-        """Encode a text that follows another one: no token and no space is put before it.
+        """Encode a text that follows another text: no token and no space is put before it.
 
         Raises:
             DataError: as in `encode`.
@@ -333,16 +337,17 @@ class Tokenizer:
         return self._encode(text, special=parse_special_tokens, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a text with its special tokens, and mark the tokens that have characters of ``spans``.
+        """Encode a text with its special tokens, and mark the tokens with characters in ``spans``.
 
-        Nothing is put before or after the text. Slower than `encode_prompt`, which gives the same ids.
+        Nothing is put before or after the text. This is slower than `encode_prompt`, which gives the same
+        ids.
 
         Args:
-            text: e.g. a conversation that a chat template has made.
-            spans: ``(first character, one after the last)`` of each.
+            text: the text, e.g. a conversation rendered by a chat template.
+            spans: ``(first character, one after the last)`` of each span.
 
         Returns:
-            ids ``[n]`` int64 and marks ``[n]`` bool.
+            The ids, int64 ``[n]``, and the marks, bool ``[n]``.
 
         Raises:
             DataError: as in `encode`.
@@ -358,8 +363,9 @@ class Tokenizer:
     # ---- ids to text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; none for an id outside the vocabulary (a padding row of the
-        model)."""
+        """The bytes that a token stands for; empty for an id outside the vocabulary (a padding row of the
+        model).
+        """
         return self._bytes.get(token_id, b"")
 
     @cached_property
@@ -372,7 +378,9 @@ class Tokenizer:
         return table
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
-        """Decode ``ids``. Ids outside the vocabulary give nothing; bytes that are not UTF-8 give U+FFFD."""
+        """Decode ``ids``. Ids outside the vocabulary produce no text; bytes that are not UTF-8 become
+        U+FFFD.
+        """
         values = np.asarray(ids).tolist()
         if skip_special_tokens:
             special = self.special_ids
@@ -385,7 +393,7 @@ class Tokenizer:
     def stream_decoder(
         self, *, skip_special_tokens: bool = False, after: Sequence[int] = ()
     ) -> StreamDecoder:
-        """A decoder for ids that come one by one and follow the ids ``after``."""
+        """A decoder for ids that arrive one by one and follow the ids ``after``."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if self._engine.is_byte_level:
             return ByteStreamDecoder(self._bytes, skipped)
@@ -408,10 +416,10 @@ def _rebuild(files: TokenizerFiles, eod_token: str | None, place: str) -> Tokeni
 
 
 def from_section(cfg: TokenizerConfig) -> Tokenizer:
-    """The tokenizer whose files ``Data.tokenizer`` names.
+    """Load the tokenizer whose files ``Data.tokenizer`` names.
 
     Raises:
-        DataError: they are missing or damaged.
+        DataError: the files are missing or damaged.
     """
     if cfg.vocab_file is not None:
         assert cfg.merges_file is not None

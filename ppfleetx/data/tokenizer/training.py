@@ -17,16 +17,17 @@ def train_tokenizer(
     min_frequency: int = 2,
     special_tokens: Sequence[str] = (END_OF_DOCUMENT,),
 ) -> Tokenizer:
-    """Learn merges from ``texts``, which are read once and not kept. The same texts give the same tokenizer.
+    """Learn merges from ``texts``, which are read once and not stored. The same texts give the same
+    tokenizer.
 
     Ids are laid out as in GPT-2: the bytes, the merges in the order learned, then the special tokens.
 
     Args:
         texts: documents, or pieces of them.
-        vocab_size: highest number of tokens; fewer if no pair of neighbours is left that occurs
+        vocab_size: the largest number of tokens. There are fewer if no remaining pair of neighbours occurs
             ``min_frequency`` times.
-        min_frequency: how often a pair must occur to be merged.
-        special_tokens: the first one ends documents.
+        min_frequency: the number of times that a pair must occur to be merged.
+        special_tokens: the special tokens; the first one ends documents.
 
     Raises:
         DataError: the vocabulary is too small, or there is no text.

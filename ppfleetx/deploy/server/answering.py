@@ -1,4 +1,4 @@
-"""Answer a request: collect its events, and build the answer from them, whole or streamed."""
+"""Answer a request: collect its events, and build the answer from them, either whole or as a stream."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class TokenTexts:
 
 
 class TextLogprobs:
-    """``logprobs`` of a completion: four lists that continue from one piece of the stream to the next.
+    """The ``logprobs`` of a completion: four lists that continue from one piece of the stream to the next.
 
     Offsets count the characters of all tokens in order, even of BOS, which does not appear in the text.
 
     Args:
-        texts: gives the text of tokens.
+        texts: the source of the tokens' texts.
     """
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -81,7 +81,7 @@ class TextLogprobs:
 
 
 def chat_logprobs(texts: TokenTexts, scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """``logprobs`` of a chat completion."""
+    """The ``logprobs`` of a chat completion."""
     content = [
         {
             **_entry(texts, score.token, score.logprob),
@@ -141,7 +141,7 @@ class Answering:
         return self._iterate()
 
     async def _iterate(self) -> AsyncIterator[Progress | Scored | Embedded]:
-        """All events until every continuation is finished.
+        """Yield all events until every continuation is finished.
 
         Raises:
             ApiError: the request ended without an answer.
@@ -178,9 +178,9 @@ class RowAnswer:
 
     Attributes:
         texts: its text in pieces.
-        scores: the scores of its tokens, if requested, including that of the end token, which is not in the
-            text.
-        reason: why it ended.
+        scores: the scores of its tokens, if requested, including the score of the end token, which is not in
+            the text.
+        reason: the reason why it ended.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -201,7 +201,7 @@ class RowAnswer:
 
 
 class Answer(ABC):
-    """An answer, whole or in pieces.
+    """An answer, built whole or in pieces.
 
     Args:
         request: the request.
@@ -242,7 +242,7 @@ class Answer(ABC):
         return usage_of(sum(len(job.ids) for job in self.jobs), num_tokens)
 
     async def whole(self, answering: Answering) -> JsonResponse:
-        """All continuations at once; if there are more candidates than requested, the likeliest ones."""
+        """All continuations at once. If there are more candidates than requested, only the likeliest ones."""
         made, wanted = self.request.candidates, self.request.n
         rows = [RowAnswer() for _ in range(len(self.jobs) * made)]
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
@@ -262,7 +262,7 @@ class Answer(ABC):
         return JsonResponse(self.body(choices, self.usage(answering.num_tokens), is_piece=False))
 
     async def pieces(self, answering: Answering) -> AsyncIterator[dict[str, Any]]:
-        """Text as it arrives, then the reason for the end, and finally the usage, if requested."""
+        """Yield text as it arrives, then the reason for the end, and finally the usage, if requested."""
         started: set[int] = set()
         prompt_scores: dict[int, Sequence[TokenScore]] = {}
         async for event in answering:
@@ -297,7 +297,7 @@ class EventStream(Response):
             pieces = self._answer.pieces(self._answering)
             first = await anext(pieces)
             try:
-                # The model's side ends by itself, but a client that does not read would block forever.
+                # The model's thread ends by itself, but a client that does not read would block forever.
                 async with asyncio.timeout(self._max_seconds + _SEND_GRACE_SECONDS):
                     await self._send_all(first, pieces, send)
             except TimeoutError:

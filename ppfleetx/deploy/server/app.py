@@ -1,4 +1,4 @@
-"""The web application: its routes, with their checks and accounting, and its page."""
+"""The web application: its routes, with checks and accounting, and its page."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_key(request: Request, api_key: str | None) -> None:
     """Compare the bearer key in constant time.
 
     Raises:
-        ApiError: 401.
+        ApiError: 401, if the key is missing or wrong.
     """
     if api_key is None:
         return
@@ -74,11 +74,12 @@ def check_key(request: Request, api_key: str | None) -> None:
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
     """The body of a JSON request.
 
-    Requiring the content type keeps web pages of other origins out: browsers let them send other types
-    without asking this server.
+    The required content type keeps out web pages of other origins: browsers let them send other types without
+    asking this server.
 
     Raises:
-        ApiError: 415 not JSON; 413 larger than ``max_bytes``; 408 it did not arrive; 499 the client left.
+        ApiError: 415 if it is not JSON; 413 if it is larger than ``max_bytes``; 408 if it did not arrive; 499
+            if the client left.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -142,7 +143,7 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 def page_response() -> Response:
-    """The page. It may run its own script and talk to this server, and nothing else."""
+    """Respond with the page. It may run its own script and talk to this server, and nothing else."""
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -206,7 +207,7 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    """Create the routes. All but the page and ``/health`` require the key, if there is one."""
+    """Create the routes. All routes except the page and ``/health`` require the key, if there is one."""
     app = FastAPI(openapi_url=None, lifespan=_lifespan(service), redirect_slashes=False)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -301,7 +302,7 @@ async def _embed(service: Service, request: Request, wanted: EmbeddingRequest) -
     jobs = await asyncio.to_thread(service.prompts.of_embedding, wanted)
     timeout, size = service.cfg.request_timeout, service.cfg.max_batch_size
     vectors: list[np.ndarray] = []
-    for start in range(0, len(jobs), size):  # clients send more texts at once than the queue has places
+    for start in range(0, len(jobs), size):  # clients may send more texts at once than the queue has places
         part = jobs[start : start + size]
         async with Answering(service.scheduler, part, request.receive, timeout, service.metrics) as answering:
             vectors += await vectors_of(answering)
@@ -377,5 +378,5 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _our_error(request: Request, error: Exception) -> Response:
-    """A bug in the server; the traceback goes to the log."""
+    """Respond to a bug in the server. The traceback goes to the log."""
     return ApiError(500, "the server has failed on this request; see its log", code="internal").response()

@@ -130,10 +130,10 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
 
 class ChatAnswer(Answer):
-    """An answer to a :class:`ChatRequest`. It has further arguments:
+    """An answer to a :class:`ChatRequest`, with further arguments.
 
     Args:
-        texts: gives the text of tokens.
+        texts: the source of the tokens' texts.
         end_ids: tokens that end an answer but are not part of it.
     """
 

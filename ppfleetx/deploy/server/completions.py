@@ -34,7 +34,7 @@ def _is_list_of_ids(value: Any) -> bool:
 
 
 def _count_of_top(value: Any) -> int | None:
-    """Read ``logprobs``; some clients send ``false`` for none."""
+    """Read ``logprobs``. Some clients send ``false`` for none."""
     if value is False:
         return None
     if type(value) is not int or not 0 <= value <= MOST_TOP:
@@ -83,10 +83,10 @@ class CompletionRequest(GenerationRequest):
 
 
 class CompletionAnswer(Answer):
-    """An answer to a :class:`CompletionRequest`. It has further arguments:
+    """An answer to a :class:`CompletionRequest`, with further arguments.
 
     Args:
-        texts: gives the text of tokens.
+        texts: the source of the tokens' texts.
         echoes: the prompts as ``echo`` returns them.
         end_ids: tokens that end an answer but are not part of it.
     """

@@ -26,8 +26,8 @@ class PromptReader:
     Args:
         generator: the model's tokenizer and number of positions are used.
         template: the chat template.
-        cfg: says whether special tokens are parsed, and limits the continuations per prompt.
-        scheduler: says how many continuations a request may have, and what ends them.
+        cfg: the settings that say whether special tokens are parsed, and limit the continuations per prompt.
+        scheduler: knows how many continuations a request may have, and which tokens end them.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class PromptReader:
         """Return ``ids`` after checking that the tokenizer has all of them.
 
         Raises:
-            ApiError: 400, one is not.
+            ApiError: 400, an id is outside the vocabulary.
         """
         wrong = [token for token in ids if not 0 <= token < self._tokenizer.vocab_size]
         if wrong:

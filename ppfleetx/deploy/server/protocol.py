@@ -18,7 +18,7 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: what is wrong, and how to fix it.
+        message: the mistake, and how to fix it.
         param: the wrong parameter.
         code: a short name for programs.
         headers: HTTP headers.
@@ -52,7 +52,7 @@ class ApiError(Exception):
 
 
 class JsonResponse(Response):
-    """JSON in ASCII, so that a lone surrogate in a client's text comes back as it was sent."""
+    """A response of JSON in ASCII, so that a lone surrogate in a client's text comes back unchanged."""
 
     media_type = "application/json"
 
@@ -70,7 +70,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 MOST_TOP = 20
-"""Limit of alternatives listed for each token."""
+"""The largest number of alternatives listed for each token."""
 _MAX_STOPS = 4
 _MAX_STOP_LENGTH = 256
 _MAX_QUOTED = 64
@@ -86,8 +86,9 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _nothing(value: Any) -> None:
-    """Refuse an unsupported parameter of OpenAI's API, unless its value changes nothing: some clients send
-    those."""
+    """Refuse an unsupported parameter of OpenAI's API, unless its value changes nothing, because some clients
+    send such values.
+    """
     if value not in (0, {}, "", False, []):
         raise ValueError("is not supported; leave it out")
 
@@ -97,7 +98,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
 class StreamOptions(BaseModel):
-    """Options for what a stream contains in addition to text."""
+    """Options for additional contents of a stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -129,8 +130,9 @@ class Request(BaseModel):
 
 
 class GenerationRequest(Request, TokenOptions):
-    """The parameters of both routes that generate; those of ``TokenOptions`` have the ranges of OpenAI's
-    interface where it has them."""
+    """The parameters of both routes that generate text. Parameters of ``TokenOptions`` that OpenAI's
+    interface also has are limited to its ranges.
+    """
 
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
@@ -142,7 +144,7 @@ class GenerationRequest(Request, TokenOptions):
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: Annotated[StructuredOutputs | None, BeforeValidator(_format)] = None
-    # For the operator's information; they do not change the answer.
+    # These inform the operator and do not change the answer.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -168,7 +170,7 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def token_limit(self) -> int | None:
-        """The limit of new tokens; None: as many as there is room for."""
+        """The limit of new tokens; None means as many as fit."""
         raise NotImplementedError
 
     @property
@@ -178,7 +180,7 @@ class GenerationRequest(Request, TokenOptions):
 
     @property
     def num_top(self) -> int | None:
-        """The number of alternatives to list for each token; None: no token scores at all."""
+        """The number of alternatives to list for each token; None means no token scores at all."""
         raise NotImplementedError
 
     @property
@@ -215,7 +217,7 @@ def read_request(body: bytes, kind: type[AnyRequest]) -> AnyRequest:
 def _without_nulls(body: bytes, kind: type[Request]) -> bytes | str:
     try:
         data = from_json(body)
-    except ValueError:  # pydantic says what is wrong with it
+    except ValueError:  # pydantic reports the mistake
         return body
     if not isinstance(data, dict) or None not in data.values():
         return body

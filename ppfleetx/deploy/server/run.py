@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from ppfleetx.generation.session import NextTokenModel
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
-_MORE_SECONDS = 5.0  # from the model's last event to the end of the last connection
-_MORE_CONNECTIONS = 256  # in addition to those that wait for an answer: metrics, health, refusals
+_MORE_SECONDS = 5.0  # seconds from the model's last event to the end of the last connection
+_MORE_CONNECTIONS = 256  # besides connections that wait for an answer: metrics, health, refusals
 
 
 def check_libraries() -> None:
     """Check that the optional libraries are installed.
 
     Raises:
-        ConfigError: one is missing.
+        ConfigError: a library is missing.
     """
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
@@ -48,7 +48,7 @@ def check_plan(cfg: RunConfig, processes: int) -> None:
     """Check that the plan has the whole model in one process.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: the plan divides the model.
     """
     if cfg.plan.world_size > 1 or processes > 1:
         raise ConfigError(
@@ -78,7 +78,7 @@ def check_generation(cfg: RunConfig) -> None:
 
 
 def read_api_key(cfg: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """Read the key that requests must send; None: they need none.
+    """Read the key that requests must send; None if they need no key.
 
     Raises:
         ConfigError: the variable named by the user is not set, or the key is empty.
@@ -186,7 +186,9 @@ def load_adapters(cfg: RunConfig, model: NextTokenModel) -> Adapters:
 
 
 def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template named in ``Serve.chat_template``, or the model's own. Errors in it are reported now."""
+    """The template named in ``Serve.chat_template``, or the model's own. Errors in the template are reported
+    now.
+    """
     from ppfleetx.data.chat.templates import chosen_template
 
     try:
@@ -253,8 +255,9 @@ def _make_server(service: Service) -> uvicorn.Server:
     from ppfleetx.deploy.server.app import create_app
 
     class Server(uvicorn.Server):
-        """Passes signals on to the model's thread. After the first one, requests in progress may finish for a
-        while; after the second, the thread ends with the next step; the third ends the process at once."""
+        """Passes signals on to the model's thread. After the first signal, requests in progress may finish
+        for a while; after the second, the thread ends with the next step; the third ends the process at once.
+        """
 
         num_signals = 0
 

@@ -80,9 +80,9 @@ class Scheduler:
     ) -> None:
         self._model, self._tokenizer, self._cfg, self._metrics = model, tokenizer, cfg, metrics
         self.end_ids = end_ids
-        self._changed = threading.Condition()  # guards the next four
+        self._changed = threading.Condition()  # guards the next four attributes
         self._waiting: deque[Waiting] = deque()
-        self._num_rows = 0  # waiting and running rows, for the limit
+        self._num_rows = 0  # number of waiting and running rows, for the limit
         self._closing_at: float | None = None
         self._died = False
         self._adapters = adapters or Adapters(model)
@@ -100,7 +100,7 @@ class Scheduler:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the thread is running, or has ended on request."""
+        """Whether the thread is running, or has ended because it was asked to."""
         return not self._died
 
     @property
@@ -116,7 +116,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ApiError: 429 the queue is full; 503 no more requests are accepted.
+            ApiError: 429 if the queue is full; 503 if no more requests are accepted.
         """
         with self._changed:
             if self._died:
@@ -143,7 +143,7 @@ class Scheduler:
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
-        """Accept no more requests, and end within ``seconds``; requests that are unfinished by then fail.
+        """Accept no more requests, and end within ``seconds``. Requests that are unfinished by then fail.
 
         A signal handler may call this, because the lock is reentrant.
         """
@@ -271,7 +271,7 @@ class Scheduler:
         return scores
 
     def _score_prompts(self, admitted: list[Waiting]) -> list[Waiting]:
-        """Deliver scores and embeddings of prompts, and return the prompts that are to be continued."""
+        """Deliver scores and embeddings of prompts, and return the prompts to continue."""
         going_on, events = [], []
         for one in admitted:
             try:

@@ -1,4 +1,4 @@
-"""Requests that generate nothing: embeddings, token ids and their texts."""
+"""Requests that generate no text: embeddings, token ids and their texts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DetokenizeRequest(Request):
 
 
 async def vectors_of(answering: Answering) -> list[np.ndarray]:
-    """The vectors of some inputs, in their order."""
+    """Wait for the vectors of several inputs, and return them in order."""
     vectors = {event.number: event.vector async for event in answering if isinstance(event, Embedded)}
     return [vectors[number] for number in sorted(vectors)]
 
@@ -56,7 +56,7 @@ async def vectors_of(answering: Answering) -> list[np.ndarray]:
 def embeddings_response(
     request: EmbeddingRequest, vectors: Sequence[np.ndarray], model_name: str, num_tokens: int
 ) -> JsonResponse:
-    """One vector for each input."""
+    """Make the response with one vector for each input."""
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
         for index, vector in enumerate(vectors)

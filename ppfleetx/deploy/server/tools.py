@@ -1,8 +1,8 @@
-"""Tools: what a chat offers the model, and the calls in its answer.
+"""Tools: the functions that a chat offers to the model, and the calls in its answer.
 
-Two ways of calling are understood: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as in
-Hermes, Qwen and SmolLM, and, as in Llama, an answer that is nothing but such an object or a list of them. In
-both, ``parameters`` may stand for ``arguments``. A forced call is a list.
+Two forms of calls are supported: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as in Hermes,
+Qwen and SmolLM; and an answer that consists only of such an object or a list of them, as in Llama. In both,
+``parameters`` may replace ``arguments``. A forced call is a list.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def names_of(tools: Sequence[dict[str, Any]]) -> list[str]:
 def forced_form(
     tools: Sequence[dict[str, Any]], choice: str | dict[str, Any], *, several: bool
 ) -> StructuredOutputs | None:
-    """The form of an answer that must call tools; None if it need not.
+    """The required form of an answer that must call tools; None if it need not call any.
 
     Args:
-        several: whether it may be more than one call.
+        several: whether more than one call is allowed.
 
     Raises:
         ValueError: the chosen tool is not among ``tools``.
@@ -82,7 +82,7 @@ def with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
     of JSON.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: the arguments are not objects in JSON.
     """
     calls = message.get("tool_calls")
     if calls is None:
@@ -114,14 +114,14 @@ class AnswerText:
         self._text, self._num_sent = "", 0
 
     def feed(self, piece: str) -> str:
-        """Add a piece. Returns the text that is certainly not part of a call."""
+        """Add a piece of text. Returns the text that is certainly not part of a call."""
         self._text += piece
         sure = self._text[self._num_sent : self._sure_length()]
         self._num_sent += len(sure)
         return sure
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of the text, and the calls."""
+        """Return the rest of the text, and the calls."""
         begin, calls = self._calls()
         content = self._text[: begin if calls else None]
         return content[self._num_sent :], calls

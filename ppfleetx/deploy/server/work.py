@@ -23,9 +23,9 @@ class Progress:
 
     Attributes:
         index: number of the continuation in its request.
-        finish_reason: set with the last token.
+        finish_reason: the reason for the end, set with the last token.
         score: the token's score, if requested.
-        num_tokens: 1; 0 for a continuation without tokens.
+        num_tokens: the number of tokens: 1, or 0 for a continuation without tokens.
     """
 
     index: int
@@ -77,12 +77,12 @@ class Job:
 
     Attributes:
         number: number of the prompt in its request; with the seed it determines the random numbers.
-        first_index: number of its first continuation among all of the request.
+        first_index: number of its first continuation among all continuations of the request.
         ids: the tokens, at least one.
         copies: number of continuations.
         max_new_tokens: limit of new tokens, which fits the model; 0: nothing is generated.
         end_ids: tokens that end an answer.
-        num_top: how many alternatives to list with each token's score; None: no scores.
+        num_top: the number of alternatives to list with each token's score; None: no scores.
         scores_prompt: whether to score the tokens of the prompt, too.
         is_embedded: whether the prompt's embedding is wanted.
         adapter: name of the adapter that answers; None: the base does.
@@ -106,10 +106,10 @@ class Job:
 
 @dataclass(eq=False)
 class Work:
-    """A request: its prompts, and where its events go.
+    """A request: its prompts, and the receiver of its events.
 
     Attributes:
-        deliver: called with each event in the event loop's thread.
+        deliver: a function called with each event, in the event loop's thread.
         cancelled: whether the client has gone; the request is dropped at the next step.
     """
 
@@ -190,7 +190,7 @@ class Running:
         return len(self.guesses)
 
     def adapt_guesses(self, right: int, most: int) -> None:
-        """Adapt the number of guesses to how many were ``right``."""
+        """Adapt the number of guesses to the number of guesses that were ``right``."""
         if self.guesses:
             self._width = next_width(self._width, right, most, right == len(self.guesses))
         self.guesses = []

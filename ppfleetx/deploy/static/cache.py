@@ -15,7 +15,7 @@ from ppfleetx.nn.masks import penalty_of
 
 
 class LoopCache:
-    """The cache of one iteration of the loop: it takes the past tensors and gives extended ones."""
+    """The cache of one iteration of the loop. It takes the past tensors and returns extended ones."""
 
     def __init__(self, past: Sequence[paddle.Tensor]) -> None:
         self.past, self.extended = past, []
@@ -23,7 +23,7 @@ class LoopCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, None]:
-        """Append ``key, value [b, g, s, d]``; the layers call this in their order."""
+        """Append ``key, value [b, g, s, d]``. The layers call this in their order."""
         if self.past:
             key = paddle.concat([self.past[2 * layer_index], key], axis=2)
             value = paddle.concat([self.past[2 * layer_index + 1], value], axis=2)
@@ -48,15 +48,15 @@ class LoopCache:
 
 
 class RoomCache:
-    """The cache of one iteration of a loop that has allocated memory in advance; the new column is written in
+    """The cache of one iteration of a loop with memory allocated in advance. The new column is written in
     place.
 
     Copying all keys and values in every iteration would cost a batch of 8 a tenth of its time.
 
     Args:
-        past: keys and values ``[b, g, k, d]``, zero from ``column`` on; written in place.
+        past: keys and values ``[b, g, k, d]``, zero from ``column`` on. They are written in place.
         column: ``[1]`` the index of the new column.
-        visible: ``[b, k]``, the columns a row may attend to.
+        visible: ``[b, k]``, the columns that a row may attend to.
     """
 
     def __init__(self, past: Sequence[paddle.Tensor], column: paddle.Tensor, visible: paddle.Tensor) -> None:
@@ -67,7 +67,7 @@ class RoomCache:
     def update(
         self, layer_index: int, key: paddle.Tensor, value: paddle.Tensor, window: int | None = None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Write ``key, value [b, g, 1, d]``; the layers call this in their order."""
+        """Write ``key, value [b, g, 1, d]``. The layers call this in their order."""
         # In a program paddle.index_add_ copies, and Paddle's passes never make operations on loop variables
         # in-place.
         key = _C_ops.index_add_(self.past[2 * layer_index], self.column, key, 2)
@@ -101,6 +101,6 @@ def with_room(past: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
 
 def _with_room(past: Sequence[paddle.Tensor], num_columns: paddle.Tensor | int) -> list[paddle.Tensor]:
     rows, groups = past[0].shape[:2]
-    # Keys and values have one width each.
+    # Keys and values each have one width.
     rooms = [paddle.zeros([rows, groups, num_columns, one.shape[3]], one.dtype) for one in past[:2]]
     return [paddle.concat([tensor, rooms[i % 2]], axis=2) for i, tensor in enumerate(past)]

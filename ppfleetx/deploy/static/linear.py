@@ -3,8 +3,8 @@
 On a CPU, MKL repacks the matrix for every product, which for a few rows costs as much as reading it once
 more. Cut into panels as narrow as a tile of its kernels, the matrix is used in place: the result is the same,
 and about one and a half times faster for 2 to 16 rows. A single row is faster with the original matrix. Our
-own operator (ppfleetx/nn/cpu_ops) is faster still, but a program with it runs only where it has been
-compiled.
+own operator (ppfleetx/nn/cpu_ops) is faster still, but a program with it runs only on machines where the
+operator has been compiled.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -40,15 +40,17 @@ class Matrix:
         self.single_axis = 0
 
     def begin(self) -> None:
-        """Must be called first in the program, and outside of branches: what it creates is then computed only
-        once, when the program is loaded."""
+        """Prepare the matrix. Call this first in the program, and outside of branches, so that the operations
+        run only once, when the program is loaded.
+        """
 
     def make_panels(self) -> paddle.Tensor:
-        """:func:`~ppfleetx.nn.packed_weights.panels_of` the matrix."""
+        """Return :func:`~ppfleetx.nn.packed_weights.panels_of` the matrix."""
         return panels_of(self.weight)
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """``x [..., k] @ weight + bias``. With panels, x is ``[m, k]``, possibly with another axis of size 1.
+        """Compute ``x [..., k] @ weight + bias``. With panels, x is ``[m, k]``, possibly with an extra axis
+        of size 1.
 
         Our operator is used for any number of rows; from 64 rows on it is at most a tenth slower than MKL.
         """
@@ -67,12 +69,12 @@ class Matrix:
 
 
 class SmallMatrix(Matrix):
-    """A constant low-bit matrix. Our own operators use it as it is. Without them it is dequantised when the
-    program is loaded, and is then a matrix like any other.
+    """A constant low-bit matrix. Our own operators use it as stored. Without them it is dequantised when the
+    program is loaded, and then used like any other matrix.
 
     Attributes:
         stored: the matrix.
-        as_stored: its weights and scales in panels, set by :meth:`begin`; None: it is dequantised.
+        as_stored: its weights and scales in panels, set by :meth:`begin`; None if it is dequantised.
     """
 
     def __init__(self, stored: QuantizedMatrix) -> None:
@@ -125,9 +127,10 @@ def use_panels(matrices: Sequence[Matrix], panels: Sequence[paddle.Tensor], sing
     """Choose how products are computed from here on.
 
     Args:
-        panels: the result of :meth:`Matrix.make_panels` for each of ``matrices``; empty: use the matrices.
-        single_axis: which axis of the activations ``[s, b, k]`` has size 1 with panels: 0 for one position of
-            many rows, 1 for many positions of one row.
+        panels: the result of :meth:`Matrix.make_panels` for each of ``matrices``; if empty, the matrices are
+            used.
+        single_axis: the axis of the activations ``[s, b, k]`` that has size 1 with panels: 0 for one position
+            of many rows, 1 for many positions of one row.
     """
     for matrix, own in zip(matrices, panels or [None] * len(matrices), strict=True):
         matrix.panels, matrix.single_axis = own, single_axis
@@ -160,7 +163,7 @@ class ProgramBlocks:
 
 
 def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
-    """The blocks and the final norm as one operation; None: they must be run layer by layer."""
+    """The blocks and the final norm as one operation; None if they must run layer by layer."""
     if not fused_blocks.all_are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]
@@ -170,7 +173,7 @@ def program_blocks(layers: Sequence[nn.Layer]) -> ProgramBlocks | None:
 
 @paddle.jit.not_to_static
 def make_weights(blocks: ProgramBlocks | None) -> None:
-    """Must be called in the program after :func:`begin`, and outside of branches."""
+    """Prepare the weights. Call this in the program after :func:`begin`, and outside of branches."""
     if blocks is not None:
         blocks.weights = blocks.fused.make_weights(_add_linear)
 
@@ -178,7 +181,9 @@ def make_weights(blocks: ProgramBlocks | None) -> None:
 def run_blocks(
     blocks: ProgramBlocks, hidden: paddle.Tensor, position_ids: paddle.Tensor, cache: LoopCache | RoomCache
 ) -> paddle.Tensor:
-    """Run all blocks on ``hidden [s, b, h]``, whose positions ``[b, s]`` follow those in ``cache``."""
+    """Run all blocks on ``hidden [s, b, h]``, whose positions ``[b, s]`` follow the positions in
+    ``cache``.
+    """
     fused = blocks.fused
     column, penalty, memory = cache.place(fused.window, hidden.shape[0])
     out, cache.extended = fused.run_with(blocks.weights, hidden, position_ids, column, penalty, memory)

@@ -1,7 +1,7 @@
 """The exported program: the whole decoding loop, including the model and its cache.
 
-It consists of the generator's own model and processors, written as one function of tensors. What a user may
-choose at run time is an input; the model and the vocabulary are part of the program.
+It consists of the generator's own model and processors, written as one function of tensors. Settings that a
+user may choose at run time are inputs; the model and the vocabulary are part of the program.
 
 Shape letters: b rows, n positions of the longest prompt, t limit of new tokens, V vocabulary.
 """
@@ -138,8 +138,8 @@ def save_program(
 def _save(program: GenerationProgram, path: Path) -> None:
     spec = [InputSpec(list(shape), dtype, name) for name, dtype, shape in INPUTS]
     with warnings.catch_warnings():
-        # About branches whose inner variables are not used after them, and of the device of a tensor that
-        # has none yet.
+        # Warnings about branches whose inner variables are not used after them, and about the device of a
+        # tensor that has none yet.
         warnings.simplefilter("ignore", UserWarning)
         with quick_conversion():
             static = paddle.jit.to_static(program, input_spec=spec, full_graph=True)
@@ -156,8 +156,9 @@ class GenerationProgram(nn.Layer):
     Args:
         next_token: the model and its vocabulary. The model's linears are replaced.
         max_positions: number of the model's positions.
-        use_panels: for products with several rows, or several positions of one row, use a second copy of the
-            matrices that is faster on CPUs. It is made when the program is loaded, and is not in the file.
+        use_panels: whether products with several rows, or several positions of one row, use a second copy of
+            the matrices that is faster on CPUs. The copy is made when the program is loaded, and is not in
+            the file.
     """
 
     def __init__(self, next_token: NextTokenModel, max_positions: int, *, use_panels: bool) -> None:
@@ -191,8 +192,9 @@ class GenerationProgram(nn.Layer):
         return quantized_ops_file(width) if self.is_quantized else cpu_ops_file(width)
 
     def use_cpu_ops(self) -> None:
-        """From here on, use our own operators for products with panels, for top-p and, if possible, for whole
-        blocks."""
+        """Use our own operators from here on: for products with panels, for top-p and, if possible, for whole
+        blocks.
+        """
         self.by_cpu_ops = True
         for matrix in self.matrices:
             matrix.by_cpu_ops = True
@@ -248,7 +250,7 @@ class GenerationProgram(nn.Layer):
         sampling: tuple[paddle.Tensor, ...],
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """The loop after the first ``token [b]``. Returns prompts and new tokens, ``[b, n + up to t]``.
+        """Run the loop after the first ``token [b]``. Returns prompts and new tokens, ``[b, n + up to t]``.
 
         Args:
             tokens: prompts ``[b, n]``.
@@ -258,7 +260,7 @@ class GenerationProgram(nn.Layer):
             limits: ``[b]`` limit of new tokens.
             rules: end_ids, min_new_tokens, repetition_penalty.
             sampling: exponentials, temperature, top_k, top_p.
-            panels: the panels of each of ``self.matrices``; empty: use the matrices themselves.
+            panels: the panels of each of ``self.matrices``; if empty, the matrices themselves are used.
         """
         use_panels(self.matrices, panels)
         end_ids, min_new_tokens, repetition_penalty = rules
@@ -303,8 +305,9 @@ class GenerationProgram(nn.Layer):
         most_guesses: paddle.Tensor,
         panels: Sequence[paddle.Tensor],
     ) -> paddle.Tensor:
-        """The loop for a single row, which has no padding: ``[n + up to t]``. If the end of the row has
-        occurred before, several guesses are verified in one pass. The other arguments are as in ``_decode``.
+        """Run the loop for a single row, which has no padding. Returns ``[n + up to t]``. If the last tokens
+        of the row have occurred before, several guesses are verified in one pass. The other arguments are the
+        same as for ``_decode``.
 
         Args:
             most_guesses: ``[1]`` limit of guesses per pass.
@@ -336,7 +339,7 @@ class GenerationProgram(nn.Layer):
                 width = next_width(width, right, most_guesses)
             else:
                 new, past = self._one_more(history, past, size - length, rules, sampling)
-            # A correct guess may be an end token; drop what follows it.
+            # A correct guess may be an end token; drop all tokens after it.
             is_end = is_any_of(new, end_ids)
             ends = paddle.where(is_end, paddle.arange(new.shape[0]), paddle.full_like(new, size))
             history = paddle.concat([history, new[: ends.min() + 1]])
@@ -350,7 +353,9 @@ class GenerationProgram(nn.Layer):
         past: list[paddle.Tensor],
         panels: Sequence[paddle.Tensor],
     ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-        """The likeliest tokens ``[1 + k]`` after the row's last token and after each of ``guesses [k]``."""
+        """Find the likeliest tokens ``[1 + k]`` after the row's last token and after each of ``guesses
+        [k]``.
+        """
         use_panels(self.matrices, panels, 1)
         tokens = paddle.concat([history[-1:], guesses])
         positions = history.shape[0] - 1 + paddle.arange(tokens.shape[0])
@@ -383,7 +388,8 @@ class GenerationProgram(nn.Layer):
             state: tokens and positions ``[b, s]``; for prompts also the column in which each begins, ``[b,
                 s]``.
             cache: the cache of earlier columns.
-            last_only: if False, return the logits ``[s, V]`` after each token of a single row.
+            last_only: whether to return only the last logits; if False, return the logits ``[s, V]`` after
+                each token of a single row.
         """
         embedding, *trunk, head = self.model.stages
         position_ids = state[1]
@@ -455,5 +461,5 @@ def _of_step(exponentials: paddle.Tensor, step: paddle.Tensor) -> paddle.Tensor:
 
 
 def _no_limit_at_one(top_p: paddle.Tensor) -> paddle.Tensor:
-    """Replace ``top_p`` = 1 by 2: sums may be rounded up to 1, and top_p = 1 must keep everything."""
+    """Replace ``top_p`` = 1 by 2, because sums may be rounded up to 1, and top_p = 1 must keep everything."""
     return paddle.where(top_p < 1.0, top_p, paddle.full_like(top_p, 2.0))

@@ -28,7 +28,7 @@ def last_occurrence(history: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tenso
     size = history.shape[0]
     # Padding with -1, which is not a token and so never matches.
     padded = paddle.concat([paddle.full([_MOST_ALIKE], -1, "int64"), history])
-    # alike[j]: how many tokens up to and including the j-th match those at the end.
+    # alike[j]: how many tokens up to and including the j-th match the tokens at the end.
     alike = paddle.zeros([size - 1], "int64")
     matched = paddle.ones([size - 1], "int64")
     for back in range(_MOST_ALIKE):
@@ -77,7 +77,7 @@ def nucleus_by_buckets(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> pa
     size = (falling > 0).astype("int64").sum(-1, keepdim=True)
     count = paddle.maximum(paddle.minimum(count, size), paddle.ones_like(count))
     smallest = paddle.take_along_axis(falling, count - 1, axis=1)
-    has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()  # of equals the lower ids are kept
+    has_equals = ((falling == smallest).astype("int64").sum(-1) > 1).any()  # lower ids are kept
     # Cumulative sums on a GPU may decrease, which can lead to an empty bucket.
     if paddle.logical_or(has_equals, (smallest <= 0).any()):
         kept = nucleus(probabilities, top_p)
@@ -103,7 +103,7 @@ def _bucket_mass(probabilities: paddle.Tensor, bucket: paddle.Tensor) -> paddle.
     """Sum the probabilities in each bucket, ``[b, buckets]`` float64."""
     rows = paddle.arange(probabilities.shape[0]).unsqueeze(-1)
     place = (bucket + rows * _BUCKETS).flatten()
-    # One more entry of weight 0 in the last bucket makes the result long enough.
+    # One more entry with weight 0 in the last bucket makes the result long enough.
     last = rows.max().reshape([1]) * _BUCKETS + (_BUCKETS - 1)
     weights = paddle.concat([probabilities.flatten().astype("float64"), paddle.zeros([1], "float64")])
     mass = paddle.bincount(paddle.concat([place, last]), weights=weights)

@@ -22,14 +22,14 @@ _FILE = read_file("megatron")
 FLAGS = frozenset(_FILE["flags"].split())
 """Options that take no value and are true when they are given."""
 MANY = frozenset(_FILE["many"].split())
-"""Options that take every word up to the next option."""
+"""Options that take all words up to the next option."""
 TABLES = tables_of(_FILE, {"deepspeed": f"{_DEEPSPEED}."})
 ALL_KEYS = KeyTable([key for keys in TABLES.values() for key in keys], normal_name)
 OPTIONS = frozenset(key.name for name, keys in TABLES.items() if name != "deepspeed" for key in keys)
 
 
 def rules(world_size: int | None) -> list[Rule]:
-    """The joint rules, in the order in which they build on each other."""
+    """The rules for keys that depend on each other. Later rules use the results of earlier ones."""
     return [
         network_rules.required,
         network_rules.network,
@@ -50,13 +50,14 @@ def rules(world_size: int | None) -> list[Rule]:
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """The translation of a command line, with or without a launcher in front of ``pretrain_gpt.py``.
+    """Translate a command line, with or without a launcher before ``pretrain_gpt.py``.
 
     Args:
-        world_size: processes of the job; None: from the launcher's options or its environment, if there.
+        world_size: the number of processes of the job; None: from the launcher's options or environment, if
+            known.
 
     Raises:
-        ConfigError: what cannot be translated, with the argument.
+        ConfigError: an argument cannot be translated; the message names it.
     """
     world, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))
@@ -64,7 +65,7 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
 
 
 def of_given(given: Iterable[Given], place: str, world_size: int | None) -> Translation:
-    """The translation of arguments, and of the file that ``deepspeed_config`` names among them."""
+    """Translate arguments, and the file that ``deepspeed_config`` among them names."""
     given = list(given)
     files = [one for one in given if normal_name(one.key) == _DEEPSPEED and one.value is not None]
     for one in files:
@@ -89,7 +90,7 @@ def of_file(path: Path, argv: Sequence[str]) -> Translation:
 def _deepspeed(one: Given) -> Iterator[Given]:
     path = Path(str(one.value))
     text = read_text(path, key=one.key, value=str(one.value), place=one.place)
-    # JSON may be indented with tabs, which YAML does not know; its strings hold none.
+    # JSON may be indented with tabs, which YAML does not allow; its strings contain none.
     tree = parse_yaml(text.replace("\t", " "), shown_path(path), with_lines=True, is_ours=False)
     if tree is None or not isinstance(tree.value, dict):
         raise ConfigError(

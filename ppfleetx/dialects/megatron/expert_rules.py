@@ -1,6 +1,6 @@
 """Rules for Megatron arguments that depend on each other: mixtures of experts.
 
-Megatron-DeepSpeed has arguments of its own for them, with other defaults.
+Megatron-DeepSpeed has its own arguments for these, with other defaults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DEEPSPEED = (
     "moe_eval_capacity_factor", "moe_min_capacity", "disable_moe_token_dropping", "moe_expert_parallel_size",
     "enable_expert_tensor_parallelism",
 )  # fmt: skip
-"""Arguments that Megatron-DeepSpeed alone has."""
+"""Arguments that only Megatron-DeepSpeed has."""
 _LOSSES = {
     "aux_loss": "switch",
     "seq_aux_loss": "sequence",
@@ -27,7 +27,7 @@ _MAX_PATTERN = 10_000
 
 
 def experts(run: Translation) -> None:
-    """``Model.moe``, and how experts are shared out."""
+    """Translate ``Model.moe`` and the distribution of experts among ranks."""
     number = _num_experts(run)
     if number < 2:
         if idle := [name for name in run.given if name.startswith("moe_")]:
@@ -44,7 +44,7 @@ def experts(run: Translation) -> None:
 
 
 def _num_experts(run: Translation) -> int:
-    """How many; 0 or 1: the network is dense."""
+    """Translate the number of experts. With 0 or 1, the network is dense."""
     value = run.value("num_experts", 0)
     numbers = set(value if isinstance(value, list) else [value])
     if len(numbers) != 1:
@@ -78,7 +78,9 @@ def _layers(run: Translation, is_deepspeed: bool) -> None:
 
 
 def _pattern(run: Translation, total: int) -> list[int]:
-    """For each layer whether it is a mixture: every n-th from layer 0 on, or as a list of 0 and 1 says."""
+    """Return 1 for each layer that is a mixture, else 0: every n-th layer from layer 0 on, or a list of 0 and
+    1.
+    """
     value = run.value("moe_layer_freq", 1)
     if isinstance(value, str) and not value.strip().isdecimal():
         try:
@@ -97,7 +99,7 @@ def _pattern(run: Translation, total: int) -> list[int]:
 
 
 def _list_of(node: ast.expr) -> list[int]:
-    """The list that a sum of repeated lists stands for. Raises ValueError for anything else."""
+    """Evaluate a sum of repeated lists. Raises ValueError for anything else."""
     match node:
         case ast.List(elts=elements):
             return [_number_of(element) for element in elements]
@@ -137,7 +139,7 @@ def _widths(run: Translation) -> None:
 
 
 def _choice(run: Translation, is_deepspeed: bool) -> None:
-    """How many experts a token goes to, and with what weights."""
+    """Translate the number of experts for a token, and their weights."""
     name = "topk" if is_deepspeed else "moe_router_topk"
     top_k = run.integer(name, 1 if is_deepspeed else 2, least=1)
     run.put("Model.moe.top_k", top_k, name, why="" if name in run else "its default")

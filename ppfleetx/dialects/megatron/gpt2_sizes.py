@@ -1,4 +1,4 @@
-"""The five sizes that the GPT-2 port of Megatron-DeepSpeed is started with on eight devices, as arguments."""
+"""The five model sizes of the GPT-2 port of Megatron-DeepSpeed for eight devices, as arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _DECAY_STEPS = 320_000
 
 @dataclass(frozen=True)
 class GPT2Size:
-    """Plan, shape, batch and learning rate of a size. All are trained in float16 without dropout."""
+    """Plan, shape, batch and learning rate of a model size. All sizes are trained in float16 without
+    dropout.
+    """
 
     tensor: int
     pipeline: int
@@ -37,7 +39,7 @@ SIZES: Mapping[str, GPT2Size] = {
     "1.3B": GPT2Size(2, 2, 24, 2048, 16, 1024, 32, 8, 2e-4),
     "2.7B": GPT2Size(2, 2, 32, 2560, 32, 2048, 32, 8, 1.6e-4),
     "3.7B": GPT2Size(2, 2, 32, 3072, 32, 2048, 16, 4, 1.2e-4),
-    # Its batch is in no published script: one micro batch of 4 for each of the eight replicas.
+    # No published script has its batch: one micro batch of 4 for each of the eight replicas.
     "345M_without_mp": GPT2Size(1, 1, 24, 1024, 16, 1024, 32, 4, 1.5e-4),
 }
 
@@ -45,7 +47,8 @@ SIZES: Mapping[str, GPT2Size] = {
 @dataclass(frozen=True)
 class Request:
     """The request to a script: ``--data_path --model_size --train_iters``, and further arguments of
-    ``pretrain_gpt.py``, which replace those of the size."""
+    ``pretrain_gpt.py``, which replace the arguments of the size.
+    """
 
     data_path: str
     size: str
@@ -54,7 +57,7 @@ class Request:
 
 
 def request_of(argv: Sequence[str]) -> Request:
-    """The arguments of a script, each ``--name=value``.
+    """Read the arguments of a script, each ``--name=value``.
 
     Raises:
         ConfigError: there is no such size, no number of steps, or no data.
@@ -79,11 +82,11 @@ def request_of(argv: Sequence[str]) -> Request:
 
 
 def arguments_of(request: Request, deepspeed_config: Path, *, evaluates: bool) -> list[str]:
-    """The command line of ``pretrain_gpt.py``.
+    """Make the command line of ``pretrain_gpt.py``.
 
     Args:
-        deepspeed_config: where :func:`deepspeed_json` has been written.
-        evaluates: on the hold-out, every 1000 steps.
+        deepspeed_config: the file with the output of :func:`deepspeed_json`.
+        evaluates: whether to evaluate on the hold-out every 1000 steps.
     """
     size, data = SIZES[request.size], Path(request.data_path)
     freq = 100 if request.steps >= 1000 else max(1, request.steps // 10)
@@ -129,7 +132,7 @@ def arguments_of(request: Request, deepspeed_config: Path, *, evaluates: bool) -
 
 
 def deepspeed_json(request: Request) -> str:
-    """The file that ``--deepspeed_config`` names."""
+    """The content of the file that ``--deepspeed_config`` names."""
     size = SIZES[request.size]
     given = dict(word.removeprefix("--").replace("-", "_").partition("=")[::2] for word in request.more)
     batch = given.get("global_batch_size", str(size.batch))

@@ -1,6 +1,6 @@
 """Rules for Megatron arguments that depend on each other: the network and its data.
 
-Each rule reads what was given and puts native values into the translation. The rules of the run are in
+Each rule reads the given values and puts native values into the translation. The rules for the run are in
 :mod:`ppfleetx.dialects.megatron.run_rules`.
 """
 
@@ -19,9 +19,9 @@ from ppfleetx.dialects.translation import Translation
 COMMAND_LINE = "the command line"
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
-# The vocabulary of GPT-2, where the file under its usual name is not there yet.
+# The size of GPT-2's vocabulary, used if the file with its usual name does not exist yet.
 _GPT2_WORDS = {"gpt2-vocab.json": 50257}
-# What use_rope_scaling means beside its factor (Megatron-LM, rotary_pos_embedding.py).
+# The constants of use_rope_scaling besides its factor (Megatron-LM, rotary_pos_embedding.py).
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _ACTS = {
     "gelu": "gelu",
@@ -34,7 +34,7 @@ _ACTS = {
 
 
 def required(run: Translation) -> None:
-    """Refuse a command line that Megatron itself would refuse for what it lacks."""
+    """Refuse a command line without arguments that Megatron requires."""
     absent = [name for name in REQUIRED if name not in run]
     if "train_iters" not in run and "train_samples" not in run:
         absent.append("train_iters")
@@ -48,12 +48,12 @@ def required(run: Translation) -> None:
 
 
 def option(name: str, run: Translation) -> str:
-    """A key that is not given, as its user would write it: as an option of a command line, or in a file."""
+    """A missing key as the user would write it: as an option of a command line, or as a key of a file."""
     return f"--{name.replace('_', '-')}" if run.place == COMMAND_LINE else name
 
 
 def network(run: Translation) -> None:
-    """Heads, positions, activation and window."""
+    """Translate heads, positions, activation and window."""
     _heads(run)
     _positions(run)
     _activation(run)
@@ -79,7 +79,7 @@ def _heads(run: Translation) -> None:
 
 
 def _latent_heads(run: Translation) -> None:
-    """Latent attention, which turns neighbouring features, as DeepSeek's does."""
+    """Translate latent attention, whose rotary positions rotate neighbouring features, as in DeepSeek."""
     name = "multi_latent_attention"
     if not run.flag("qk_layernorm", False):
         raise run.error(name, "needs qk_layernorm: compressed vectors are always normalised")
@@ -166,12 +166,12 @@ def _window(run: Translation) -> None:
     run.integer("next_tockens", 0, least=0)
     left = run.integer("pre_tockens", least=1)
     if left is None or left >= run.integer("seq_length", least=1) - 1:
-        return  # the window holds the whole sequence
+        return  # the window covers the whole sequence
     run.put("Model.attention_window", left, *names)
 
 
 def vocabulary(run: Translation) -> None:
-    """Tokenizer files, and the size of the vocabulary."""
+    """Translate the tokenizer files and the size of the vocabulary."""
     kind = run.value("tokenizer_type", "GPT2BPETokenizer")
     if kind not in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"):
         raise run.error(
@@ -217,7 +217,7 @@ def _vocab_size(run: Translation, kind: str) -> tuple[int, Sequence[Given], str]
 
 
 def data(run: Translation) -> None:
-    """Corpora, their shares, the length of samples and their masks."""
+    """Translate corpora, their shares, and the length and masks of samples."""
     evaluates = run.integer("eval_iters", 100, least=0) > 0
     single = "data_path" in run
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if name in run]
@@ -267,7 +267,7 @@ def _split_data(run: Translation, section: str, name: str, split: Any) -> None:
 
 
 def _shares(split: str, run: Translation) -> tuple[float, float]:
-    """The first two shares; what is no share at all is for the loader to refuse, with the same place."""
+    """The first two shares. The loader refuses invalid shares later, with the same place."""
     try:
         numbers = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
     except ValueError:
@@ -276,7 +276,7 @@ def _shares(split: str, run: Translation) -> tuple[float, float]:
 
 
 def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None]:
-    """Prefixes, and the weights before them where they are there: an even number of words, numbers first."""
+    """The prefixes, and their weights if each prefix has a number before it."""
     value = run.value(name)
     words = [str(word) for word in value] if isinstance(value, list) else str(value).split()
     if not words:
@@ -291,18 +291,19 @@ def _corpora(run: Translation, name: str) -> tuple[list[str], list[float] | None
 
 
 def _is_directory(path: Path) -> bool:
-    """Whether it is a directory; False for a name that no file can have."""
+    """Whether ``path`` is a directory; False for a name that no file can have."""
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 
-_MAX_BYTES = 64 << 20  # the largest vocabularies, with merges, have about 35 MB
+_MAX_BYTES = 64 << 20  # the largest vocabularies, with merges, take about 35 MB
 
 
 def highest_id(file: Path, one: Given) -> int:
-    """The highest id in a ``vocab.json`` or ``tokenizer.json``.
+    """Read the highest id in a ``vocab.json`` or ``tokenizer.json``.
 
     Raises:
-        ConfigError: with the place of ``one``, which names the file: it cannot be read or is no vocabulary.
+        ConfigError: the file cannot be read or is not a vocabulary. The message has the place of ``one``,
+            which names the file.
     """
 
     def error(rule: str) -> ConfigError:
@@ -337,6 +338,6 @@ def _ids(read: Any) -> list[Any]:
     words = model.get("vocab")
     added = read.get("added_tokens")
     more = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    if isinstance(words, list):  # of a unigram model: the place is the id
+    if isinstance(words, list):  # in a unigram model, the position is the id
         return [*range(len(words)), *more]
     return [*(words.values() if isinstance(words, dict) else ()), *more]

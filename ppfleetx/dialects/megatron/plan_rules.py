@@ -16,7 +16,7 @@ _MAX_COUNTS = 10_000
 
 
 def plan_rule(world_size: int | None) -> Rule:
-    """The rule for degrees and stages in a job of ``world_size`` processes; None: not known."""
+    """Make the rule for degrees and stages in a job of ``world_size`` processes; None if unknown."""
 
     def plan(run: Translation) -> None:
         if run.flag("no_pipeline_parallel", False) and run.integer(PIPELINE, 1) != 1:
@@ -62,7 +62,7 @@ _RINGS = (
 
 
 def _chunks(run: Translation) -> None:
-    """Virtual stages, layers of each chunk, empty places."""
+    """Translate virtual stages, the layers of each chunk, and empty places."""
     stages = run.integer(PIPELINE, 1, least=1)
     layers = run.integer("num_layers", least=1)
     rows = _counts(run, "num_layer_list")
@@ -92,7 +92,7 @@ def _chunks(run: Translation) -> None:
 
 
 def _counted_ends(run: Translation, stages: int, layers: int, virtual: int) -> None:
-    """The embedding and the loss count as a layer each."""
+    """Translate a split into stages in which embedding and loss count as one layer each."""
     names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     first, last = (int(run.flag(name, False)) for name in names)
     if stages < 2 or not first + last:
@@ -211,7 +211,7 @@ def _replicas(run: Translation, world_size: int | None) -> int | None:
 
 
 def recomputation(run: Translation) -> None:
-    """Activations that are recomputed in the backward pass."""
+    """Translate the recomputation of activations in the backward pass."""
     granularity, names = _granularity(run)
     if granularity is None:
         _listed(run)
@@ -250,7 +250,9 @@ def _granularity(run: Translation) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _listed(run: Translation) -> None:
-    """Counts of layers per chunk: ``recompute`` in full, ``select_recompute`` of the attention core."""
+    """Translate counts of layers per chunk: ``recompute`` recomputes whole layers, ``select_recompute`` only
+    the attention core.
+    """
     found = {}
     for name in ("recompute", "select_recompute"):
         if run.value(name) in (None, False):
@@ -272,7 +274,7 @@ def _listed(run: Translation) -> None:
 
 
 def _chunk_sizes(run: Translation) -> list[int]:
-    """Layers of each chunk in model order, of what has been translated so far."""
+    """The layers of each chunk in model order, according to the native values set so far."""
 
     def of(key: str, default: Any) -> Any:
         return run.native[key].value if key in run.native else default
@@ -283,7 +285,7 @@ def _chunk_sizes(run: Translation) -> list[int]:
         of("Model.virtual_pp_degree", 1),
     )
     if type(layers) is not int or type(stages) is not int or stages < 1 or layers < 1:
-        return [0]  # refused by their types
+        return [0]  # refused later because of their types
     listed = {name: of(f"Distributed.{name}", None) for name in ("pp_layers", "noop_layers")}
     rows = listed["pp_layers"]
     if rows is not None:
@@ -296,7 +298,7 @@ def _chunk_sizes(run: Translation) -> list[int]:
 
 
 def _first_of_chunks(run: Translation, counts: list[int]) -> list[int]:
-    """The first ``count`` layers of each chunk, numbered over the model."""
+    """The first layers of each chunk, as many as ``counts`` says, by their numbers in the model."""
     layers, start = [], 0
     for size, count in zip(_chunk_sizes(run), counts, strict=False):
         layers += range(start, start + min(size, count))
@@ -312,7 +314,7 @@ def _ids(run: Translation, name: str) -> list[int]:
 
 
 def _counts(run: Translation, name: str) -> list[list[int]] | None:
-    """A list of numbers, or of lists of numbers, as a list of rows; also from a text."""
+    """Read a list of numbers, or of lists of numbers, as a list of rows. The value may also be a text."""
     if name not in run:
         return None
     value = run.value(name)
@@ -333,7 +335,9 @@ def _counts(run: Translation, name: str) -> list[list[int]] | None:
 
 
 def _parsed(text: str) -> Any:
-    """``[[1,2],[3,4]]`` or ``1,2``, of which only brackets, digits and commas are left."""
+    """Parse a text such as ``[[1,2],[3,4]]`` or ``1,2``, of which only brackets, digits and commas are
+    kept.
+    """
     text = "".join(text.split())
     inner = text.removeprefix("[[").removesuffix("]]") if text.startswith("[[") else text.strip("[]")
     rows = [[int(word) for word in row.split(",") if len(word) in range(1, 8)] for row in inner.split("],[")]

@@ -30,11 +30,11 @@ _FP16 = "deepspeed_config.fp16"
 
 
 def defaults_rule(log: str, *, log_interval: int) -> Rule:
-    """The rule for defaults of a toolkit that differ from ours.
+    """Make the rule for defaults of a toolkit that differ from ours.
 
     Args:
-        log: the callback that writes its log lines.
-        log_interval: its steps between them.
+        log: the callback that writes the toolkit's log lines.
+        log_interval: its default number of steps between log lines.
     """
 
     def defaults(run: Translation) -> None:
@@ -54,7 +54,7 @@ def defaults_rule(log: str, *, log_interval: int) -> Rule:
 
 
 def batches(run: Translation) -> None:
-    """Micro batch, global batch and steps."""
+    """Translate micro batch, global batch and steps."""
     deepspeed = {
         "Global.global_batch_size": ("global_batch_size", "deepspeed_config.train_batch_size"),
         "Global.micro_batch_size": ("micro_batch_size", "deepspeed_config.train_micro_batch_size_per_gpu"),
@@ -81,7 +81,7 @@ def batches(run: Translation) -> None:
 
 
 def _steps(run: Translation, name: str, *, least: float = 0) -> float:
-    """Samples as optimizer steps of ``global_batch_size``, at least ``least`` of them."""
+    """Convert samples to optimizer steps of ``global_batch_size``, at least ``least`` steps."""
     size = run.integer("global_batch_size", least=1)
     if size is None:
         raise run.error(
@@ -91,7 +91,7 @@ def _steps(run: Translation, name: str, *, least: float = 0) -> float:
 
 
 def precision(run: Translation) -> None:
-    """The type of computation, and the loss scale."""
+    """Translate the type of computation and the loss scale."""
     switches = {
         "bf16": "bfloat16",
         "fp16": "float16",
@@ -121,7 +121,7 @@ def precision(run: Translation) -> None:
 
 
 def device(run: Translation) -> None:
-    """``Global.device``, where arguments of the ports to Ascend name it."""
+    """Translate ``Global.device``, if arguments of the ports to Ascend name it."""
     target, backend = "device_target", "distributed_backend"
     kinds = {"Ascend": NPU, "GPU": GPU, "CPU": CPU}
     if target in run:
@@ -170,7 +170,7 @@ def _loss_scale(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    """Update rule and weight decay."""
+    """Translate the update rule and weight decay."""
     names = ("optimizer", "sgd_momentum")
     if run.choice("optimizer", ("adam", "sgd"), "adam") == "sgd":
         if run.number("sgd_momentum", 0.9) != 0:
@@ -255,18 +255,18 @@ def _warmup(run: Translation) -> None:
 
 
 def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) -> None:
-    """Whole steps, or what they are of the steps of the decay."""
+    """Set the warm-up as whole steps, or else as a share of the decay steps."""
     if steps == int(steps):
         run.put("Optimizer.lr.warmup_steps", int(steps), *origins)
         return
     length = (run.native.get("Optimizer.lr.decay_steps") or run.native["Engine.max_steps"]).value
     if type(length) is not int or length < 1:
-        return  # refused by its type
+        return  # refused later because of its type
     run.put("Optimizer.lr.warmup_rate", steps / length, *origins, why=f"{steps:.2f} steps")
 
 
 def checkpoints(run: Translation) -> None:
-    """Where a run is saved, and what it starts from."""
+    """Translate where a run is saved, and the checkpoint that it starts from."""
     prefix, save, load = "Engine.save_load", run.text("save"), run.text("load")
     if save is None:
         run.notes.append("without --save a run is saved anyway, at its end, in ./output")
@@ -293,7 +293,7 @@ def _path(text: str) -> str:
 
 
 def profiler(run: Translation) -> None:
-    """Which steps are profiled, and how much of them."""
+    """Translate which steps are profiled, and in how much detail."""
     names = ("profile_step_start", "profile_step_end")
     if any(name in run for name in names):
         start, end = (

@@ -25,7 +25,7 @@ _FIRST = {
     "load_checkpoint": "resume_or_finetune_checkpoint",
     "profile": "profile",
 }
-"""Flags that ``--options`` may change again, and the keys that they set."""
+"""Flags that ``--options`` may override, and the keys that they set."""
 
 _LAST = {
     "epochs": "runner_config.epochs",
@@ -33,10 +33,10 @@ _LAST = {
     "sink_mode": "runner_config.sink_mode",
     "predict_data": "input_data",
 }
-"""Flags that stand above ``--options``."""
+"""Flags that override ``--options``."""
 
 _OF_DATASET = {"dataset_dir": "data_loader.dataset_dir", "num_samples": "data_loader.num_samples"}
-"""Flags that set a key of ``train_dataset``, and with ``run_mode: eval`` of ``eval_dataset``."""
+"""Flags that set a key of ``train_dataset`` or, with ``run_mode: eval``, of ``eval_dataset``."""
 
 
 def _flag(name: str) -> Key:
@@ -68,10 +68,10 @@ class CommandLine:
     """A command line and the configuration that it names.
 
     Attributes:
-        tree: the configuration with all flags and options put into it.
+        tree: the configuration, with all flags and options applied.
         path: the YAML file.
         checks: whether ``--check`` was given.
-        unused: flags without meaning here.
+        unused: the given flags that have no meaning here.
     """
 
     tree: Node
@@ -84,7 +84,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Read the arguments of ``run_mindformer.py`` and the file that ``--config`` names.
 
     Raises:
-        ConfigError: an unknown flag, a value of the wrong form, no ``--config``, or a wrong file.
+        ConfigError: a flag is unknown, a value has the wrong form, or ``--config`` is missing or names a
+            wrong file.
     """
     given: dict[str, Given] = {}
     for one in given_arguments(argv, flags={"check"}, many={"options"}):
@@ -118,7 +119,7 @@ def _put_flags(tree: Node, given: dict[str, Given], keys: dict[str, str]) -> Non
 
 
 def _options(one: Given | None) -> list[str]:
-    """The texts of ``--options``, also where one was given with ``=``."""
+    """The texts of ``--options``, including a first one given with ``=``."""
     if one is None:
         return []
     return [str(text) for text in one.value] if isinstance(one.value, list) else [one.text or str(one.value)]
@@ -134,19 +135,19 @@ def _run_mode(tree: Node) -> object:
 
 
 def usage() -> str:
-    """What ``--help`` prints."""
+    """The text that ``--help`` prints."""
     rows = [f"  {key.name:20} {key.says}" for key in FLAGS.keys]
     return "\n".join(["usage: run_mindformer.py --config FILE [--flag VALUE ...]", "", *rows])
 
 
 def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> Node:
-    """The tree of ``path`` over its bases.
+    """Read the tree of ``path`` merged over its bases.
 
-    Of several bases that hold the same top-level block, the last one's replaces the others' whole; the file
-    itself is merged over that key by key (MindFormers v0.3 does both so).
+    If several bases have the same top-level block, the block of the last base replaces the others entirely.
+    The file itself is then merged over the result key by key. MindFormers v0.3 does the same.
 
     Args:
-        chain: real paths of the files that lead here.
+        chain: the real paths of the files that lead to this one.
         entry: key, value and place of the ``base_config`` that names the file.
 
     Raises:
@@ -181,10 +182,10 @@ def _items(bases: Node | None) -> list[Node]:
 
 
 def option(text: str, place: str) -> tuple[list[str], Node]:
-    """Key and value of one ``a.b=c`` of ``--options``; the value is read as YAML reads it.
+    """Split one ``a.b=c`` of ``--options`` into key and value. The value is read as YAML.
 
     Raises:
-        ConfigError: it has another form.
+        ConfigError: the text has another form.
     """
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
@@ -200,15 +201,15 @@ def option(text: str, place: str) -> tuple[list[str], Node]:
 
 
 def _list_of(value: str) -> str:
-    """``(1,2)`` is a list too, as MindFormers writes tuples."""
+    """Read a list. ``(1,2)`` is a list too, because MindFormers writes tuples."""
     return f"[{value[1:-1]}]" if value.startswith("(") and value.endswith(")") else value
 
 
 def put(tree: Node, path: list[str], node: Node) -> None:
-    """Put ``node`` where ``path`` leads in ``tree``; mappings that are missing on the way are made.
+    """Put ``node`` into ``tree`` at ``path``, and create missing mappings on the way.
 
     Raises:
-        ConfigError: the path leads into a list that has no such item, or through a single value.
+        ConfigError: the path leads to a missing item of a list, or through a single value.
     """
     key = ".".join(path)
     for depth, part in enumerate(path):

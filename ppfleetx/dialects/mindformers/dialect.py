@@ -41,8 +41,8 @@ class MindFormersRun:
 
     Attributes:
         translation: the configuration.
-        mode: train, finetune, eval or predict.
-        checks: whether only a report is wanted.
+        mode: the run mode: train, finetune, eval or predict.
+        checks: whether to print only a report.
     """
 
     translation: Translation
@@ -54,7 +54,7 @@ def run_of(argv: Sequence[str]) -> MindFormersRun:
     """Translate the arguments of ``run_mindformer.py`` and the file they name.
 
     Raises:
-        ConfigError: anything wrong, with key, value and place as the user wrote them.
+        ConfigError: something is wrong. The message has key, value and place as the user wrote them.
     """
     line = read_command_line(argv)
     result = _translation(line)

@@ -1,4 +1,4 @@
-"""``run_distribute.sh``: a rank table and a range of devices become the arguments of Paddle's launcher."""
+"""``run_distribute.sh``: turn a rank table and a range of devices into arguments of Paddle's launcher."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ppfleetx.dialects.mindformers.arguments import RUN_MODES
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.files import atomic_write
 
-_ELSEWHERE = ("192.0.2.1", 9)  # an address that no host has (RFC 5737); nothing is sent to it
+_ELSEWHERE = ("192.0.2.1", 9)  # no host has this address (RFC 5737), and nothing is sent to it
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device: its number on its host, its address, its rank in the job."""
+    """One device: its number on its host, its address, and its rank in the job."""
 
     device_id: int
     device_ip: str
@@ -46,7 +46,7 @@ class Server:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this host, which follow each other."""
+        """The ranks of this host, which must be consecutive."""
         return range(self.devices[0].rank, self.devices[-1].rank + 1)
 
 
@@ -58,11 +58,11 @@ class RankTable:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the job."""
+        """The number of ranks of the job."""
         return sum(len(server.devices) for server in self.servers)
 
     def as_json(self) -> dict[str, Any]:
-        """The table as its file holds it."""
+        """The table in the form of its file."""
         servers = [
             {
                 "server_id": server.address,
@@ -94,7 +94,7 @@ class _ServerRow(BaseModel):
 
 
 class _TableFile(BaseModel):
-    """The keys of the file that are read; numbers in it are texts."""
+    """The keys that are read from the file. Numbers in the file are texts."""
 
     server_count: int
     server_list: Annotated[list[_ServerRow], Field(min_length=1)]
@@ -132,7 +132,9 @@ def read_rank_table(path: Path) -> RankTable:
 
 
 def _check_devices(table: RankTable, place: str) -> None:
-    """Check that no host and no device is there twice: by its number on its host, and by its own address."""
+    """Check that no host and no device occurs twice. Devices are compared by number on their host and by
+    address.
+    """
     _refuse_twice("server_id", [server.address for server in table.servers], place)
     for server in table.servers:
         numbers = [device.device_id for device in server.devices]
@@ -166,7 +168,7 @@ def this_host() -> str:
     """The address under which other hosts reach this one, as far as can be determined.
 
     Raises:
-        ConfigError: it has only a loopback address.
+        ConfigError: this host has only a loopback address.
     """
     for find in (_by_name, _by_route):
         address = find()
@@ -192,7 +194,7 @@ def _by_route() -> str | None:
 
 
 def _is_own(address: str) -> bool:
-    """Whether an interface has the address, and others may reach it there."""
+    """Whether an interface of this host has the address, and others may reach it there."""
     if ipaddress.ip_address(address).is_loopback:
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -204,16 +206,16 @@ def _is_own(address: str) -> bool:
 
 
 def table_of_host(devices: Sequence[int], address: str) -> RankTable:
-    """The table of one host with these devices, ranked in this order."""
+    """Make the table of one host with these devices, ranked in this order."""
     ranked = tuple(Device(number, address, rank) for rank, number in enumerate(devices))
     return RankTable((Server(address, ranked),))
 
 
 def merged(tables: Sequence[RankTable]) -> RankTable:
-    """One table of several, hosts in the given order and ranks numbered again.
+    """Merge several tables into one, with hosts in the given order and ranks numbered anew.
 
     Raises:
-        ConfigError: a host is in two of them.
+        ConfigError: a host is in two tables.
     """
     servers: list[Server] = []
     rank = 0
@@ -227,10 +229,10 @@ def merged(tables: Sequence[RankTable]) -> RankTable:
 
 
 def write_rank_table(path: Path, table: RankTable) -> None:
-    """Write a table; a file that is there already must hold the same.
+    """Write a table. If the file exists already, it must hold the same table.
 
     Raises:
-        ConfigError: there is something else, or it cannot be written.
+        ConfigError: the file holds something else, or cannot be written.
     """
     text = json.dumps(table.as_json(), indent=4)
     try:
@@ -256,9 +258,9 @@ class Launch:
     """The processes to start on this host.
 
     Attributes:
-        launcher: arguments of ``paddle.distributed.launch``.
-        program: arguments of ``run_mindformer.py``.
-        world_size: ranks of the job, on all hosts.
+        launcher: the arguments of ``paddle.distributed.launch``.
+        program: the arguments of ``run_mindformer.py``.
+        world_size: the number of ranks of the job, on all hosts.
         says: a line for the user.
     """
 
@@ -269,11 +271,11 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
-    """The four or five arguments of the script.
+    """Read the four or five arguments of the script.
 
     Raises:
-        ConfigError: another number of them, a table or a file that cannot be read, or ranks that are not one
-            host's.
+        ConfigError: there are more or fewer arguments, a table or a file cannot be read, or the ranks do not
+            belong to one host.
     """
     if len(argv) not in (4, 5):
         raise ConfigError(f"takes four or five arguments, not {len(argv)}. {USAGE}", key="run_distribute.sh")
@@ -304,15 +306,15 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
 def _absolute(text: str) -> Path:
     try:
         return Path(os.path.abspath(text))  # noqa: PTH100 - `..` is taken out, links are left
-    except ValueError as error:  # NUL in the name
+    except ValueError as error:  # for NUL in the name
         raise ConfigError(f"is not the name of a file: {error}", key="CONFIG_PATH", value=text) from None
 
 
 def device_range(text: str) -> tuple[int, int]:
-    """Read a range of devices: ``[a,b]`` with b, or ``[a,b)`` without it.
+    """Read a range of devices: ``[a,b]`` includes b, ``[a,b)`` does not.
 
     Raises:
-        ConfigError: it has another form, or holds nothing.
+        ConfigError: the text has another form, or the range is empty.
     """
     found = _RANGE.fullmatch(text.strip())
     if found is None:
@@ -338,7 +340,7 @@ def _check_size(text: str | None, table: RankTable, width: int) -> None:
 
 
 def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
-    """The host with these ranks; in a table of one host, with these devices."""
+    """The host with these ranks or, in a table of one host, with these devices."""
     if len(table.servers) == 1:
         server = table.servers[0]
         known = {device.device_id for device in server.devices}
@@ -364,7 +366,7 @@ def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
 
 
 def _ranks(server: Server, table: RankTable, first: int, end: int) -> list[str]:
-    """Devices by their numbers on GPUs, else how many there are."""
+    """The devices by their numbers on GPUs, otherwise only their count."""
     if expected_device("auto") == "cpu":
         return ["--nproc_per_node", str(end - first)]
     numbers = [device.device_id for device in server.devices] if len(table.servers) > 1 else range(first, end)

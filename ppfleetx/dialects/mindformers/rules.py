@@ -33,7 +33,7 @@ def run_mode(run: Translation) -> str:
 
 
 def device(run: Translation) -> None:
-    """``Global.device``, and 16-bit computation where the device has it."""
+    """Translate ``Global.device``, and 16-bit computation if the device supports it."""
     target = run.choice("context.device_target", _DEVICES, "Ascend")
     chosen, why = of_recipe(NPU) if target == "Ascend" else (_DEVICES[target], "")
     run.put("Global.device", chosen, "context.device_target", why=why)
@@ -87,7 +87,7 @@ def _precision(run: Translation, on_cpu: bool) -> None:
 
 
 def experts(run: Translation) -> None:
-    """``moe_config``: all layers are mixtures of experts, or none."""
+    """Translate ``moe_config``: all layers are mixtures of experts, or none."""
     number = run.integer("moe_config.expert_num", 1, least=1)
     parallel = "parallel_config.expert_parallel"
     degree = run.integer(parallel, 1, least=1)
@@ -121,7 +121,7 @@ def experts(run: Translation) -> None:
 
 
 def degrees(run: Translation) -> None:
-    """The plan: ``parallel_config`` where it counts."""
+    """Translate the plan from ``parallel_config``, in the modes that use it."""
     use = run.flag("use_parallel", False)
     mode = run.choice("parallel.parallel_mode", (0, 1, 2, 3), 0)
     data, model, stages = (
@@ -190,7 +190,9 @@ def _data_axis(run: Translation, data: int) -> None:
 
 
 def _to_predict(run: Translation, data: int, model: int, stages: int) -> None:
-    """Generation runs neither in pipelines nor with divided optimizers: those ranks are replicas."""
+    """Adapt the plan to generation, which runs without pipelines and sharding: their ranks become
+    replicas.
+    """
     names = [f"parallel_config.{name}" for name in ("data_parallel", "pipeline_stage")]
     run.put("Distributed.dp_degree", data * stages, *names, why="replicas take prompts in turn")
     run.put("Distributed.mp_degree", model, "parallel_config.model_parallel")
@@ -202,7 +204,7 @@ def _uneven_stages(run: Translation, stages: int) -> None:
     layers = run.integer("model.model_config.num_layers", least=1)
     if layers is None or layers > 10_000 or layers % stages == 0:
         return
-    per_stage = max((layers + 1) // stages, 1)  # the head counts as a layer
+    per_stage = max((layers + 1) // stages, 1)  # the head counts as one layer
     counts = [0] * stages
     for layer in range(layers):
         counts[min(layer // per_stage, stages - 1)] += 1
@@ -211,7 +213,7 @@ def _uneven_stages(run: Translation, stages: int) -> None:
 
 
 def batch(run: Translation) -> None:
-    """Sequences of a forward pass, and of a step on one data-parallel rank."""
+    """Translate the sequences of a forward pass, and of a step on one data-parallel rank."""
     size = run.integer("runner_config.batch_size", 1, least=1)
     parts = run.integer("parallel_config.micro_batch_num", 1, least=1)
     in_stages = (
@@ -236,7 +238,7 @@ def batch(run: Translation) -> None:
 
 
 def recompute(run: Translation) -> None:
-    """Whole layers are recomputed, or none."""
+    """Translate recomputation: whole layers are recomputed, or none."""
     key = "recompute_config.recompute"
     if run.flag(key, False):
         run.put("Model.use_recompute", True, key)
@@ -264,7 +266,7 @@ _END = 2**31 - 1
 
 
 def network(run: Translation) -> None:
-    """Fixed properties of MindFormers' GPT-2, its width and its length."""
+    """Translate the width and length of MindFormers' GPT-2, and set its fixed properties."""
     for key, (value, why) in _ALWAYS.items():
         run.put(key, value, why=why)
     width_key = next(
@@ -294,7 +296,7 @@ def network(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """The corpus of the run mode."""
+    """Translate the corpus of the run mode."""
     mode = run_mode(run)
     if mode == "predict":
         run.put("Model.module", "GPTGenerationModule", "run_mode")
@@ -346,7 +348,7 @@ def _evaluation(run: Translation) -> None:
 
 
 def checkpoint(run: Translation) -> None:
-    """The checkpoint that the run starts from."""
+    """Translate the checkpoint that the run starts from."""
     mode = run_mode(run)
     key, path = _given_checkpoint(run)
     resumes = run.flag("resume_training")
@@ -374,7 +376,9 @@ def _given_checkpoint(run: Translation) -> tuple[str, str | None]:
 
 
 def _directory_named(run: Translation, key: str) -> str | None:
-    """``checkpoint_name_or_path`` where it is a path; a model's name would have to be downloaded."""
+    """``checkpoint_name_or_path`` if it is a path. A model's name is not, because it would have to be
+    downloaded.
+    """
     name = run.value(key)
     if name in (None, ""):
         return None
@@ -385,7 +389,7 @@ def _directory_named(run: Translation, key: str) -> str | None:
 
 
 def length(run: Translation) -> None:
-    """Epochs, and the course of the learning rate over them."""
+    """Translate the number of epochs and the learning rate over them."""
     key = "runner_config.epochs"
     epochs = run.integer(key, 1, least=1)
     why = "" if key in run else "the default"
@@ -411,7 +415,7 @@ def length(run: Translation) -> None:
 
 
 def writing(run: Translation) -> None:
-    """Log lines and checkpoints, as the callbacks say, and the profile."""
+    """Translate the callbacks for log lines and checkpoints, and the profile."""
     for key, prefix in _callbacks(run):
         kind = run.value(key)
         if kind == "MFLossMonitor":
@@ -447,7 +451,7 @@ def _saving(run: Translation, key: str, prefix: str) -> None:
 
 
 def generation(run: Translation) -> None:
-    """Prompts, and how many tokens follow them."""
+    """Translate prompts, and the number of tokens that follow them."""
     _room(run)
     vocabulary, merges, end = (
         f"processor.tokenizer.{name}" for name in ("vocab_file", "merges_file", "eos_token")
@@ -465,7 +469,9 @@ def generation(run: Translation) -> None:
 
 
 def _room(run: Translation) -> None:
-    """New tokens: what ``max_decode_length`` leaves of the positions is known only with the prompts."""
+    """Translate the limit of new tokens. ``max_decode_length`` includes the prompt, whose length is not known
+    here.
+    """
     key, length_key = f"{_MODEL}.max_decode_length", f"{_MODEL}.seq_length"
     most, positions = run.integer(key, least=1), run.integer(length_key, 1024, least=1)
     if most is None:
@@ -480,5 +486,5 @@ def _room(run: Translation) -> None:
 def _is_file(prompt: str) -> bool:
     try:
         return Path(prompt).is_file()
-    except (OSError, ValueError):  # a prompt that no file can be named
+    except (OSError, ValueError):  # a prompt that cannot be a file name
         return False

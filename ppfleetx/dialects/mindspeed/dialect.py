@@ -1,4 +1,4 @@
-"""MindSpeed-Core-MS: the YAML of ``pretrain_gpt.py``, with Megatron's arguments after it."""
+"""MindSpeed-Core-MS: the YAML file of ``pretrain_gpt.py``, followed by Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _NO_EVALUATION = "eval_interval is not given: no evaluation"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """The translation of a YAML file, with arguments of Megatron's that replace what it says.
+    """Translate a YAML file, with Megatron's arguments, which override the file.
 
     Args:
-        world_size: processes of the job; None: from the launcher's environment, if there is one.
+        world_size: the number of processes of the job; None: from the launcher's environment, if there is
+            one.
 
     Raises:
-        ConfigError: what cannot be translated, with the line or the argument.
+        ConfigError: a key cannot be translated; the message names the line or the argument.
     """
     tree = read_yaml(path, is_ours=False)
     given = [_without_empty_text(one) for one in given_in(tree)]
@@ -42,7 +43,7 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """The translation of a command line, ``[msrun ...] pretrain_gpt.py --yaml-cfg FILE [ARGUMENTS]``."""
+    """Translate a command line, ``[msrun ...] pretrain_gpt.py --yaml-cfg FILE [ARGUMENTS]``."""
     world, argv, _ = without_launcher(argv)
     path, rest = file_of(argv)
     if path is None:
@@ -85,7 +86,7 @@ def _rules(world_size: int | None) -> list[Rule]:
 
 
 def _refuse_two_answers(given: Sequence[Given]) -> None:
-    """Raise where a file says the same thing under two names, and not alike."""
+    """Refuse a file that sets one thing under two names, to different values."""
     seen: dict[str, Given] = {}
     for one in given:
         if one.value is None:
@@ -101,12 +102,12 @@ def _refuse_two_answers(given: Sequence[Given]) -> None:
 
 
 def _without_empty_text(one: Given) -> Given:
-    """An empty text is how its files leave a path open."""
+    """Replace an empty text by None: the toolkit's files leave a path unset in this way."""
     return replace(one, value=None) if isinstance(one.value, str) and not one.value.strip() else one
 
 
 def _implied(given: list[Given]) -> Iterator[Given]:
-    """Values that follow from keys that are given, or from their absence."""
+    """Yield values that follow from given keys, or from their absence."""
     names = {ALIASES.get(plain(one.key), normal_name(one.key)): one for one in given if one.value is not None}
     if "seq_length" not in names and "max_position_embeddings" in names:
         one = names["max_position_embeddings"]
@@ -151,7 +152,7 @@ _WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def _network(run: Translation) -> None:
-    """The blocks of ``model_config.llm``, and initial weights."""
+    """Translate the blocks of ``model_config.llm``, and initial weights."""
     _attention(run)
     unit, padded = f"{LLM}.tokenizer.divided_by", "padded_vocab_size"
     if unit in run and padded in run:
@@ -175,7 +176,7 @@ def _attention(run: Translation) -> None:
 
 
 def _precision(run: Translation) -> None:
-    """The keys of ``accelerate_config.precision`` beside the two types."""
+    """Translate the keys of ``accelerate_config.precision`` besides the two types."""
     softmax, residual, fused = (
         f"{PRECISION}.{name}" for name in ("softmax_compute_dtype", "residual-connection", "fused_operators")
     )
@@ -197,7 +198,9 @@ def _precision(run: Translation) -> None:
 
 
 def _checkpoints(run: Translation) -> None:
-    """``load_checkpoint`` gives weights to a new run; with ``resume_training`` the run goes on."""
+    """Translate ``load_checkpoint``: it gives weights to a new run or, with ``resume_training``, resumes the
+    run.
+    """
     prefix, save, load = "Engine.save_load", run.text("save", "./output"), run.text("load")
     run.put(f"{prefix}.output_dir", save, "save", why="" if "save" in run else "its default")
     interval = run.integer("save_interval", 0, least=0)

@@ -18,8 +18,8 @@ _SECTIONS = {
     "dataset_config": "data",
     "optimizer_config": "optimizer training parallelism others",
     "parallel_config": "parallelism recomputation",
-}  # section: the tables of Megatron whose keys may stand in it
-# In place of the train_config block of the example, its sections may stand at the top.
+}  # for each section, the tables of Megatron whose keys it may contain
+# The sections of the example's train_config block may also be at the top level.
 _PREFIXES = ("train_config.ms_training_config.", "train_config.")
 
 
@@ -33,11 +33,11 @@ def _megatron_names() -> dict[str, str]:
 
 
 ALIASES: dict[str, str] = _megatron_names() | _FILE["aliases"]
-"""A dotted name of MindSpeed-Core-MS -> the argument of Megatron that says the same."""
+"""The argument of Megatron for each dotted name of MindSpeed-Core-MS with the same meaning."""
 
 
 def plain(name: str) -> str:
-    """``name`` without the ``train_config`` block around a section, or around training keys themselves."""
+    """Remove the ``train_config`` block around a section, or around training keys, from ``name``."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
@@ -46,7 +46,7 @@ def plain(name: str) -> str:
 
 
 class _Names(KeyTable):
-    """Keys under the names of MindSpeed-Core-MS, or under Megatron's if they are not in a section."""
+    """Keys under their names in MindSpeed-Core-MS, or under Megatron's names if they are outside sections."""
 
     def __init__(self) -> None:
         own = {key.name for key in OWN}
@@ -75,7 +75,7 @@ TABLE = _Names()
 
 
 def documented() -> dict[str, KeyTable]:
-    """The tables of the page: of each block, Megatron's keys under their names here, and the others."""
+    """The tables of the page: for each block, Megatron's keys under their names here, and the other keys."""
     groups: dict[str, list[Key]] = {}
     own = {key.name: key for key in OWN}
     for name in [*(name for name in ALIASES if name not in own), *own]:

@@ -1,4 +1,4 @@
-"""PaddleNLP and PaddleFormers: the YAML, JSON or command line of their pretraining."""
+"""PaddleNLP and PaddleFormers: the YAML or JSON file, or the command line, of their pretraining."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """The translation of a file, and of arguments that replace what it says.
+    """Translate a file, and arguments, which override the file.
 
     Args:
-        world_size: processes of the job; None: from the launcher's environment, if there is one.
+        world_size: the number of processes of the job; None: from the launcher's environment, if there is
+            one.
 
     Raises:
-        ConfigError: what cannot be translated, with the line or the argument.
+        ConfigError: a key cannot be translated; the message names the line or the argument.
     """
     given = list(_read(path, ""))
     return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
 
 
 def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translation:
-    """The translation of a command line: a launcher and a program, or not; then a file, or arguments."""
+    """Translate a command line: a file or arguments, with or without a launcher and a program before them."""
     world, argv, _ = without_launcher(argv)
     words = (
         [word for word in argv if word not in ("paddleformers-cli", "train")]
@@ -84,7 +85,7 @@ def _without_dashes(one: Given) -> Given:
 
 
 def _arguments(argv: Sequence[str]) -> Iterable[Given]:
-    """The options of a command line; one without a value is true."""
+    """The options of a command line. An option without a value is true."""
     words: list[str] = []
     for at, word in enumerate(argv):
         words.append(word)
@@ -96,7 +97,7 @@ def _arguments(argv: Sequence[str]) -> Iterable[Given]:
 
 def _read(path: Path, prefix: str, *, one: Given | None = None) -> Iterator[Given]:
     entry = {} if one is None else {"key": one.key, "value": str(one.value), "place": one.place}
-    # JSON may be indented with tabs, which YAML does not know; its strings hold none.
+    # JSON may be indented with tabs, which YAML does not allow; its strings contain none.
     text = read_text(path, **entry).replace("\t", " ")
     tree = parse_yaml(text, shown_path(path), with_lines=True, is_ours=False)
     if tree is None or not isinstance(tree.value, dict):
@@ -105,7 +106,7 @@ def _read(path: Path, prefix: str, *, one: Given | None = None) -> Iterator[Give
 
 
 def _network(one: Given) -> Iterator[Given]:
-    """The keys of the network in the directory that ``model_name_or_path`` names."""
+    """Read the keys of the network from the directory that ``model_name_or_path`` names."""
     directory = Path(str(one.value))
     if os.path.isfile(directory / _OURS):  # noqa: PTH113 - Path.is_file raises for names that no file can have
         keys = _read(directory / _OURS, f"{_OURS}.", one=one)

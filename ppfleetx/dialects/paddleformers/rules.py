@@ -29,7 +29,7 @@ _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_e
 
 
 def network(run: Translation) -> None:
-    """The kind of network that ``config.json`` describes."""
+    """Translate the kind of network that ``config.json`` describes."""
     kind_key = f"{CONFIG}.model_type"
     if kind_key not in run:
         return
@@ -71,20 +71,20 @@ def network(run: Translation) -> None:
 
 
 def balancing(run: Translation) -> None:
-    """The update of a router's bias, which only a network with such a bias has."""
+    """Translate the update of a router's bias, for networks with such a bias."""
     name, has_bias = "moe_router_bias_update_rate", "config.yaml.Model.moe.router.bias"
     if run.value(has_bias) is True:
         run.replace("Model.moe.bias_update_rate", run.number(name, least=0.0), name)
 
 
 def _unless(run: Translation, key: str, value: float, origins: tuple) -> None:
-    """Set what an argument of the run has not set."""
+    """Set a native value, unless an argument of the run has set it."""
     if key not in run.native:
         run.put(key, value, *origins, why="" if origins else _DEFAULT)
 
 
 def plan_rule(world_size: int | None) -> Rule:
-    """The rule for degrees in a job of ``world_size`` processes; None: not known."""
+    """Make the rule for degrees in a job of ``world_size`` processes; None if unknown."""
 
     def plan(run: Translation) -> None:
         degrees = {key: _degree(run, names) for key, names in _DEGREES.items()}
@@ -106,7 +106,7 @@ def plan_rule(world_size: int | None) -> Rule:
 
 
 def _degree(run: Translation, names: tuple[str, ...]) -> int | None:
-    """The degree under either of its names; -1 and 0 stand for 1."""
+    """The degree under either of its names; -1 and 0 mean 1."""
     said = {name: run.integer(name, least=-1) for name in names if name in run}
     found = {name: max(1, value) for name, value in said.items()}
     if len(set(found.values())) > 1:
@@ -148,7 +148,7 @@ def _sharding(run: Translation, replicas: int | None) -> None:
 
 
 def batches(run: Translation) -> None:
-    """Micro batch, accumulation and length."""
+    """Translate micro batch, accumulation and length."""
     for name, key, default in (
         ("per_device_train_batch_size", "Global.micro_batch_size", 8),
         ("gradient_accumulation_steps", "Engine.accumulate_steps", 1),
@@ -182,7 +182,7 @@ def _put(run: Translation, name: str, key: str, value: object) -> None:
 
 
 def precision(run: Translation) -> None:
-    """Device and type of computation."""
+    """Translate the device and the type of computation."""
     written = run.choice("device", (GPU, NPU, XPU, CPU), GPU)
     chosen, instead = of_recipe(written) if written in (NPU, XPU) else ("auto" if written == GPU else CPU, "")
     if run.flag("no_cuda", False):
@@ -216,7 +216,7 @@ def precision(run: Translation) -> None:
 
 
 def optimizer(run: Translation) -> None:
-    """AdamW and the learning rate."""
+    """Translate AdamW and the learning rate."""
     for name, key, default in (
         ("learning_rate", "Optimizer.lr.max_lr", 1e-5),
         ("weight_decay", "Optimizer.weight_decay", 0.1),
@@ -243,7 +243,7 @@ def optimizer(run: Translation) -> None:
 
 
 def data(run: Translation) -> None:
-    """Corpora, and whether there is an evaluation."""
+    """Translate the corpora, and whether there is an evaluation."""
     if "input_dir" not in run:
         raise ConfigError("is missing", key="input_dir", place=run.place)
     strategy = run.choice("evaluation_strategy", ("no", "steps"))
@@ -294,7 +294,7 @@ def _corpus(run: Translation, prefix: str) -> None:
 
 
 def checkpoints(run: Translation) -> None:
-    """When a run is saved, and what it starts from."""
+    """Translate when a run is saved, and the checkpoint that it starts from."""
     prefix = "Engine.save_load"
     if run.choice("save_strategy", ("no", "steps"), "steps") == "no":
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
@@ -317,7 +317,7 @@ def checkpoints(run: Translation) -> None:
 
 
 def recomputation(run: Translation) -> None:
-    """Activations that are recomputed in the backward pass."""
+    """Translate the recomputation of activations in the backward pass."""
     words = {"full": "full", "full_attn": "full_attn", "core_attn": "core_attn", "selective": "core_attn"}
     granularity = run.choice("recompute_granularity", words)
     if not run.flag("recompute", "recompute" not in run and granularity is not None):

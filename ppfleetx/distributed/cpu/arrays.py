@@ -28,7 +28,7 @@ _DTYPES = {
 }
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
-SUM, MAX, MIN, PRODUCT = range(4)  # paddle.base.core.ReduceOp; nothing here takes its AVG
+SUM, MAX, MIN, PRODUCT = range(4)  # paddle.base.core.ReduceOp, without AVG, which is unused here
 _UFUNC = {SUM: np.add, MAX: np.maximum, MIN: np.minimum, PRODUCT: np.multiply}
 
 
@@ -56,8 +56,8 @@ class TensorMemory:
     Strided tensors (such as transposed gradients) are communicated through a contiguous copy.
 
     Attributes:
-        takes_strided: False refuses strided tensors, as NCCL does. The tests set it, to notice on a CPU what
-            would not run on a GPU.
+        takes_strided: False refuses strided tensors, as NCCL does. Tests set it to find, on a CPU, code that
+            would fail on a GPU.
     """
 
     takes_strided = True
@@ -128,7 +128,7 @@ def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bf
         for part in parts[1:]:
             ufunc(total, widen(part), out=total)
     else:
-        # If `out` is one of the later parts, it still has to be read after the first sum.
+        # If `out` is one of the later parts, it must still be read after the first sum.
         late = any(np.shares_memory(out, part, max_work=1) for part in parts[2:])
         total = np.empty_like(out) if late else out
         ufunc(parts[0], parts[1], out=total)

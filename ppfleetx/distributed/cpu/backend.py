@@ -2,7 +2,7 @@
 
 This is a backend for development and continuous integration: Paddle's Gloo groups lack half of the operations
 that fleet uses, and they collide with each other. With a CUDA build ``install()`` does nothing, and NCCL is
-used. ``docs/cpu_backend.md`` explains how the backend works and what it promises; ``patches.py`` lists every
+used. ``docs/cpu_backend.md`` explains how the backend works and its guarantees; ``patches.py`` lists every
 attribute of Paddle that is replaced.
 """
 
@@ -26,33 +26,34 @@ _groups: list[CpuProcessGroup] = []
 
 
 def install() -> bool:
-    """Make Paddle's "gloo" process groups those of this module. Call before ``fleet.init``; idempotent.
+    """Replace Paddle's "gloo" process groups with this module's. Call this before ``fleet.init``; it is
+    idempotent.
 
     Returns:
-        Whether they are in use: False with a CUDA build, where nothing is replaced.
+        Whether this module's groups are in use: False with a CUDA build, where nothing is replaced.
     """
     if is_built_for_gpus():
         return False
-    os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # as the launcher does where there are no cards
+    os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")  # as the launcher does without cards
     apply_patches(create_process_group)
     return True
 
 
 def traffic() -> dict[int, dict[str, Any]]:
-    """What this rank has communicated since the start or the last :func:`reset_traffic`, by group id.
+    """Count this rank's communication since the start or the last :func:`reset_traffic`, by group id.
 
     Returns:
-        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``.
-        ``payload`` counts the bytes that the operations were called with, ``sent`` those that one rank sends
-        in the textbook algorithm (n ranks; S = bytes of the whole tensor, i.e. of the output of an all-gather
-        and of the input of a reduce-scatter, scatter or all-to-all):
+        ``{group id: {"ranks": [...], "operations": {name: {"calls", "payload", "sent"}}}}``. ``payload``
+        counts the bytes that the operations were called with, ``sent`` the bytes that one rank sends in the
+        textbook algorithm (n ranks; S = bytes of the whole tensor, i.e. the output of an all-gather, and the
+        input of a reduce-scatter, scatter or all-to-all):
 
         ========================== =========================================
         all_reduce (ring)          2 (n-1)/n S
         all_gather, reduce_scatter (n-1)/n S
         all_to_all                 (n-1)/n S, or the bytes that leave the rank
         broadcast, reduce          (n-1)/n S (mean over the ranks: each but one receives, or sends, S)
-        gather                     S/n but for the destination
+        gather                     S/n, except at the destination
         scatter                    (n-1)/n S by the source
         send                       S
         ========================== =========================================
@@ -77,7 +78,7 @@ def reset_traffic() -> None:
 
 
 def close() -> None:
-    """Say goodbye to the other ranks. Python does so at exit; call this before ``os._exit``."""
+    """Say goodbye to the other ranks. This runs by itself when Python exits; call it before ``os._exit``."""
     if _mesh is not None:
         _mesh.close()
 
@@ -85,7 +86,7 @@ def close() -> None:
 def create_process_group(rank: int, size: int, group_id: int) -> CpuProcessGroup:
     """Create a process group in place of ``ProcessGroupGloo.create``.
 
-    The first one is the default group. All ranks create it together, and it opens the connections. Later
+    The first group is the default group: all ranks create it together, which opens the connections. Later
     groups need no communication.
     """
     global _mesh

@@ -1,6 +1,6 @@
 """A CPU process group with Paddle's interface: collectives, and messages between two ranks.
 
-Reductions add in rank order, and add 16-bit floats in float32. Each element is reduced by one rank, or by all
+Reductions add in rank order, 16-bit floats in float32. Each element is reduced by one rank, or by all ranks
 in the same way, so all ranks get the same bits in every run.
 """
 
@@ -93,7 +93,7 @@ class CpuProcessGroup(Member):
         return self.all_gather(out, tensor, sync_op)
 
     def all_gather_partial(self, out: paddle.Tensor, tensor: paddle.Tensor, num: int, id: int) -> Operation:
-        """Member i holds the i-th of ``num`` parts of ``tensor``; afterwards each has the whole ``out``."""
+        """Gather the parts of ``tensor``, the i-th of ``num`` from member i, into ``out`` on each member."""
         assert (num, id) == (self._size, self._rank), "one part a member"
         memory = TensorMemory()
         outs, mine = self._equal(memory.write(out)), self._equal(memory.read(tensor))[id]
@@ -144,7 +144,7 @@ class CpuProcessGroup(Member):
         return self._run("broadcast", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=src)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
-        """Sum into member ``dst``. The others are done when their part has been sent."""
+        """Sum into member ``dst``. The other members are done when they have sent their parts."""
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         array = memory.write(tensor)
         self._count("reduce", array.nbytes, (self._size - 1) / self._size * array.nbytes)
@@ -180,7 +180,9 @@ class CpuProcessGroup(Member):
     def scatter(
         self, out: TensorOrList, tensors: TensorOrList, src: int, sync_op: bool | None = None
     ) -> Operation:
-        """Without ``sync_op`` it is Paddle's older ``scatter(tensor, out, src)``."""
+        """Scatter from a member. Without ``sync_op``, the signature is Paddle's older ``scatter(tensor, out,
+        src)``.
+        """
         if sync_op is None:
             out, tensors, sync_op = tensors, out, True
         memory, code = TensorMemory(), DTYPE_CODES[out.dtype]
@@ -288,7 +290,7 @@ class CpuProcessGroup(Member):
     def _transfer(
         self, array: np.ndarray, code: int, peer: int, *, incoming: bool, sync: bool, memory: TensorMemory
     ) -> Operation:
-        """One message between two members: the n-th send is matched with the n-th receive."""
+        """Transfer one message between two members: the n-th send is matched with the n-th receive."""
         counter = self._from if incoming else self._to
         with self._lock:
             number = counter.get(peer, 0)
@@ -349,7 +351,7 @@ class CpuProcessGroup(Member):
         self._coalesced = []
 
     def _end_coalescing(self, tasks: list[Operation] | None = None) -> None:
-        """Complete the batch. Its receives were only posted so far, so no order of calls can deadlock."""
+        """Complete the batch. Until now its receives were only posted, so no order of calls can deadlock."""
         operations, self._coalesced = self._coalesced or [], None
         for operation in operations:
             operation.wait()
@@ -362,7 +364,9 @@ class CpuProcessGroup(Member):
 
 
 def _add_paddles_spellings() -> None:
-    """Add Paddle's other names: ``*_on_calc_stream`` is the same thing, because a CPU has one stream."""
+    """Add Paddle's other names. ``*_on_calc_stream`` does the same as the plain method, because a CPU has one
+    stream.
+    """
     ending = "_on_calc_stream"
     for name in (one for one in OPERATIONS if one.endswith(ending)):
         method = getattr(CpuProcessGroup, name.removesuffix(ending), None)

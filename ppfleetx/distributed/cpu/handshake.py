@@ -1,7 +1,7 @@
 """Connect the ranks of a CPU job; both ends of each connection prove that they belong to the job.
 
-Each pair of ranks has one connection for its messages. Ranks on different hosts have a second one that shows
-when the other host is gone (``watch.py``). Strangers are turned away and delay nobody.
+Each pair of ranks has one connection for its messages. Ranks on different hosts have a second connection that
+shows when the other host is gone (``watch.py``). Strangers are turned away and delay nobody.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
     """Meet all other ranks of the job and connect to each.
 
     Args:
-        address: local address to listen on, reachable from the other ranks.
+        address: a local address to listen on, which the other ranks can reach.
 
     Raises:
         ConfigError: this process cannot listen on the address.
@@ -95,7 +95,7 @@ class _Connections:
         self._connected: dict[tuple[int, int], Peer] = {}  # (rank, role) -> connection
 
     def roles(self, other: int) -> tuple[int, ...]:
-        """The roles of the connections to ``other``: ranks on one host need no watch."""
+        """The roles of the connections to ``other``. Ranks on one host need no watch."""
         addresses = self._members.addresses
         return (MESSAGES,) if addresses[other][0] == addresses[self._rank][0] else (MESSAGES, WATCH)
 
@@ -107,7 +107,7 @@ class _Connections:
         while not expected <= set(self._connected) and time.monotonic() < deadline:
             try:
                 connection, _ = listener.accept()
-                # In a separate thread, so that a silent stranger delays nobody.
+                # This runs in a separate thread, so that a silent stranger delays nobody.
                 threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
             except TimeoutError:
                 pass
@@ -127,7 +127,7 @@ class _Connections:
             connection.close()
 
     def add(self, peer: Peer, role: int) -> bool:
-        """Add a connection. Returns False if there is one already."""
+        """Add a connection. Returns False if it exists already."""
         with self._state:
             if (peer.rank, role) in self._connected:
                 return False
@@ -208,7 +208,7 @@ def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
 
 
 def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, int]:
-    """The other end of :func:`_dial`. Returns the peer and the role of the connection."""
+    """Answer the :func:`_dial` of another rank. Returns the peer and the role of the connection."""
     connection.settimeout(HANDSHAKE_SECONDS)
     peer = Peer(-1, connection)
     ours = secrets.token_bytes(32)
@@ -224,7 +224,9 @@ def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, 
 
 
 def _probe_memory(peer: Peer) -> None:
-    """Find out whether each side can read the other's memory: same host, same user, allowed by the kernel."""
+    """Find out whether each side can read the other's memory: on the same host, as the same user, if the
+    kernel allows it.
+    """
     secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
     wanted = os.environ.get(DIRECT_VARIABLE, "1") != "0"
     pid = os.getpid() if wanted else 0

@@ -1,4 +1,4 @@
-"""Match incoming messages with receives, and limit the memory held by messages without one.
+"""Match incoming messages with receives, and limit the memory of messages without a receive.
 
 If the receive has been posted, a reader thread reads the message straight into the receiver's memory;
 otherwise it reads into a spare buffer. :class:`Window` limits how far a sender may get ahead of its receiver.
@@ -81,7 +81,7 @@ class Inbox:
                     del self._posted[receive.key]
 
     def deliver(self, receive: Receive, text: str) -> None:
-        """Move a payload that arrived before its receive into place, after checking that it is the right one.
+        """Check a payload that arrived before its receive, and move it into place.
 
         Raises:
             OutOfStepError: the payload belongs to another operation.
@@ -98,7 +98,7 @@ class Inbox:
     def receive(
         self, key: Key, signature: Signature, length: int, read: Callable[[memoryview], None]
     ) -> None:
-        """Called by a reader thread: ``read`` the message of ``length`` bytes that is arriving."""
+        """Read the arriving message of ``length`` bytes with ``read``. Reader threads call this."""
         with self._state:
             receive = self._posted.pop(key, None)
         direct = receive is not None and receive.accepts(signature, length)
@@ -118,7 +118,7 @@ class Inbox:
 
 
 def mismatch(own_rank: int, rank: int, text: str, other: Signature | None) -> str:
-    """The error message for a ``rank`` that sent something else than the operation ``text`` waits for."""
+    """The error message when the operation ``text`` waits for ``rank``, which sent something else."""
     return (
         f"rank {own_rank}: waiting for rank {rank} in {text}: it sent {other} in its place; "
         "the ranks do not run the same operations in the same order"
@@ -137,7 +137,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def acquire(self, nbytes: int) -> np.ndarray:
-        """A uint8 array of ``nbytes``, contents undefined."""
+        """Return a uint8 array of ``nbytes`` with undefined contents."""
         if nbytes < _SMALL:
             return np.empty(nbytes, np.uint8)
         with self._lock:
@@ -165,15 +165,15 @@ MOST_MESSAGES = 256
 
 
 class Window:
-    """Limits how much of what a rank has sent to the owner of a sum can pile up in the owner's memory.
+    """Limits how much data from one rank can pile up in the memory of the owner of a sum.
 
-    Per owner and group that is :data:`AHEAD_BYTES`, or :data:`AHEAD_MESSAGES` messages if those are larger,
-    and never more than :data:`MOST_MESSAGES`. The owner notifies the senders when a sum has ended; a sender
-    that would exceed the limit waits for that.
+    The limit per owner and group is :data:`AHEAD_BYTES`, or :data:`AHEAD_MESSAGES` messages if these are
+    larger, and never more than :data:`MOST_MESSAGES`. The owner notifies the senders when a sum has ended; a
+    sender that would exceed the limit waits for the notification.
 
     This cannot deadlock, because a rank waits only for sums that its group began earlier (see "Why groups
-    cannot wait for each other" in docs/parallelism.md): every member starts the oldest unfinished sum, nobody
-    who sends for it waits, and reader threads accept messages at any time.
+    cannot wait for each other" in docs/parallelism.md): every member starts the oldest unfinished sum, its
+    senders never wait, and reader threads accept messages at any time.
     """
 
     def __init__(self) -> None:

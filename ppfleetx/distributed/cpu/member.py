@@ -36,7 +36,9 @@ class Member:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks in the job. Only Paddle's Group object knows them, and it is created later."""
+        """The members' ranks in the job. Only Paddle's Group object knows them, and it is created after this
+        object.
+        """
         group = paddle.distributed.collective._group_map.get(self.group_id)
         ranks = range(self._size) if group is None else group.ranks
         assert len(ranks) == self._size, "Paddle's group and its process group disagree"
@@ -143,7 +145,7 @@ class Member:
         yield receives
 
     def _announce_end(self, number: int, signature: Signature) -> None:
-        """Tell the members that sent to a sum that it has ended."""
+        """Tell the members that sent data for a sum that the sum has ended."""
         for member in self._others():
             self._mesh.notify(self.ranks[member], self._key, ENDED, number, signature)
 
@@ -174,7 +176,7 @@ class Member:
         return np.split(array, self._size)
 
     def _rows(self, array: np.ndarray, sizes: Sequence[int] | None, width: int) -> list[np.ndarray]:
-        """``array`` split into ``sizes`` rows of ``width`` elements; without ``sizes`` into equal parts."""
+        """Split ``array`` into ``sizes`` rows of ``width`` elements; without ``sizes``, into equal parts."""
         if not sizes:
             return self._equal(array)
         return np.split(array, np.cumsum(np.asarray(sizes) * width)[:-1])

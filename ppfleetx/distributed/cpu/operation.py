@@ -1,4 +1,4 @@
-"""Operations in progress, and the thread that advances those the program is not yet waiting for."""
+"""Operations in progress, and the thread that advances operations before the program waits for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ppfleetx.distributed.cpu.wire import Signature
 Steps = Generator[list[Receive], None, None]
 
 STARTED_SUMS = 2
-"""How many sums of a group may be in progress: while one waits for its messages, the next one sends."""
+"""The most sums of a group in progress: while one waits for its messages, the next one sends."""
 
 
 class Operation:
@@ -23,14 +23,14 @@ class Operation:
     asynchronous operations in different orders.
 
     Args:
-        inbox: where its receives are posted.
+        inbox: the inbox that its receives are posted to.
         complete: the function that waits for an operation.
         steps: the generator.
         text: its name in messages.
-        group, number: which operation of which group it is; ``number`` is -1 between two ranks.
-        signature: what all participants must agree on.
+        group, number: the group, and the number of the operation in it; -1 for a message between two ranks.
+        signature: the properties that all participants must agree on.
         background: whether the background thread advances it while the program computes.
-        takes_memory: whether it needs memory for what it receives.
+        takes_memory: whether it needs memory for received data.
 
     Attributes:
         busy: whether a thread is advancing it; set and reset under the mesh's ``state``.
@@ -66,11 +66,11 @@ class Operation:
         return all(receive.done for receive in self._receives)
 
     def missing(self) -> list[int]:
-        """Ranks whose message has not arrived."""
+        """Ranks whose messages have not arrived."""
         return sorted({receive.key[0] for receive in self._receives if not receive.done})
 
     def advance(self) -> None:
-        """Run until a receive has not arrived."""
+        """Run until a receive has to wait for its message."""
         self.started = True
         while not self.done and self._has_arrived():
             for receive in self._receives:
@@ -87,7 +87,7 @@ class Operation:
         if not self.busy:  # otherwise the thread that is advancing it will stop by itself
             self._steps.close()
 
-    # -- what Paddle calls on a task
+    # -- methods that Paddle calls on a task
 
     def wait(self, timeout: float | None = None) -> bool:
         self._complete(self)
@@ -109,14 +109,14 @@ class Progress:
     Sending and summing release the GIL, so the program computes meanwhile. The thread advances whatever is
     ready in any group, so groups cannot wait for each other in a circle.
 
-    The program may begin any number of operations. Of those that need memory for what they receive, at most
-    :data:`STARTED_SUMS` per group are started, in order; the others are not held back. The oldest unfinished
-    operation is started on every member, so it finishes, and then the next one does.
+    The program may begin any number of operations. At most :data:`STARTED_SUMS` per group of the operations
+    that need memory for received data are started, in order; other operations start at once. The oldest
+    unfinished operation is started on every member, so it finishes, and then the next one does.
 
     Args:
         state: the lock of everything the threads share; its waiters are notified when receives complete.
-        pending: all operations in progress; this thread owns those in the background.
-        advance: advances an operation that has been marked ``busy``.
+        pending: all operations in progress; this thread owns the background ones.
+        advance: a function that advances an operation marked ``busy``.
     """
 
     def __init__(

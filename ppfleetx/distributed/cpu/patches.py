@@ -1,8 +1,8 @@
 """Every attribute of Paddle that the CPU process groups replace, why, and for which versions.
 
 ``TABLE`` is the whole list. Nothing else in Paddle is touched, and nothing at all before
-``backend.install()``. For each line ``tests/distributed/cpu/test_patches.py`` tests with the untouched
-Paddle whether the reason still holds; a failing canary means that the line can be removed.
+``backend.install()``. For each line, ``tests/distributed/cpu/test_patches.py`` tests whether the reason still
+holds for the untouched Paddle; if the test fails, the line can be removed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Identity(PyLayer):
 class _SoftmaxCrossEntropy(PyLayer):
     """Cross-entropy of logits whose classes are split over the group in rank order.
 
-    It is computed in float32 or float64. ``loss`` is ``[..., 1]``, and zero at ``ignore_index``.
+    It is computed in float32 or float64. ``loss`` has the shape ``[..., 1]`` and is zero at ``ignore_index``.
     """
 
     @staticmethod
@@ -112,7 +112,7 @@ class Replacement:
     ``make`` takes the original (None if Paddle has none) and returns the replacement.
     """
 
-    owner: str  # import path of the module, with ":Class" where it is a class attribute
+    owner: str  # import path of the module, plus ":Class" for a class attribute
     name: str
     reason: str
     make: _OperatorMaker

@@ -1,4 +1,4 @@
-"""Know which ranks of a CPU job have ended, and ask the ranks that this one waits for what they are doing."""
+"""Record which ranks of a CPU job have ended, and ask ranks that this one waits for what they are doing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EndedRanks:
 
     Args:
         rank: rank of this process.
-        names: names of the others, for messages.
+        names: the names of the other ranks, for messages.
     """
 
     def __init__(self, rank: int, names: Mapping[int, str]) -> None:
@@ -74,32 +74,31 @@ class EndedRanks:
         return f"rank {self._rank}: {self._names[rank]} is gone: {reason}"
 
     def error(self, text: str, rank: int) -> PeerLostError:
-        """The error for operation ``text``, which waits for ``rank`` (-1: none) and cannot complete.
+        """The error for the operation ``text``, which waits for ``rank`` (-1: none) and cannot complete.
 
-        It names the first rank that failed; the rank waited for may only have ended as a consequence.
+        It names the first rank that failed, because ``rank`` may have ended only as a consequence.
         """
         cause, reason = self._cause or (rank, self._reasons[rank])
         waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
         return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
 
     def farewell(self) -> tuple[str, int]:
-        """What this process tells the others when it ends: its error, and the rank whose loss caused it (-1:
-        none).
-        """
+        """The last message to the others: this process's error, and the rank that caused it (-1: none)."""
         if self._cause is not None:
             return self._cause[1][:_LONGEST], self._cause[0]
-        failure = getattr(sys, "last_value", None)  # what Python prints at the end of a program
+        failure = getattr(sys, "last_value", None)  # the error that Python prints at the end
         if failure is None:
             return "", -1
         return f"it failed with {type(failure).__name__}: {failure}"[:_LONGEST], -1
 
 
 class Inquiry:
-    """Asks the other ranks what they are doing when this one has waited for long, and answers theirs.
+    """Asks the other ranks what they are doing when this rank has waited for long, and answers such
+    questions.
 
     Args:
         rank: rank of this process.
-        peers: the other ranks.
+        peers: the connections to the other ranks.
         state: the lock of everything that reader threads and the program share.
         pending: this rank's operations in progress.
 
@@ -123,13 +122,13 @@ class Inquiry:
             issued.pop(operation.number - 256, None)
 
     def begin(self, operation: Operation) -> None:
-        """The program starts to wait for ``operation``."""
+        """Record that the program starts to wait for ``operation``."""
         with self._state:
             self.blocked = operation
             self._answers.clear()
 
     def end(self) -> None:
-        """The program has stopped waiting."""
+        """Record that the program has stopped waiting."""
         with self._state:
             self.blocked = None
 
@@ -148,7 +147,7 @@ class Inquiry:
                 )
 
     def answer(self, peer: Peer, group: int, number: int, point_to_point: int) -> None:
-        """Tell ``peer`` what this rank ran as that operation, and what it is waiting for."""
+        """Tell ``peer`` which operation this rank ran under that number, and which one it is waiting for."""
         with self._state:
             issued = None if point_to_point else self._issued.get(group, {}).get(number)
             blocked = self.blocked
@@ -170,7 +169,8 @@ class Inquiry:
         self._answers[peer.rank] = (issued if flags & 1 else None, bool(flags & 2) and quiet, text)
 
     def judge(self, operation: Operation, suspicion: int) -> int:
-        """Look for ranks that run another operation, or that wait for this rank while it waits for them.
+        """Look for ranks that run another operation, or that wait for this rank while this rank waits for
+        them.
 
         Args:
             operation: the operation this rank waits for.
@@ -182,7 +182,7 @@ class Inquiry:
         waiting = False
         for rank in operation.missing():
             issued, waits_for_us, text = self._answers.get(rank, (None, False, ""))
-            # If it is the same operation, its message is still on the way: the link or the sender is slow.
+            # If the peer runs the same operation, its message is on the way: the link or the sender is slow.
             if issued is not None and issued != operation.signature:
                 raise OutOfStepError(mismatch(self._rank, rank, operation.text, issued))
             if waits_for_us and len(self._pending) == 1:
@@ -197,7 +197,7 @@ class Inquiry:
         return suspicion + 1 if waiting else 0
 
     def describe(self, operation: Operation) -> str:
-        """Name the ranks that ``operation`` waits for, and what they last said they were doing."""
+        """Name the ranks that ``operation`` waits for, and their last reported activities."""
         missing = operation.missing()
         known = [f"rank {r} was in {self._answers[r][2]}" for r in missing if r in self._answers]
         names = ", ".join(self._peers[rank].name for rank in missing)

@@ -2,12 +2,12 @@
 
 Each pair of ranks has one connection, shared by all process groups. One reader thread per connection drains
 it for the life of the process. A send therefore never waits for the receiver's program, and no order of sends
-and receives can deadlock. Collectives with ``sync_op=False`` run in one more thread (``operation.py``), so
+and receives can deadlock. Collectives with ``sync_op=False`` run in another thread (``operation.py``), so
 their messages travel while the program computes.
 
 ``handshake.py`` makes the connections, ``wire.py`` defines their frames, and ``inbox.py`` matches messages
 with receives. ``peer_status.py`` asks silent ranks what they are doing; it and ``watch.py`` keep track of
-lost ranks. None of them depends on Paddle: memory is ``memoryview`` and NumPy.
+lost ranks. None of these modules depends on Paddle: they handle memory as ``memoryview`` and NumPy arrays.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ppfleetx.utils.peers import note_raised, report_lost, seconds_in
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
 DIRECT_BYTES = 1 << 16  # below this size a copy through the socket is faster than the acknowledgement
 STALL_SECONDS = 2.0  # how long a rank waits before it asks the others what they are doing
-_GOODBYE_SECONDS = 2.0  # for all peers together, in case one of them does not read
+_GOODBYE_SECONDS = 2.0  # for all peers together, in case one does not read
 _SOCKET_BUFFER = 4 << 20
 _POOL_BYTES = 256 << 20
 
@@ -82,7 +82,7 @@ class Mesh:
 
         Args:
             address: see :func:`connect_ranks`.
-            timeout: time limit in seconds of every later wait, 0 for none.
+            timeout: the time limit of every later wait in seconds; 0 for none.
 
         Raises:
             ConfigError, StartError: see :func:`connect_ranks`.
@@ -103,7 +103,9 @@ class Mesh:
         atexit.register(self.close)
 
     def _abandon(self) -> None:
-        """In a forked child (a data loader's worker): close the sockets, or a dead parent seems alive."""
+        """Close the sockets in a forked child (a data loader's worker); otherwise a dead parent would seem
+        alive.
+        """
         for peer in self.peers.values():
             with contextlib.suppress(OSError):
                 os.close(peer.connection.detach())
@@ -146,7 +148,8 @@ class Mesh:
     def send(
         self, dst: int, group: int, phase: int, number: int, signature: Signature, view: memoryview
     ) -> Callable[[], None] | None:
-        """Send ``view``. Call the returned function before changing its memory; None: it may change at once.
+        """Send ``view``. Call the returned function before changing its memory; if it is None, change it at
+        any time.
 
         Raises:
             PeerLostError: the connection is gone.
@@ -176,7 +179,7 @@ class Mesh:
         return lambda: self._await_read(peer, ticket, signature, view)
 
     def notify(self, dst: int, group: int, phase: int, number: int, signature: Signature) -> None:
-        """Send a message without payload, ignoring that ``dst`` may have ended."""
+        """Send a message without payload. If ``dst`` has ended, do nothing."""
         peer = self.peers.get(dst)
         with self.state:
             if peer is None or dst in self._ended:
@@ -249,7 +252,7 @@ class Mesh:
         return kind == BYE
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """Record that ``peer`` is gone without a goodbye."""
+        """Record that ``peer`` left without a goodbye."""
         if killed_for_memory() > self._killed_before:
             reason += "; meanwhile the kernel has killed a process because memory ran out"
         self._end(lambda: self._ended.add(peer.rank, reason, failed=True))
@@ -286,11 +289,11 @@ class Mesh:
         return operation
 
     def complete(self, operation: Operation) -> None:
-        """Wait for ``operation``, meanwhile advancing the program's other operations.
+        """Wait for ``operation``, and advance the program's other operations meanwhile.
 
         Raises:
-            PeerLostError, OutOfStepError, CommTimeoutError: it cannot complete. The message names the missing
-                rank and the operations.
+            PeerLostError, OutOfStepError, CommTimeoutError: the operation cannot complete. The message names
+                the missing rank and the operations.
         """
         with self.engine:
             deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
@@ -310,7 +313,7 @@ class Mesh:
         """Advance an operation that this thread has marked ``busy``, and remove it when it is done.
 
         Raises:
-            CommError: it failed. The operation keeps the error for the thread that waits for it.
+            CommError: the operation failed. It keeps the error for the thread that waits for it.
         """
         try:
             operation.advance()
@@ -379,7 +382,7 @@ class Mesh:
         return self._ended.is_broken or any(rank in self._ended for rank in self._inquiry.blocked.missing())
 
     def _sleep_unless_ready(self, operation: Operation) -> None:
-        """Give the answers time to arrive."""
+        """Give the other ranks' answers time to arrive, unless an operation is ready."""
         with self.state:
             self.state.wait_for(lambda: self._can_go_on(operation), 0.05)
 
@@ -394,7 +397,7 @@ def time_limit() -> float:
     """The time limit of any wait in seconds (``PADDLE_CPU_COMM_TIMEOUT``, default 1800, 0 for none).
 
     Raises:
-        ConfigError: the variable is not such a number.
+        ConfigError: the variable is not a number of at least 0.
     """
     return seconds_in(TIMEOUT_VARIABLE, 1800.0)
 
@@ -409,7 +412,7 @@ def _tune(connection: socket.socket, timeout: float) -> None:
 
 
 def _limit_sending(connection: socket.socket, seconds: float) -> None:
-    """Limit how long a thread waits until the peer's reader takes what it sends."""
+    """Limit how long a sending thread waits for the peer's reader."""
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 

@@ -1,6 +1,6 @@
 """Detect hosts that have vanished: a machine that loses power or its link says no goodbye.
 
-On a connection that carries data the loss can go unnoticed for a quarter of an hour, and a slow reader looks
+On a connection that carries data, the loss can go unnoticed for a quarter of an hour, and a slow reader looks
 like a lost host. So each pair of ranks on different hosts keeps a second, idle connection on which the
 kernels probe each other (TCP keepalive). The kernel answers even while the process computes, saves, is
 stopped or waits for a lock, so a slow rank is never mistaken for a lost one, however loaded its machine is.
@@ -36,7 +36,8 @@ def silence_limit() -> float:
 def end_when_silent(connection: socket.socket) -> None:
     """Make an idle connection fail when its host has been silent for :func:`silence_limit`.
 
-    This is not for a connection that carries data, where the kernel takes a slow reader for a silent host.
+    Do not use this for a connection that carries data, where the kernel mistakes a slow reader for a silent
+    host.
     """
     limit = silence_limit()
     interval = max(1, int(limit / (_PROBES + 2)))
@@ -48,12 +49,12 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 class Watch:
-    """Watches the idle connections to ranks on other hosts, in a thread that sleeps until one fails.
+    """Watches the idle connections to ranks on other hosts, in a thread that sleeps until a connection fails.
 
     Args:
         connections: the connections by rank.
-        lost: called with a rank and the reason when its host is gone, or when its process has ended without a
-            goodbye on the other connection.
+        lost: a function called with a rank and the reason when the rank's host is gone, or its process has
+            ended without a goodbye on the other connection.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
@@ -68,7 +69,7 @@ class Watch:
             threading.Thread(target=self._run, name="cpu-comm-watch", daemon=True).start()
 
     def close_in_child(self) -> None:
-        """In a forked child: close the connections, or a dead parent would seem alive."""
+        """Close the connections in a forked child; otherwise a dead parent would seem alive."""
         for connection in self._connections.values():
             os.close(connection.detach())
         self._connections = {}
@@ -91,7 +92,7 @@ class Watch:
                 self._lost(rank, "connection closed")
 
     def _reason(self, connection: socket.socket) -> str | None:
-        """Why a connection has become readable; None: the process at the other end has ended."""
+        """The reason why a connection has become readable; None if the process at the other end has ended."""
         try:
             connection.recv(1)
         except ConnectionResetError:

@@ -1,8 +1,8 @@
 """The protocol between two ranks of a CPU job: frames on a TCP connection, and direct reads of memory.
 
-A frame is a header of fixed size and a payload. Between ranks on one host, large payloads are read straight
-from the sender's memory (``process_vm_readv(2)``) if the kernel allows it. Everything here concerns one
-connection and is independent of Paddle.
+A frame is a header of fixed size and a payload. Between ranks on one host, the receiver reads large payloads
+straight from the sender's memory (``process_vm_readv(2)``) if the kernel allows it. Everything here concerns
+one connection and does not depend on Paddle.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HEADER = struct.Struct("!BBBBiQQQQQ")
 
 
 class CommError(RuntimeError):
-    """Communication cannot complete."""
+    """An operation between ranks cannot complete."""
 
 
 class StartError(CommError, PeerEndedError):
@@ -57,7 +57,7 @@ class PeerLostError(CommError, PeerEndedError):
 
 
 class OutOfStepError(CommError):
-    """Two ranks run different operations where they must run the same one."""
+    """Two ranks run different operations although they must run the same one."""
 
 
 class CommTimeoutError(CommError, PeerEndedError):
@@ -65,7 +65,7 @@ class CommTimeoutError(CommError, PeerEndedError):
 
 
 class Signature(NamedTuple):
-    """What all participants of an operation must agree on."""
+    """The properties of an operation that all participants must agree on."""
 
     operation: int
     dtype: int
@@ -90,7 +90,7 @@ def make_header(
     length: int = 0,
     address: int = 0,
 ) -> bytes:
-    """The header of a frame; ``length`` is the payload's, ``address`` is its place in the sender's memory."""
+    """Make the header of a frame. Its payload has ``length`` bytes at ``address`` of the sender's memory."""
     operation, dtype, nbytes, root = signature or (0, 0, 0, -1)
     return HEADER.pack(kind, operation, dtype, phase, root, group, number, nbytes, length, address)
 
@@ -100,7 +100,7 @@ class Peer:
 
     Attributes:
         name: rank and address, for messages.
-        watch: a second, idle connection to a rank on another host.
+        watch: the second, idle connection to a rank on another host.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -157,7 +157,7 @@ class Peer:
     def reply(self, frame: bytes) -> None:
         """Send a short frame from a reader thread, which must never wait: two could wait for each other.
 
-        If another thread is sending, that thread sends it next; if the socket is full, a new thread does.
+        If another thread is sending, it sends this frame next; if the socket is full, a new thread sends it.
         """
         self._replies.append(frame)
         self._send_replies(may_wait=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.distributed.context import ParallelContext
 
-if TYPE_CHECKING:  # `--check` reads this file, and would wait for all that a run needs
+if TYPE_CHECKING:  # `--check` reads this file, and should not wait for the imports of a run
     from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord
 from ppfleetx.resilience.spikes import Spike
 from ppfleetx.resilience.stragglers import Stragglers
@@ -18,13 +18,13 @@ from ppfleetx.resilience.stragglers import Stragglers
 
 @dataclass(frozen=True)
 class CallbackSetup:
-    """What a callback is given when it is created.
+    """The arguments for creating a callback.
 
     Attributes:
         cfg: the run's configuration.
         ctx: this process's place in the job.
-        output_dir: the run's directory; it exists, and while training it belongs to the run.
-        trains: False in ppfleetx eval, which only evaluates.
+        output_dir: the run's directory. It exists and, during training, belongs to the run.
+        trains: whether the run trains; False in ppfleetx eval, which only evaluates.
     """
 
     cfg: RunConfig
@@ -34,7 +34,7 @@ class CallbackSetup:
 
 
 class Callback:
-    """Hooks that are called during a run. They do nothing here; subclasses override those they need.
+    """Hooks that are called during a run. They do nothing here; subclasses override the hooks they need.
 
     A callback is created once, as ``Class(setup, **options)`` with a :class:`CallbackSetup` and the options
     of ``Engine.callbacks``, on the ranks it is registered for (``CallbackTraits.ranks``; by default rank 0).
@@ -71,6 +71,7 @@ class Callback:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned. Called before ``on_fit_start`` on every rank where the
+        """Restore the result of :meth:`state`. Called before ``on_fit_start`` on every rank where the
         callback runs, whatever the plan of the run that saved it; not called if the checkpoint has no state
-        for it."""
+        for it.
+        """

@@ -49,7 +49,7 @@ class CallbackList:
         return {name: state for name, state in states.items() if state}
 
     def load_state(self, states: Any) -> None:
-        """Give each callback its saved state; those without one start afresh.
+        """Give each callback its saved state. Callbacks without one start afresh.
 
         Raises:
             CheckpointError: the states are damaged.
@@ -62,8 +62,8 @@ class CallbackList:
 
 
 def check_callbacks(items: Sequence[CallbackConfig]) -> None:
-    """Refuse callbacks that could not be created, without creating any. Imports Paddle only to check options
-    of callbacks that ship.
+    """Refuse callbacks that could not be created, without creating any. Imports Paddle only to check the
+    options of built-in callbacks.
 
     Raises:
         ConfigError: a callback does not take an option, or is named twice.
@@ -75,7 +75,7 @@ def check_callbacks(items: Sequence[CallbackConfig]) -> None:
 
 
 def build_callbacks(setup: CallbackSetup) -> CallbackList:
-    """The callbacks of ``Engine.callbacks`` that run on this rank; all ranks call this.
+    """Create the callbacks of ``Engine.callbacks`` that run on this rank. All ranks call this.
 
     Raises:
         ConfigError: a callback does not take an option, or cannot be created; on all ranks.
@@ -95,7 +95,7 @@ def build_callbacks(setup: CallbackSetup) -> CallbackList:
 
 
 def _loggers(setup: CallbackSetup, there: Set[str]) -> Iterator[tuple[str, Callback]]:
-    """The callbacks that ``Engine.loggers`` adds to those named in ``there``."""
+    """The callbacks that ``Engine.loggers`` adds to the callbacks named in ``there``."""
     for item in setup.cfg.Engine.loggers:
         name = LOGGERS.traits(item.name).callback
         if name is not None and name not in there:
@@ -118,7 +118,7 @@ def _checked(callback: Any, name: str) -> Callback:
 
 
 def _numbered(items: Sequence[CallbackConfig]) -> Iterator[tuple[str, CallbackConfig]]:
-    """The state's name and the item of each callback, with groups expanded.
+    """The name of the state, and the item, of each callback, with groups expanded.
 
     A name that occurs again with other options gets a number: ``csv``, ``csv#2``.
     """

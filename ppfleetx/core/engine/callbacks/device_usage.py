@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 def device_utilization(cfg: RunConfig, device: str) -> Utilization | None:
-    """FLOPs and peak to compute the run's TFLOP/s and MFU; None if a step's FLOPs are not known."""
+    """FLOPs and peak, to compute the run's TFLOP/s and MFU; None if a step's FLOPs are unknown."""
     return _of(_ById(cfg), device)
 
 
 class _ById:
-    """Hashes a configuration by identity, to use it as a cache key at every log line."""
+    """Hashes a configuration by identity, so that it can be a cache key at every log line."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
@@ -58,7 +58,9 @@ def device_name(device: str) -> str:
 
 
 class MemoryLog(Callback):
-    """Logs bytes of parameters and optimizer state after the first step, and the peak memory at the end."""
+    """Logs the bytes of parameters and optimizer state after the first step, and the peak memory at the
+    end.
+    """
 
     def __init__(self) -> None:
         self._said = False
@@ -84,7 +86,7 @@ class MemoryLog(Callback):
 
 
 def _peak_text(run: Run) -> str:
-    """Peak resident memory of the process, and of its device where there is one."""
+    """The peak resident memory of the process, and the peak memory of its device, if there is one."""
     # Linux counts ru_maxrss in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     text = f"peak host {_mib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}"
@@ -101,7 +103,7 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-_WARM_UP = 2  # first steps, in which kernels are chosen and states are created
+_WARM_UP = 2  # skip the first steps, in which kernels are chosen and states are created
 _KEPT = 4096
 
 
@@ -155,9 +157,9 @@ _MAX_RANKS_SHOWN = 16
 
 
 def rank_table(ctx: ParallelContext, runner: Runner) -> list[str]:
-    """Lines with each rank's place in the plan and its number of parameters; every rank calls this.
+    """Lines with each rank's place in the plan and its number of parameters. Every rank calls this.
 
-    Ranks that differ only along dp, sharding and sep and hold the same number share a line.
+    Ranks that differ only along dp, sharding and sep, and hold the same number of parameters, share a line.
     """
     held = sum(parameter.size for _, parameter in runner.named_parameters())
     counts = gather(ctx, held)

@@ -14,7 +14,7 @@ from ppfleetx.utils.progress import ProgressBar
 
 
 class TrainLog(Callback):
-    """Logs one line every ``logging_freq`` steps; costs and speeds are means since the last line."""
+    """Logs one line every ``logging_freq`` steps. Costs and speeds are means since the last line."""
 
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq
@@ -89,12 +89,13 @@ def train_line(record: StepRecord, window: Window, rates: Mapping[str, float] | 
     return f"{text}, loss_scale: {record.loss_scale:g}, found_inf: {int(record.skipped)}"
 
 
-_LARGEST_LOSS = 20.0  # Megatron caps the perplexity at that of this loss
+_LARGEST_LOSS = 20.0  # Megatron caps the loss at this value for the perplexity
 
 
 class MegatronLog(Callback):
     """Logs `` iteration N/ TOTAL | consumed samples: ... |`` every ``logging_freq`` steps, and a line for
-    each evaluation, as Megatron-LM does; times and speeds are means since the last line."""
+    each evaluation, as Megatron-LM does. Times and speeds are means since the last line.
+    """
 
     def __init__(self, logging_freq: int) -> None:
         self._logging_freq = logging_freq

@@ -1,4 +1,4 @@
-"""``Profiler`` section: a chrome trace of some steps and summary tables."""
+"""The ``Profiler`` section: a Chrome trace of some steps, and summary tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.distributed.device import profiler_targets
 from ppfleetx.utils.log import get_logger
 
-# Key of Profiler.summary -> Paddle's table.
+# Maps keys of Profiler.summary to Paddle's tables.
 _VIEWS = {
     "overview": profiler.SummaryView.OverView,
     "device": profiler.SummaryView.DeviceView,

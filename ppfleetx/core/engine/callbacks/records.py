@@ -29,7 +29,7 @@ from ppfleetx.utils.log import get_logger
 
 
 class Recorder(Callback):
-    """Makes a record every ``logging_freq`` steps and for each evaluation; times and speeds are means since
+    """Makes a record every ``logging_freq`` steps and for each evaluation. Times and speeds are means since
     the last record.
 
     Args:
@@ -42,7 +42,7 @@ class Recorder(Callback):
 
     @abstractmethod
     def keep(self, record: dict[str, Any]) -> None:
-        """Write a record of JSON values; ``kind`` (``train`` or ``eval``) and ``step`` are always there."""
+        """Write a record of JSON values. ``kind`` (``train`` or ``eval``) and ``step`` are always present."""
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
         self._window.add(record)
@@ -116,7 +116,7 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _number(value: float) -> float | None:
-    """None for infinity and NaN, which JSON does not have."""
+    """Return a number; None for infinity and NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
@@ -201,7 +201,7 @@ class MetricsFile(Recorder):
 
 
 def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
-    """Drop records after ``step``, and a line cut off by a kill.
+    """Drop records after ``step``, and a line that was cut off when the run was killed.
 
     Args:
         consumed: samples used up to that step. A spike in later samples that sent the run back to this step
@@ -217,7 +217,9 @@ def keep_until(path: Path, step: int, *, consumed: float = math.inf) -> None:
 
 
 def _has_happened(line: str, step: int, consumed: float) -> bool:
-    """Whether the line is a whole record of a step up to ``step``, and not of a spike in later samples."""
+    """Whether the line is a whole record of a step up to ``step``, and not a record of a spike in later
+    samples.
+    """
     try:
         record = json.loads(line)
         at_step = record["step"]
@@ -231,7 +233,8 @@ _KEY = "Engine.loggers"
 
 
 def build_writers(cfg: RunConfig, output_dir: Path) -> dict[str, LogWriter]:
-    """The writers of ``Engine.loggers`` by name, except those that are callbacks. Nothing is opened yet.
+    """Create the writers of ``Engine.loggers``, by name, except loggers that are callbacks. Nothing is opened
+    yet.
 
     Raises:
         ConfigError: a library is missing, or a writer does not take an option.
@@ -257,7 +260,7 @@ class LogWriters(Recorder):
     """Passes the numbers of each record to all writers.
 
     Args:
-        writers: by name.
+        writers: the writers, by name.
         logging_freq: steps between records.
     """
 
@@ -275,7 +278,9 @@ class LogWriters(Recorder):
 
     @classmethod
     def visual_dl(cls, setup: CallbackSetup) -> LogWriters | None:
-        """VisualDL alone, for training, if it is installed and ``Engine.loggers`` does not name it."""
+        """Create a writer for VisualDL only, for training, if it is installed and ``Engine.loggers`` does not
+        name it.
+        """
         named = any(item.name == "visualdl" for item in setup.cfg.Engine.loggers)
         if named or not setup.trains or not visual_dl_is_installed():
             return None
