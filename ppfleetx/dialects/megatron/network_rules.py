@@ -53,9 +53,10 @@ def option(name: str, run: Translation) -> str:
 
 
 def network(run: Translation) -> None:
-    """Translate heads, positions, activation and window."""
+    """Translate heads, positions, norms, activation and window."""
     _heads(run)
     _positions(run)
+    _norms(run)
     _activation(run)
     _window(run)
     name = "attention_softmax_in_fp32"
@@ -96,22 +97,30 @@ def _latent_heads(run: Translation) -> None:
 
 
 def _positions(run: Translation) -> None:
-    names = ("position_embedding_type", "use_rotary_position_embeddings", "no_position_embedding")
-    if run.value("position_embedding_type") in ("yarn", "mrope", "relative", "alibi"):
+    switches = {"use_rotary_position_embeddings": "rope", "use_alibi_position_embeddings": "alibi"}
+    names = ("position_embedding_type", *switches, "no_position_embedding")
+    if run.value("position_embedding_type") in ("yarn", "mrope", "relative"):
         raise run.error(
             "position_embedding_type",
-            "must be learned_absolute, rope or none; stretched rotary positions are "
+            "must be learned_absolute, rope, alibi or none; stretched rotary positions are "
             "rotary_seq_len_interpolation_factor or use_rope_scaling",
         )
-    kind = run.choice("position_embedding_type", ("learned_absolute", "rope", "none"))
-    if run.flag("use_rotary_position_embeddings", False):
-        if kind not in (None, "rope"):
-            raise run.conflict(names, "rotary positions and another kind contradict each other")
-        kind = "rope"
-    if kind != "rope" and run.flag("no_position_embedding", False):
+    kind = run.choice("position_embedding_type", ("learned_absolute", "rope", "alibi", "none"))
+    kinds = {kind, *(switches[name] for name in switches if run.flag(name, False))} - {None}
+    if len(kinds) > 1:
+        raise run.conflict(names, f"{' and '.join(sorted(kinds))} positions contradict each other")
+    kind = kinds.pop() if kinds else None
+    if kind not in switches.values() and run.flag("no_position_embedding", False):
         kind = "none"
     if kind is not None:
         run.put("Model.position_embedding_type", kind, *names)
+    if run.flag("use_alibi_position_embeddings", False) and not run.flag("no_query_key_layer_scaling", False):
+        # Its softmax multiplies scores by the layer's number, which only products had been divided by.
+        raise run.error(
+            "use_alibi_position_embeddings",
+            "needs no_query_key_layer_scaling: without it the biases of layer n are n times as steep there; "
+            "position_embedding_type alibi has the same biases in all layers",
+        )
     if "max_position_embeddings" not in run:
         run.put(
             "Model.max_position_embeddings",
@@ -120,6 +129,24 @@ def _positions(run: Translation) -> None:
             why="max_position_embeddings is not given",
         )
     _rope_scaling(run)
+
+
+def _norms(run: Translation) -> None:
+    """Translate gains around 0 and the norm of the word embeddings, which is always a LayerNorm there."""
+    key, kind = "Model.normalization", run.native.get("Model.normalization")
+    kind = "LayerNorm" if kind is None else kind.value
+    names = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+    if True in [run.flag(name, False) for name in names]:
+        run.replace(key, f"{kind}1P", "normalization", *names)
+    name, epsilons = "embed_layernorm", ("norm_epsilon", "layernorm_epsilon")
+    if not run.flag(name, False):
+        return
+    if kind != "LayerNorm" or any(run.number(one, 1e-5) != 1e-5 for one in epsilons):
+        raise run.conflict(
+            (name, "normalization", *epsilons),
+            "is a LayerNorm with 1e-5, whatever the others are; here all norms are of one kind",
+        )
+    run.put("Model.embedding_norm", True, name)
 
 
 def _rope_scaling(run: Translation) -> None:
