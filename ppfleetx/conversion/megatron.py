@@ -296,8 +296,6 @@ def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]
 
     refused = {
         "apply_residual_connection_post_layernorm": get("apply_residual_connection_post_layernorm"),
-        "apply_layernorm_1p": get("apply_layernorm_1p"),
-        "layernorm_zero_centered_gamma": get("layernorm_zero_centered_gamma"),
         "qk_layernorm": get("qk_layernorm"),
         "rotary_interleaved": get("rotary_interleaved"),
         "multi_latent_attention": get("multi_latent_attention"),
@@ -309,6 +307,9 @@ def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]
     if not (heads and hidden and get("num_layers")):
         return {}
     rope = get("position_embedding_type") == "rope" or get("use_rotary_position_embeddings")
+    norm = get("normalization")
+    if get("apply_layernorm_1p") or get("layernorm_zero_centered_gamma"):  # the gains are stored less 1
+        norm = f"{norm or 'LayerNorm'}1P"
     keys = {
         "vocab_size": get("vocab_size") or get("padded_vocab_size"),
         "hidden_size": hidden,
@@ -326,7 +327,7 @@ def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]
         "position_embedding_type": "rope" if rope else get("position_embedding_type"),
         "rotary_base": get("rotary_base") or 10000.0,
         "rotary_percent": get("rotary_percent"),
-        "normalization": get("normalization"),
+        "normalization": norm,
         "tie_word_embeddings": not get("untie_embeddings_and_output_weights", False),
         "add_bias_linear": get("add_bias_linear", True),
         "add_qkv_bias": True if get("add_qkv_bias") else None,

@@ -127,3 +127,22 @@ def test_scaled_rotary_positions(monkeypatch, options, scaling):
 def test_a_part_of_each_head_may_be_turned(monkeypatch):
     give(monkeypatch, {"rotary_percent": 0.5})
     assert model_of(read_megatron(MEGATRON / "llama_tp2" / "iter_0000003"), None).rotary_percent == 0.5
+
+
+@pytest.mark.parametrize(
+    "place, golden, options, kind",
+    [
+        ("gpt2_tp2_pp2", "hf_gpt2", {"apply_layernorm_1p": True}, "LayerNorm1P"),
+        ("llama_tp2/iter_0000003", "hf_llama", {"layernorm_zero_centered_gamma": True}, "RMSNorm1P"),
+        ("llama_tp2/iter_0000003", "hf_llama", {"apply_layernorm_1p": False}, "RMSNorm"),
+    ],
+)
+def test_gains_around_zero_are_taken_as_they_are(monkeypatch, place, golden, options, kind):
+    give(monkeypatch, options)
+    weights = read_megatron(MEGATRON / place)
+    model = model_of(weights, None)
+    assert model.normalization == kind
+    check(weights, model, golden)
+    other = kind.removesuffix("1P") if kind.endswith("1P") else f"{kind}1P"
+    with pytest.raises(CheckpointError, match="normalization"):
+        model_of(weights, model.model_copy(update={"normalization": other}))
