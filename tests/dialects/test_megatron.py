@@ -623,6 +623,54 @@ def test_deepspeeds_file_is_refused_by_line_and_key(tmp_path):
     assert "take it out of this file" in refusal(f"--deepspeed --deepspeed_config {ds}")
 
 
+def curriculum(tmp_path: Path, **other) -> str:
+    """Arguments with DeepSpeed's curriculum by length, changed in ``other``."""
+    keys = {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 8,
+        "max_difficulty": 32,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 8},
+    }
+    kept = {name: value for name, value in (keys | other).items() if value is not None}
+    return f"--deepspeed --deepspeed_config {deepspeed_file(tmp_path, curriculum_learning=kept)}"
+
+
+def test_sequences_grow_a_step_later_than_deepspeeds(tmp_path):
+    cfg = loaded(curriculum(tmp_path))
+    assert cfg.Global.rampup_seq_len == (8, 8, 48)
+    found = [cfg.batch.lengths.size_at(8 * step) for step in range(8)]
+    # What DeepSpeed's CurriculumScheduler answers to steps 1 to 8 of this schedule.
+    assert found[1:] == [8, 16, 16, 24, 24, 32, 32, 32][:-1]
+    root = {"total_curriculum_step": 6, "difficulty_step": 8, "root_degree": 2}
+    off = curriculum(tmp_path, enabled=False, schedule_type="fixed_root", schedule_config=root)
+    assert loaded(off).Global.rampup_seq_len is None
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"schedule_type": "fixed_root"}, "must be fixed_linear: sequences grow in equal parts"),
+        ({"curriculum_type": "vocab"}, "must be one of 'seqlen'"),
+        (
+            {"min_difficulty": 12},
+            "must be a multiple of deepspeed_config.curriculum_learning.sched",
+        ),
+        ({"max_difficulty": 24}, "must be --seq-length"),
+        ({"min_difficulty": 32}, "cannot grow from 32 to 32"),
+        ({"schedule_config": {"difficulty_step": 8}}, "needs deepspeed_config.curriculum_learning.schedule"),
+        ({"pacing": 1}, "curriculum_learning.pacing"),
+    ],
+)
+def test_other_curricula_are_refused(other, words, tmp_path):
+    assert words in refusal(curriculum(tmp_path, **other))
+
+
+def test_a_curriculum_needs_the_global_batch(tmp_path):
+    assert "give --global-batch-size" in refusal(curriculum(tmp_path), without="--global-batch-size")
+
+
 def test_a_file_of_arguments(tmp_path):
     words = BASE.split()
     pairs = zip(words[::2], words[1::2], strict=True)

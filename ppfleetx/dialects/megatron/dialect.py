@@ -37,6 +37,7 @@ def rules(world_size: int | None) -> list[Rule]:
         network_rules.vocabulary,
         network_rules.data,
         run_rules.batches,
+        run_rules.lengths,
         run_rules.device,
         run_rules.precision,
         run_rules.optimizer,

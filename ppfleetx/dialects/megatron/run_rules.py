@@ -27,6 +27,7 @@ _STYLES = {
     "WSD": "wsd",
 }
 _FP16 = "deepspeed_config.fp16"
+_CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
 def defaults_rule(log: str, *, log_interval: int) -> Rule:
@@ -88,6 +89,38 @@ def _steps(run: Translation, name: str, *, least: float = 0) -> float:
             name, "counts samples; steps follow from them with global_batch_size, which is missing"
         )
     return run.integer(name, least=math.ceil(size * least)) / size
+
+
+def lengths(run: Translation) -> None:
+    """Sequences that grow: DeepSpeed's curriculum by length."""
+    if not run.flag(f"{_CURRICULUM}.enabled", False):
+        return
+    kind, schedule, least, most, steps, unit = names = tuple(
+        f"{_CURRICULUM}.{name}"
+        for name in (
+            "curriculum_type",
+            "schedule_type",
+            "min_difficulty",
+            "max_difficulty",
+            "schedule_config.total_curriculum_step",
+            "schedule_config.difficulty_step",
+        )
+    )
+    if absent := [name for name in names if name not in run]:
+        raise run.error(f"{_CURRICULUM}.enabled", f"needs {', '.join(absent)}")
+    run.choice(kind, ("seqlen",))
+    if run.value(schedule) != "fixed_linear":
+        raise run.error(schedule, "must be fixed_linear: sequences grow in equal parts of the samples")
+    start, end, total, increment = (run.integer(name, least=1) for name in names[2:])
+    if start % increment:
+        raise run.error(least, f"must be a multiple of {unit}, to which lengths are rounded there")
+    if end != run.integer("seq_length"):
+        raise run.error(most, "must be --seq-length, to which sequences grow here")
+    if "Global.global_batch_size" not in run.native:
+        raise run.error(steps, "counts steps, here samples: give --global-batch-size")
+    batch = run.native["Global.global_batch_size"]
+    run.put("Global.rampup_seq_len", [start, increment, total * batch.value], *names, *batch.origins)
+    run.notes.append("each length begins one step later than with DeepSpeed, which counts from step 1")
 
 
 def precision(run: Translation) -> None:
