@@ -92,7 +92,7 @@ def _steps(run: Translation, name: str, *, least: float = 0) -> float:
 
 
 def lengths(run: Translation) -> None:
-    """Sequences that grow: DeepSpeed's curriculum by length."""
+    """Translate DeepSpeed's curriculum by length: sequences that grow."""
     if not run.flag(f"{_CURRICULUM}.enabled", False):
         return
     kind, schedule, least, most, steps, unit = names = tuple(
