@@ -574,6 +574,7 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
         ("--tensor-modell-parallel-size 2", "Did you mean tensor_model_parallel_size"),
         ("--num-layers 6", "is already given (argument 1)"),
         ("--rampup-batch-size 16 16 100", "Global.rampup_batch_size"),
+        ("--lr-decay-tokens 1000", "count steps: give --train-iters"),
         ("--fp16 --bf16", "a run computes in one precision"),
         ("--bf16 --fp32-residual-connection", "adds the branches of a block in 16 bits too"),
         ("--fp16-lm-cross-entropy", "the loss is computed in float32"),
