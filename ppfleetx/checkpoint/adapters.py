@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -122,12 +122,23 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
     return write_ppfleetx(weights, fitted(weights, plain), plain, output)
 
 
-def read_adapters(path: str | Path, base: str | Path) -> tuple[LoraConfig, dict[str, np.ndarray]]:
-    """Read the adapters at ``path``, which were trained over the weights at ``base``.
+@dataclass(frozen=True)
+class TrainedAdapters:
+    """The adapters of a checkpoint.
 
-    Returns:
-        Their section of the configuration, and ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` float32
-        of each linear X.
+    Attributes:
+        lora: the section of the configuration that describes them.
+        tensors: ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` float32 of each linear X.
+        tokenizer: the fingerprint of the tokenizer they were trained with; None if it is unknown.
+    """
+
+    lora: LoraConfig
+    tensors: Mapping[str, np.ndarray]
+    tokenizer: str | None
+
+
+def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
+    """Read the adapters at ``path``, which were trained over the weights at ``base``.
 
     Raises:
         CheckpointError: there are none, or they were trained over other weights, or with a head of classes.
@@ -140,14 +151,15 @@ def read_adapters(path: str | Path, base: str | Path) -> tuple[LoraConfig, dict[
         raise CheckpointError(f"checkpoint {checkpoint.path} has a head of its own, {heads[0]}")
     source = with_vocabulary(open_resolved(resolve_checkpoint(base)), model.vocab_size)
     frozen = _frozen_names(source, model)
-    is_whole = checkpoint.manifest.fingerprints.get(BASE) is None
-    if not is_whole:
-        check_base(checkpoint, base_fingerprint(source, frozen), str(base))
-    elif base_fingerprint(checkpoint, frozen) != base_fingerprint(source, frozen):
+    fingerprints = checkpoint.manifest.fingerprints
+    trained_over = fingerprints.get(BASE) or base_fingerprint(checkpoint, frozen)
+    if trained_over != base_fingerprint(source, frozen):
         raise CheckpointError(
-            f"the adapters of {checkpoint.path} were trained over other weights than {base}"
+            f"the adapters of {checkpoint.path} were trained over other weights than those of {base}, or "
+            "over the same in another element type"
         )
-    return model.lora, {name: trained.tensors[name].cast("F32").read() for name in names}
+    tensors = {name: trained.tensors[name].cast("F32").read() for name in names}
+    return TrainedAdapters(model.lora, tensors, fingerprints.get("tokenizer"))
 
 
 def _frozen_names(source: Checkpoint, model: ModelConfig) -> list[str]:

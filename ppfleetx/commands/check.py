@@ -194,11 +194,9 @@ def _model_lines(cfg: RunConfig) -> list[str]:
 def _mup_lines(model: ModelConfig) -> list[str]:
     if model.mup_base_width is None:
         return []
-    m = model.width_factor
+    m = model.width_multiplier
     text = f"{m:g} times the base of {model.mup_base_width}: rates of the blocks' matrices x {1 / m:g}"
-    return [
-        _line("width", f"{text}, their initial values x {m**-0.5:g}, logits x {model.logits_multiplier:g}")
-    ]
+    return [_line("width", f"{text}, their initial values x {m**-0.5:g}, logits x {model.logits_factor:g}")]
 
 
 def _expert_lines(model: ModelConfig) -> list[str]:

@@ -87,7 +87,8 @@ examples:
             server.check_plan(cfg, world_size(os.environ))
             server.check_generation(cfg)
             check_checkpoint(cfg)
-            api_key = server.read_api_key(cfg, os.environ)
+            api_key, adapters = server.read_api_key(cfg, os.environ), server.read_adapters(cfg)
             with server.open_socket(cfg) as listener:
                 cfg, ctx = start_with(cfg)
-                server.serve(server.build_service(cfg, load_generator(cfg, ctx), api_key), listener)
+                service = server.build_service(cfg, load_generator(cfg, ctx), api_key, adapters)
+                server.serve(service, listener)

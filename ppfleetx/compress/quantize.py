@@ -95,6 +95,11 @@ def check_options(model: ModelConfig, options: Options) -> None:
             "changes the norm before queries, keys and values, and does not know latent attention",
             key="--smooth",
         )
+    if options.smooth and not model.pre_norm:
+        raise ConfigError(
+            "changes the gain of the norm before a matrix, and with Model.pre_norm False there is none",
+            key="--smooth",
+        )
     if options.smooth and (model.shared_input_norm or NORMS.traits(model.normalization).zero_centered):
         key = "shared_input_norm" if model.shared_input_norm else "normalization"
         raise ConfigError(

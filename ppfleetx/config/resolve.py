@@ -162,6 +162,11 @@ def _lengths(cfg: RunConfig) -> Ramp | None:
         )
     if cfg.Model.task.classifies:
         raise RuleError((key, "Model.module"), "a classifier reads whole texts; leave it out")
+    if not train.dataset.is_corpus:
+        raise RuleError(
+            (key, "Data.Train.dataset.name"),
+            "the beginnings of records may have no token to learn; leave it out",
+        )
     return ramp
 
 

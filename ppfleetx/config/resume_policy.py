@@ -66,13 +66,13 @@ _EFFECTS: dict[str, Effect] = {
         "attention_window attention_window_layers attention_multiplier attn_logit_softcapping "
         "final_logit_softcapping embedding_multiplier residual_multiplier logits_multiplier normalization "
         "norm_epsilon qk_layernorm parallel_residual sandwich_norm tie_word_embeddings lora.alpha lora.base "
-        "moe",
+        "mup_base_width moe",
     ),
     **_table(
         Effect.TRAINING,
         "Model",
         "hidden_dropout_prob embedding_dropout_prob attention_probs_dropout_prob scale_qk_by_layer_num "
-        "softmax_in_fp32 mup_base_width lora.dropout moe.router.jitter moe.aux_loss moe.z_loss_weight "
+        "softmax_in_fp32 lora.dropout moe.router.jitter moe.aux_loss moe.z_loss_weight "
         "moe.bias_update_rate moe.capacity",
     ),
     # Padding, initial values, kernels, recomputation and the plan.
@@ -145,13 +145,14 @@ _EFFECTIVE = {
     "head_dim": "head_size",
     "ffn_hidden_size": "ffn_size",
     "moe": "mixtures",
+    "logits_multiplier": "logits_factor",
     "add_qkv_bias": "has_qkv_bias",
     "add_out_proj_bias": "has_out_proj_bias",
     "add_mlp_bias": "has_mlp_bias",
     "add_head_bias": "has_head_bias",
 }
 # Keys with these effects that do not describe the network itself.
-_NOT_OF_THE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora")
+_NOT_OF_THE_NETWORK = ("module", "add_bias_linear", "num_classes", "lora", "mup_base_width")
 
 
 @dataclass(frozen=True)

@@ -181,11 +181,7 @@ def without_padding(micro_batches: list[MicroBatch], multiple: int) -> list[Micr
     All micro batches of a step get the same length, because a pipeline requires it.
     """
     longest = max(int(batch["lengths"].max()) for batch in micro_batches)
-    end = -(-longest // multiple) * multiple
-    return [
-        {name: array if array.ndim < 2 else array[:, :end] for name, array in batch.items()}
-        for batch in micro_batches
-    ]
+    return shortened(micro_batches, -(-longest // multiple) * multiple)
 
 
 class DataLoader:

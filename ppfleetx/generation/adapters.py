@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import paddle
@@ -45,7 +46,6 @@ class Adapters:
             CheckpointError: it belongs to layers that this model does not have, or to experts.
         """
         linears, branches = self._linears(), []
-        dtype = next(p.dtype for p in self._model.model.parameters() if p.is_floating_point())
         for place in sorted({key.rpartition(".")[0] for key in tensors}):
             linear_name = place.removesuffix(".lora")
             linear = linears.get(linear_name)
@@ -57,6 +57,7 @@ class Adapters:
                     "them into the weights (ppfleetx merge)"
                 )
             a, b = (tensors[f"{place}.{letter}"] for letter in "ab")
+            dtype = _dtype_of(linear)
             branch = LoraBranch(a.shape, b.shape, scale=scale, dropout=nn.Identity())
             branch.to(dtype=dtype)
             for parameter, values in ((branch.a, a), (branch.b, b)):
@@ -89,6 +90,14 @@ class Adapters:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _dtype_of(linear: nn.Layer) -> Any:
+    """The type that a linear computes in."""
+    weight = linear.weight
+    return getattr(weight, "compute_dtype", None) or (
+        weight.dtype if weight.is_floating_point() else paddle.float32
+    )
 
 
 def _add(

@@ -179,7 +179,8 @@ class Attention(HeadAttention):
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
         key = self.k_norm(key.flatten(2)).reshape([0, 0, groups, 1, size])
-        return paddle.concat([query, key, value], axis=3)
+        # Under O1 gains are float32, and so would be all three.
+        return paddle.concat([query.astype(qkv.dtype), key.astype(qkv.dtype), value], axis=3)
 
     @property
     def _norms_each_head(self) -> bool:

@@ -158,17 +158,21 @@ class AttentionSpec:
         q, kv = (work.bytes_of(width / work.mp) for width in (self.q_width, self.kv_width))
         whole, turning = q + 2 * kv, q + kv
         kept = q * (keeps_queries or work.flash) + 2 * kv
-        steps, source = [], "qkv"
+        steps, source, each = [], "qkv", self.head_norm
+        if each is not None and each.over_heads:  # before positions are exchanged
+            steps += each.tape(work, "normed", "qkv", turning)
+            steps.append(Step("qkv normed", whole, ("normed",), back=whole))
+            source, each = "qkv normed", None
         if work.sep > 1:
             steps.append(Step("qkv exchanged", whole, (source,), scratch=2 * whole, back=2 * whole))
             source = "qkv exchanged"
-        if self.rotary_size is None and self.head_norm is None:
+        if self.rotary_size is None and each is None:
             if self.queries_per_group == 1:
                 return [*steps, Step("heads", whole, (source,), view=True)]
             return [*steps, Step("heads", kept, (source,), scratch=whole - kept, back=whole)]
         steps.append(Step("apart", whole, (source,), back=whole))
-        if self.head_norm is not None:
-            steps += self.head_norm.tape(work, "normed heads", "apart", turning)
+        if each is not None:
+            steps += each.tape(work, "normed heads", "apart", turning)
         if self.rotary_size is not None:
             steps.append(self._turned(work, steps[-1].writes, turning))
         if work.on_cpu:

@@ -36,6 +36,7 @@ class LatentAttention(HeadAttention):
         self.out_proj = factory.linear(spec.out_proj)
         self.register_buffer("to_keys", None)
         self.register_buffer("to_values", None)
+        self._kept_with: tuple[int, ...] = ()
 
     def forward(
         self,
@@ -133,8 +134,12 @@ class LatentAttention(HeadAttention):
 
     def _projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         """Return the projections to keys ``[n, p, c]`` and to values ``[n, c, v]``."""
-        if self.to_keys is not None:
+        # Adapters come and go as hooks, and the projections that are kept belong to some of them.
+        hooks = tuple(self.kv_up._forward_post_hooks)
+        if self.to_keys is not None and self._kept_with == hooks:
             return self.to_keys, self.to_values
+        if self.to_keys is not None and hooks:
+            return self._cut_projections()
         if self.factory.keeps_weights and paddle.in_dynamic_mode() and not paddle.is_grad_enabled():
             self.keep_projections()
             return self.to_keys, self.to_values
@@ -144,6 +149,7 @@ class LatentAttention(HeadAttention):
     def keep_projections(self) -> None:
         """Split the projections out of their matrix once, for a model whose weights no longer change."""
         self.to_keys, self.to_values = self._cut_projections()
+        self._kept_with = tuple(self.kv_up._forward_post_hooks)
 
     def _cut_projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         spec = self.spec

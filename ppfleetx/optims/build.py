@@ -22,7 +22,7 @@ def build_optimizer(
     named_params: NamedParams,
     place: UpdatePlace | None = None,
     num_layers: int = 0,
-    mup_factor: float = 1.0,
+    width_multiplier: float = 1.0,
 ) -> Optimizer:
     """Build the optimizer of section `Optimizer` over (canonical name, parameter) pairs.
 
@@ -31,7 +31,7 @@ def build_optimizer(
         named_params: parameters; frozen ones (`stop_gradient`) are left out.
         place: where and how it works.
         num_layers: blocks of the whole model, for layer-wise decay.
-        mup_factor: the model's width over that of its base (``Model.mup_base_width``).
+        width_multiplier: the model's width over that of its base (``Model.mup_base_width``).
 
     Raises:
         ConfigError: the optimizer is unknown, or differs from its registered kind.
@@ -41,7 +41,9 @@ def build_optimizer(
     _check_place(groups, place)
     shapes = {name: _global_shape(param) for name, param in named_params}
     of_width = {
-        name: width_factor(param.spec, mup_factor) for name, param in named_params if mup_factor != 1.0
+        name: width_factor(param.spec, width_multiplier)
+        for name, param in named_params
+        if width_multiplier != 1.0
     }
     return Optimizer(
         groups,

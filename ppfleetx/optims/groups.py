@@ -36,15 +36,14 @@ MUON_RULES: dict[str, Callable[[ParamSpec], bool]] = {"Muon": is_hidden_matrix, 
 """The rules of ``Optimizer.name: Muon``; each parameter belongs to the first that takes it."""
 
 
-def width_factor(spec: ParamSpec, factor: float) -> float:
+def width_factor(spec: ParamSpec, width_multiplier: float) -> float:
     """Factor of a parameter's learning rate under ``Model.mup_base_width`` (Yang et al., 2022, table 8).
 
     Args:
         spec: the parameter.
-        factor: the width over the base's.
+        width_multiplier: the model's width over that of its base.
     """
-    is_scaled = spec.kind in ("matrix", "router") and spec.name.startswith("decoder.layers.")
-    return 1 / factor if is_scaled else 1.0
+    return 1 / width_multiplier if is_hidden_matrix(spec) or spec.kind == "router" else 1.0
 
 
 def layer_factor(name: str, decay: float, num_layers: int) -> float:

@@ -190,7 +190,9 @@ def _optimizer_and_sync(
             group_rows(cfg.Optimizer, parameter_specs(cfg.Model, cfg.Compress).values())
         fused = "adamw" in factory.fused.taken
         place = UpdatePlace(low, on_host, fused, lambda axis: ctx.group_over((axis,)))
-        optimizer = build_optimizer(cfg.Optimizer, named, place, cfg.Model.num_layers, cfg.Model.width_factor)
+        optimizer = build_optimizer(
+            cfg.Optimizer, named, place, cfg.Model.num_layers, cfg.Model.width_multiplier
+        )
     if sharding is not None:
         values = _values(sharding, trainable, stages, cfg, ctx)
         if optimizer is not None:

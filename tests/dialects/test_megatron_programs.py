@@ -155,7 +155,7 @@ def tokenizer_files() -> tuple[str, str]:
 
 def record(step: int, **keys) -> StepRecord:
     known = {"epoch": 0, "batch": step - 1, "loss": 6.25, "lr": 1e-4, "weight_decay": 0.0, "grad_norm": 1.5}
-    tokens = {"num_valid_tokens": 64.0, "num_tokens": 64, "data_size": 1}
+    tokens = {"num_valid_tokens": 64.0, "num_tokens": 64, "batch_size": 2, "data_size": 1}
     costs = {"reader_cost": 0.0, "batch_cost": 0.25}
     return StepRecord(step, **{**known, **tokens, **costs, **keys})
 

@@ -1,5 +1,7 @@
 """All blocks in one operation: what the layers give, in every kind of block it can take."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import paddle
 import pytest
@@ -69,7 +71,7 @@ def _model(weights: WeightsConfig | None = None, factory: type[LocalFactory] = I
 def _logits(model: StagedModel, prompts: list[list[int]], *, fused: bool) -> np.ndarray:
     next_token = NextTokenModel(model, SHAPE["vocab_size"])
     session, found = DecodingSession(next_token, prompts, use_cache=True), []
-    with paddle.no_grad():
+    with paddle.no_grad(), nullcontext() if fused else next_token.layer_by_layer():
         for step in range(36):  # past the end of the cache's first memory
             found.append(session.next_logits().numpy())
             session.append(np.arange(session.num_rows) + step)

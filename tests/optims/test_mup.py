@@ -35,7 +35,7 @@ def changes(width: int, *, base: int | None) -> float:
     )
     model = StagedModel(gpt_stages(cfg, LocalFactory()), seed=3)
     named = [(parameter.info.name, parameter) for parameter in model.parameters()]
-    optimizer = build_optimizer(OptimizerConfig(), named, mup_factor=cfg.width_factor)
+    optimizer = build_optimizer(OptimizerConfig(), named, width_multiplier=cfg.width_multiplier)
     rng = np.random.default_rng(0)
     tokens, labels = (paddle.to_tensor(rng.integers(0, VOCAB, (4, 16))) for _ in range(2))
     places = paddle.arange(16).unsqueeze(0).expand([4, 16])
@@ -69,9 +69,9 @@ def test_what_it_scales() -> None:
     assert wide["decoder.layers.1.mlp.fc1.weight"] == narrow["decoder.layers.1.mlp.fc1.weight"] / 2
     assert wide["embedding.word_embeddings.weight"] == narrow["embedding.word_embeddings.weight"]
     assert wide["head.weight"] == narrow["embedding.word_embeddings.weight"]
-    assert (one.logits_multiplier, four.logits_multiplier) == (1.0, 0.25)
+    assert (one.logits_factor, four.logits_factor) == (1.0, 0.25)
     assert (
-        ModelConfig(hidden_size=128, **sizes, mup_base_width=32, logits_multiplier=3.0).logits_multiplier == 3
+        ModelConfig(hidden_size=128, **sizes, mup_base_width=32, logits_multiplier=3.0).logits_factor == 0.75
     )
 
 

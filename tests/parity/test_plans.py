@@ -51,6 +51,17 @@ def test_factors_of_rates_by_width(comparison, plan):
     comparison.check(plan, "llama", "adamw", extra={**SMALL, "Model.mup_base_width": 8})
 
 
+def test_factors_of_rates_change_steps_and_nothing_before_them(comparison):
+    same = {"Model.embedding_initializer_range": 0.2}  # and matrices start alike
+    wide = {"Model.mup_base_width": 8, "Model.logits_multiplier": 4.0, "Model.initializer_range": 0.4}
+    ours, plain = (
+        comparison.reference("gpt", "adamw", 8, extra={**SMALL, **same, **keys})[0]["loss"]
+        for keys in (wide, {})
+    )
+    assert ours[0] == plain[0]
+    assert ours[-1] != pytest.approx(plain[-1], rel=1e-5)
+
+
 def recompute(granularity="full"):
     return {"Model.use_recompute": True, "Model.recompute_granularity": granularity}
 

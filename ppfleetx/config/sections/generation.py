@@ -379,7 +379,8 @@ class ServeConfig(Section):
     """Prompt tokens, padding included, that are run in one step; a longer prompt is run alone."""
     prefix_cache_tokens: CountInt = 4096
     """Positions whose keys and values are kept after their sequence has ended, for prompts that begin in the
-    same way: shared system messages, further turns of a chat. 0: none."""
+    same way: shared system messages, further turns of a chat. The base and each of `adapters` have an equal
+    part of them. 0: none."""
     prompt_lookup_num_tokens: CountInt = 16
     """While at most 3 sequences grow, up to so many tokens of each are guessed from its earlier text and
     checked in one pass. It changes the speed, not the text; 0: no guesses."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection
+from typing import Annotated, Literal
 
 from pydantic import model_validator
 
@@ -203,7 +203,8 @@ class ModelConfig(Section):
     mup_base_width: Size | None = None
     """Width at which rate and initial values were tuned (muP; Yang et al., 2022); null: this width. For m =
     `hidden_size / mup_base_width`, the matrices of blocks start at `initializer_range / sqrt(m)` and have
-    the learning rate / m, and `logits_multiplier` is 1 / m unless it is given. Heads keep their size."""
+    the learning rate / m (so that each step decays them by less, too), and logits are divided by m. Heads
+    keep their size."""
     scale_output_init: Bool = True
     """Attention output and second MLP linear start at `initializer_range / sqrt(2 * num_layers)`."""
     scale_qk_by_layer_num: Bool = True
@@ -361,25 +362,19 @@ class ModelConfig(Section):
         return names
 
     @property
-    def width_factor(self) -> float:
+    def width_multiplier(self) -> float:
         """How many times wider the model is than the one its rates were tuned on."""
         return 1.0 if self.mup_base_width is None else self.hidden_size / self.mup_base_width
 
     @property
+    def logits_factor(self) -> float:
+        """The factor of the logits."""
+        return self.logits_multiplier / self.width_multiplier
+
+    @property
     def matrix_std(self) -> float:
         """Standard deviation of the initial matrices of blocks, but for `scale_output_init`."""
-        return self.initializer_range / self.width_factor**0.5
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_logits_multiplier(cls, values: Any) -> Any:
-        """With ``mup_base_width``, logits are multiplied by one over the factor of the width."""
-        if not isinstance(values, Mapping):
-            return values
-        base, width = values.get("mup_base_width"), values.get("hidden_size")
-        if "logits_multiplier" in values or not (type(base) is type(width) is int and base > 0 < width):
-            return values
-        return {**values, "logits_multiplier": base / width}
+        return self.initializer_range / self.width_multiplier**0.5
 
     @property
     def not_pruned(self) -> tuple[str, str] | None:
@@ -449,6 +444,11 @@ class ModelConfig(Section):
     def _check_latent_attention(self) -> ModelConfig:
         if self.latent_attention is None:
             return self
+        if self.mup_base_width is not None:
+            raise RuleError(
+                ("mup_base_width", "latent_attention"),
+                "its rule is for matrices that grow with the width, and compressed vectors keep theirs",
+            )
         if not self.positions.rotates:
             raise RuleError(
                 ("latent_attention", "position_embedding_type"),
@@ -459,7 +459,6 @@ class ModelConfig(Section):
             "head_dim": self.head_dim is not None,
             "rotary_percent": self.rotary_percent != 1.0,
             "qk_layernorm": self.qk_layernorm,
-            "mup_base_width": self.mup_base_width is not None,
             "attention_multiplier": self.attention_multiplier is not None,
             "attn_logit_softcapping": self.attn_logit_softcapping is not None,
             "rotary_layers": self.rotary_layers is not None,

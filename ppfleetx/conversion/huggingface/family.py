@@ -249,11 +249,12 @@ def hf_pattern(model: ModelConfig) -> dict[str, Any]:
 PATTERN_READ = {"layer_types", "sliding_window"}
 
 
-def rope_by_kind(config: Config, *, base: float, local: float) -> dict[str, Any]:
+def rope_by_kind(config: Config, pattern: Mapping[str, Any], *, base: float, local: float) -> dict[str, Any]:
     """:func:`llama_like`, with a base of their own for the layers that have a window.
 
     Args:
         config: with ``rope_parameters`` by kind of layer, or with those of layers without a window.
+        pattern: :func:`pattern_keys` of it.
         base: of layers without a window, where nothing says another.
         local: the same of layers with one; they are never scaled.
     """
@@ -270,7 +271,7 @@ def rope_by_kind(config: Config, *, base: float, local: float) -> dict[str, Any]
                 "a window are not scaled"
             )
     keys = llama_like(usual)
-    if local == keys["rotary_base"] and keys["rope_scaling"] is None:
+    if pattern["attention_window"] is None or (local == keys["rotary_base"] and keys["rope_scaling"] is None):
         return keys
     return {**keys, "local_rotary_base": float(local)}
 

@@ -64,9 +64,7 @@ def _gemma2(config: Config) -> dict[str, Any]:
 def _gemma3(config: Config) -> dict[str, Any]:
     every = config.get("_sliding_window_pattern", config.get("sliding_window_pattern", 6))
     pattern = pattern_keys({"sliding_window": 4096, **config}, every)
-    rope = rope_by_kind(config, base=1e6, local=config.get("rope_local_base_freq", 10000.0))
-    if pattern["attention_window"] is None:
-        rope.pop("local_rotary_base", None)
+    rope = rope_by_kind(config, pattern, base=1e6, local=config.get("rope_local_base_freq", 10000.0))
     return _factors(config) | rope | _scale(config) | pattern
 
 

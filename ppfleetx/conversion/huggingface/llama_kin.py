@@ -64,7 +64,7 @@ def _write_minicpm(model: ModelConfig) -> dict[str, Any]:
         **write_llama(model),
         "scale_emb": model.embedding_multiplier,
         "scale_depth": model.residual_multiplier * math.sqrt(model.num_layers),
-        "dim_model_base": model.logits_multiplier * model.hidden_size,
+        "dim_model_base": model.logits_factor * model.hidden_size,
     }
 
 
@@ -166,10 +166,7 @@ _OLMO_KEYS = LLAMA_KEYS | ATTENTION_BIAS | {"rms_norm_eps": ("norm_epsilon", 1e-
 def _olmo3(config: Config) -> dict[str, Any]:
     base = config.get("rope_theta", 5e5)
     pattern = pattern_keys({"sliding_window": 4096, **config}, 4)
-    rope = rope_by_kind(config, base=base, local=base)
-    if pattern["attention_window"] is None:
-        rope.pop("local_rotary_base", None)
-    return rope | pattern
+    return rope_by_kind(config, pattern, base=base, local=base) | pattern
 
 
 def _write_olmo3(model: ModelConfig) -> dict[str, Any]:
@@ -223,7 +220,7 @@ LLAMA_KIN: dict[str, Family] = {
         LLAMA_FIXED,
         LLAMA_NAMES,
         _granite,
-        lambda model: {**write_llama(model), "logits_scaling": 1 / model.logits_multiplier},
+        lambda model: {**write_llama(model), "logits_scaling": 1 / model.logits_factor},
         LLAMA_READ | {"logits_scaling"},
         off=SILU,
     ),

@@ -316,6 +316,7 @@ class Engine:
             grad_norm=output.grad_norm,
             num_valid_tokens=output.num_valid_tokens,
             num_tokens=num_tokens,
+            batch_size=batch_size,
             data_size=self.ctx.data_size,
             reader_cost=reader_cost,
             batch_cost=done - started,

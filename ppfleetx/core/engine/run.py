@@ -62,6 +62,7 @@ class StepRecord:
         grad_norm: the gradient norm before clipping.
         num_valid_tokens: the number of tokens that counted in the loss.
         num_tokens: the number of tokens of the whole job in this step, valid or not.
+        batch_size: the number of sequences of the whole job in this step.
         data_size: number of data ranks, which read different samples.
         reader_cost: seconds spent waiting for data.
         batch_cost: seconds of the whole step, including waiting.
@@ -81,6 +82,7 @@ class StepRecord:
     grad_norm: float
     num_valid_tokens: float
     num_tokens: int
+    batch_size: int
     data_size: int
     reader_cost: float
     batch_cost: float

@@ -21,12 +21,11 @@ from ppfleetx.utils.log import get_logger
 if TYPE_CHECKING:
     import uvicorn
 
+    from ppfleetx.checkpoint.adapters import TrainedAdapters
     from ppfleetx.data.chat.templates import ChatTemplate
     from ppfleetx.data.tokenizer.tokenizer import Tokenizer
     from ppfleetx.deploy.server.app import Service
-    from ppfleetx.generation.adapters import Adapters
     from ppfleetx.generation.generator import Generator
-    from ppfleetx.generation.session import NextTokenModel
 
 _LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
 _MORE_SECONDS = 5.0  # seconds from the model's last event to the end of the last connection
@@ -63,8 +62,14 @@ def check_generation(cfg: RunConfig) -> None:
     """Refuse settings that a server does not follow.
 
     Raises:
-        ConfigError: an assistant is asked for, or an adapter has the name of the base.
+        ConfigError: the configuration asks for an assistant, or adapters do not go with the model.
     """
+    if cfg.Serve.adapters and cfg.Model.lora is not None:
+        raise ConfigError(
+            "are adapters over a model without any, and this one has Model.lora: serve the base that they "
+            "were trained over",
+            key="Serve.adapters",
+        )
     if cfg.Serve.model_name in cfg.Serve.adapters:
         raise ConfigError(
             "is the name of the base (Serve.model_name)", key="Serve.adapters", value=cfg.Serve.model_name
@@ -131,7 +136,12 @@ def _address_error(cfg: RunConfig, key: str, error: OSError) -> ConfigError:
     )
 
 
-def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> Service:
+def build_service(
+    cfg: RunConfig,
+    generator: Generator,
+    api_key: str | None,
+    adapters: Mapping[str, TrainedAdapters] | None = None,
+) -> Service:
     """Build the parts of the server around a loaded model.
 
     Raises:
@@ -142,6 +152,7 @@ def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> 
     from ppfleetx.deploy.server.metrics import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
     from ppfleetx.deploy.server.scheduler import Scheduler
+    from ppfleetx.generation.adapters import Adapters
 
     model = generator.next_token_model.model
     model.eval()
@@ -157,32 +168,36 @@ def build_service(cfg: RunConfig, generator: Generator, api_key: str | None) -> 
         / 2**30,
     )
     metrics, end_ids = Metrics(), generator.end_ids(cfg.Generation)
-    adapters = load_adapters(cfg, generator.next_token_model)
-    scheduler = Scheduler(
-        generator.next_token_model, generator.tokenizer, end_ids, cfg.Serve, metrics, adapters
-    )
+    added = Adapters(generator.next_token_model)
+    for name, one in (adapters or {}).items():
+        if one.tokenizer not in (None, generator.tokenizer.fingerprint):
+            raise ConfigError(
+                "was trained with another tokenizer than the base has",
+                key=f"Serve.adapters.{name}",
+                value=cfg.Serve.adapters[name],
+            )
+        added.add(name, one.tensors, scale=one.lora.scale)
+        get_logger().info("adapter %r: rank %d, from %s", name, one.lora.rank, cfg.Serve.adapters[name])
+    scheduler = Scheduler(generator.next_token_model, generator.tokenizer, end_ids, cfg.Serve, metrics, added)
     template = _chat_template(cfg, generator.tokenizer)
     prompts = PromptReader(generator, template, cfg.Serve, scheduler)
     texts = TokenTexts(generator.tokenizer)
     return Service(cfg.Serve, api_key, prompts, scheduler, metrics, texts, int(time.time()))
 
 
-def load_adapters(cfg: RunConfig, model: NextTokenModel) -> Adapters:
-    """Load ``Serve.adapters``.
+def read_adapters(cfg: RunConfig) -> dict[str, TrainedAdapters]:
+    """Read ``Serve.adapters``, before the base is loaded.
 
     Raises:
-        UserError: one cannot be read, or belongs to another model.
+        CheckpointError: one cannot be read, or was trained over another base.
     """
-    from ppfleetx.checkpoint.adapters import read_adapters
-    from ppfleetx.generation.adapters import Adapters
+    from ppfleetx.checkpoint import adapters
 
-    adapters = Adapters(model)
+    found = {}
     for name, place in cfg.Serve.adapters.items():
         with naming(f"Serve.adapters.{name}", place):
-            lora, tensors = read_adapters(place, cfg.Engine.save_load.ckpt_dir)
-            adapters.add(name, tensors, scale=lora.scale)
-        get_logger().info("adapter %r: rank %d, from %s", name, lora.rank, place)
-    return adapters
+            found[name] = adapters.read_adapters(place, cfg.Engine.save_load.ckpt_dir)
+    return found
 
 
 def _chat_template(cfg: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:

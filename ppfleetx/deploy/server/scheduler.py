@@ -87,7 +87,7 @@ class Scheduler:
         self._died = False
         self._adapters = adapters or Adapters(model)
         names = (None, *self._adapters.names)
-        self._lanes = {name: Lane(model, cfg.prefix_cache_tokens) for name in names}
+        self._lanes = {name: Lane(model, cfg.prefix_cache_tokens // len(names)) for name in names}
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 

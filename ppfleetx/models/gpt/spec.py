@@ -371,7 +371,7 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
     limits = {
         "loss_chunks": cfg.loss_chunks,
         "softcap": cfg.final_logit_softcapping,
-        "multiplier": cfg.logits_multiplier,
+        "multiplier": cfg.logits_factor,
     }
     if cfg.task.classifies:
         head = score_spec(cfg, cfg.num_classes or 0)

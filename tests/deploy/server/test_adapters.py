@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import openai
+import paddle
 import pytest
 
-from ppfleetx.checkpoint.adapters import BASE, base_fingerprint, merge_lora
+from ppfleetx.checkpoint.adapters import BASE, base_fingerprint, merge_lora, read_adapters
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.checkpoint.slices import TensorSlice
 from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.commands.generate import load_generator
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.loader import load_config
+from ppfleetx.config.sections.lora import LoraConfig
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.generation.adapters import Adapters
 from ppfleetx.generation.generator import Generator
+from ppfleetx.generation.session import DecodingSession, NextTokenModel
 from ppfleetx.models.gpt.spec import parameter_shapes
+from ppfleetx.models.gpt.stages import gpt_stages
+from ppfleetx.models.staged import StagedModel
+from ppfleetx.nn.factory import InferenceFactory
 from tests.deploy.server.browser import is_installed, started
-from tests.deploy.server.conftest import MODEL, Server
+from tests.deploy.server.conftest import MODEL, Server, command
+from tests.helpers import programs
 
 PROMPTS = ["the cat and", "the hat", "a"]
+LATENT = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "latent_attention": {"kv_rank": 12, "rope_head_dim": 4, "nope_head_dim": 6, "value_head_dim": 8},
+}
 TARGETS = {"fox": ("*.qkv", "*.fc1"), "owl": ("*",)}
 
 
@@ -157,17 +170,64 @@ def _said(client: openai.OpenAI, name: str, turns: list[tuple[str, str]]) -> str
     return done.choices[0].message.content
 
 
-def test_adapters_of_another_model_are_refused(served_checkpoint, offline, tmp_path):
-    from ppfleetx.checkpoint.adapters import read_adapters
-
+def test_adapters_that_do_not_fit_are_refused(served_checkpoint, offline, tmp_path):
     base = served_checkpoint / "run"
     place = write_adapters(tmp_path / "one", base, 0, "*")
-    lora, tensors = read_adapters(place, base)
+    found = read_adapters(place, base)
+    assert found.lora.scale == 4.0
     with pytest.raises(CheckpointError, match="no such linear"):
-        Adapters(offline.next_token_model).add("x", {"decoder.layers.7.mlp.fc1.lora.a": tensors}, scale=1.0)
+        Adapters(offline.next_token_model).add("x", {"decoder.layers.7.mlp.fc1.lora.a": None}, scale=1.0)
     merged = merge_lora(place, tmp_path / "merged")
-    with pytest.raises(CheckpointError, match="another base"):
+    with pytest.raises(CheckpointError, match="over other weights"):
         read_adapters(place, merged.parent)
     with pytest.raises(CheckpointError, match="not trained with adapters"):
         read_adapters(merged.parent, base)
-    assert lora.scale == 4.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["Serve.adapters={gpt: x}"], "name of the base"),
+        (["Serve.adapters={x: y}", "Model.lora.rank=2"], "Model.lora"),
+        (["Serve.adapters={x: nowhere}"], "Serve.adapters.x = 'nowhere'"),
+    ],
+)
+def test_a_server_refuses_them_before_it_loads_the_model(served_checkpoint, overrides, words):
+    done = programs.run(command(served_checkpoint, *overrides), timeout=60, env=dict(os.environ))
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert "with the weights of" not in done.stderr
+
+
+def test_adapters_over_latent_attention_leave_no_trace():
+    """Decoding keeps projections that it cuts out of a matrix which the adapters change."""
+    cfg = ModelConfig(**{**MODEL, **LATENT})
+    network = StagedModel(gpt_stages(cfg, InferenceFactory()), seed=5)
+    for parameter in network.parameters():
+        parameter.set_value(parameter + 0.2 * paddle.randn(parameter.shape))
+    model = NextTokenModel(network, cfg.vocab_size)
+    shapes = parameter_shapes(cfg.model_copy(update={"lora": LoraConfig(rank=3)}))
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.normal(0, 0.5, shape).astype(np.float32)
+        for name, shape in shapes.items()
+        if ".kv_up.lora." in name
+    }
+    adapters = Adapters(model)
+    adapters.add("one", tensors, scale=1.0)
+
+    def logits(name: str | None) -> np.ndarray:
+        session = DecodingSession(model, [[5, 6, 7]], use_cache=True)
+        with paddle.no_grad(), adapters.using(name):
+            session.next_logits()
+            session.append(np.array([8]))
+            return session.next_logits().numpy()
+
+    def expected(name: str | None) -> np.ndarray:
+        with paddle.no_grad(), adapters.using(name):
+            return DecodingSession(model, [[5, 6, 7, 8]], use_cache=False).next_logits().numpy()
+
+    names = ("one", None, "one", None)
+    wanted = {name: expected(name) for name in names}
+    assert np.abs(wanted["one"] - wanted[None]).max() > 0.01
+    for name in names:
+        np.testing.assert_allclose(logits(name), wanted[name], atol=1e-4)

@@ -177,6 +177,12 @@ def test_chats_are_kept_until_they_are_deleted(server: Server, browser: Browser)
     assert browser.run(titles) == ["the second"]
 
 
+def press_small(browser: Browser, label: str, place: int) -> None:
+    """Press one of the small buttons of the messages; -1 is the last one."""
+    buttons = f"[...document.querySelectorAll('#log button')].filter(one => one.textContent === '{label}')"
+    browser.run(f"{buttons}.at({place}).click()")
+
+
 def test_a_question_is_edited_an_answer_made_again_and_a_conversation_saved(
     server: Server, browser: Browser
 ) -> None:
@@ -197,7 +203,18 @@ def test_a_question_is_edited_an_answer_made_again_and_a_conversation_saved(
     )
     assert messages(browser) == []
     assert browser.run("return document.getElementById('prompt').value") == "the first"
+    browser.click("new")
+    titles = (
+        "return [...document.querySelectorAll('#chats li button:first-child')].map(one => one.textContent)"
+    )
+    assert browser.run(titles) == ["the first"], "a question that was not asked again changes nothing"
+    browser.run("document.querySelector('#chats li button').click()")
+    assert messages(browser) == before
+    browser.run(
+        "[...document.querySelectorAll('#log button')].find(one => one.textContent === 'Edit').click()"
+    )
     browser.write("prompt", "another")
+    browser.run("say('')")
     browser.click("go")
     browser.wait(ended(browser, 6), "the end is told")
     assert messages(browser)[0] == "another" and len(messages(browser)) == 2

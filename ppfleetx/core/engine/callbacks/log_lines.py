@@ -113,13 +113,12 @@ class MegatronLog(Callback):
         if record.step % self._logging_freq and record.step != run.max_steps:
             return
         seconds = self._window.batch_cost
-        batch_size = record.num_tokens // run.cfg.Data.Train.dataset.max_seq_len
         scale = "" if record.loss_scale is None else f" loss scale: {record.loss_scale:.1f} |"
         get_logger().info(
             f" iteration {record.step:8d}/{run.max_steps:8d} | consumed samples: "
             f"{run.state.consumed_samples:12d} | elapsed time per iteration (ms): {1000 * seconds:.1f} | "
-            f"samples/sec: {batch_size / seconds:.3f} | learning rate: {record.lr:.6E} | "
-            f"global batch size: {batch_size:5d} | lm loss: {record.loss:.6E} |{scale} "
+            f"samples/sec: {record.batch_size / seconds:.3f} | learning rate: {record.lr:.6E} | "
+            f"global batch size: {record.batch_size:5d} | lm loss: {record.loss:.6E} |{scale} "
             f"grad norm: {record.grad_norm:.3f} | number of skipped iterations: {self._skipped:3d} | "
             f"number of nan iterations:   0 |"
         )
