@@ -129,6 +129,7 @@ def test_published_files_have_no_key_that_is_not_known(name):
                 ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ".checkpoint_format"),
                 ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, ".is_marlin_format"),
                 ({"quant_method": "awq", "bits": 8}, ".bits: 8"),
+                ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, ".backend"),
                 ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ".version: 'gemv'"),
                 ({"quant_method": "awq", "bits": 4, "zero_point": False}, ".zero_point: False"),
             )

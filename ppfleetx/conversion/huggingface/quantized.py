@@ -3,24 +3,24 @@
 In place of ``X.weight`` such a directory holds integers of 4 or 8 bits, several to a word of 32 bits with the
 first in the lowest bits, and a scale and a zero point (an integer, too) for each group of inputs:
 
-=========  ========================  ====================
-tensor     GPTQ                      AWQ (``gemm``)
-=========  ========================  ====================
-X.qweight  [in * bits / 32, out]     [in, out * bits / 32]
+=========  =========================  =====================
+tensor     GPTQ                       AWQ (``gemm``)
+=========  =========================  =====================
+X.qweight  [in * bits / 32, out]      [in, out * bits / 32]
 X.qzeros   [groups, out * bits / 32]  the same
-X.scales   [groups, out]             the same
-X.g_idx    [in], an input's group    none
-=========  ========================  ====================
+X.scales   [groups, out]              the same
+X.g_idx    [in], the group of each    none
+=========  =========================  =====================
 
 ``weight[i, o] = scales[g, o] * (qweight[i, o] - qzeros[g, o])`` with ``g`` the group of input ``i``. Without
 ``g_idx`` the groups are ``group_size`` inputs in a row; -1: all inputs are one group. The words of AWQ hold
-eight neighbouring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. In the first format of GPTQ each zero point is
-stored minus one, which GPTQModel subtracts from the words as a whole, so a zero point of 0 borrows from its
-neighbour. Adding to the words undoes that.
+eight neighbouring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. In GPTQ's first ``checkpoint_format`` (later
+``format``) each zero point is stored minus one. GPTQModel subtracts the ones from whole words, so a zero
+point of 0 borrows from its neighbour; they are added to whole words again.
 
 Sources: AutoGPTQ's ``nn_modules/qlinear/qlinear_cuda.py`` and ``quantization/config.py``, GPTQModel's
-``utils/model.py`` (both formats), AutoAWQ's ``modules/linear/gemm.py`` and ``utils/packing_utils.py``,
-transformers' ``utils/quantization_config.py``.
+``utils/model.py`` and ``quantization/config.py``, AutoAWQ's ``modules/linear/gemm.py`` and
+``utils/packing_utils.py``, transformers' ``utils/quantization_config.py``.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _READ: dict[str, dict[str, tuple[Any, ...]]] = {
     "gptq": {
         "bits": (4, 8),
         "checkpoint_format": (None, "gptq", "gptq_v2"),
+        "format": (None, "gptq", "gptq_v2"),
         "is_marlin_format": (None, False),
-        "pack_dtype": (None, "int32"),
     },
     "awq": {
         "bits": (4,),
-        "version": (None, "gemm"),
+        **dict.fromkeys(("version", "checkpoint_format", "format"), (None, "gemm")),
         "zero_point": (None, True),
-        "backend": (None, "autoawq"),
+        "backend": (None, "autoawq", "auto"),
     },
 }
 """quant_method -> key -> the values that are read; None: the key may be missing."""
@@ -153,33 +153,31 @@ def _weight(
         group = np.arange(inputs) // size if order is None else order.read()
         if group.min() < 0 or group.max() >= groups:
             raise CheckpointError(f"{linear}.g_idx names groups beyond the {groups} that there are")
-        words = qzeros.read()
-        if not is_awq and scheme.get("checkpoint_format") != "gptq_v2":
-            words = words.view(np.uint32) + np.uint32(sum(1 << low for low in range(0, 32, bits)))
-        zeros = _integers(words, bits, is_awq)[:, :outputs].T
+        words = qzeros.read().view(np.uint32)
+        if not is_awq and (scheme.get("format") or scheme.get("checkpoint_format")) != "gptq_v2":
+            words = words + np.uint32(sum(1 << low for low in range(0, 32, bits)))
+        zeros = _integers(words, bits, 1, is_awq)[:, :outputs]
         middle = 2 ** (bits - 1)
         if scheme.get("sym") is True and not is_awq and (zeros != middle).any():
             raise CheckpointError(
                 f"{linear}.qzeros holds other zero points than {middle}, the only one with sym = True in "
                 f"{QUANTIZATION}; checkpoint_format there may be the wrong one of gptq and gptq_v2"
             )
-        packed = qweight.read()
-        weight = _integers(packed, bits, True).T if is_awq else _integers(packed.T, bits, False)
-        weight = weight.astype(np.float32)
-        weight -= zeros[:, group]
-        weight *= cast(scales.read(), scales.dtype, "F32").T[:, group]
+        weight = _integers(qweight.read().view(np.uint32), bits, int(is_awq), is_awq).astype(np.float32)
+        weight -= zeros[group]
+        weight *= cast(scales.read(), scales.dtype, "F32")[group]
         weight = cast(weight, "F32", scales.dtype)
-        return weight.T if in_out else weight
+        return weight if in_out else weight.T
 
     return LazyTensor(scales.dtype, (inputs, outputs) if in_out else (outputs, inputs), load)
 
 
-def _integers(words: np.ndarray, bits: int, is_awq: bool) -> np.ndarray:
-    """[rows, words] -> [rows, words * 32 / bits]: what each word holds, from its lowest bits on."""
-    values = np.ascontiguousarray(words).view(np.uint8)  # little-endian, as the files are
-    if bits == 4:
-        values = np.stack((values & 15, values >> 4), axis=-1)
-    values = values.reshape(*words.shape, 32 // bits)
+def _integers(words: np.ndarray, bits: int, axis: int, is_awq: bool) -> np.ndarray:
+    """What words hold: a matrix that is ``32 / bits`` times as long along ``axis``."""
+    fields = [
+        (words >> np.uint32(low) & np.uint32(2**bits - 1)).astype(np.uint8) for low in range(0, 32, bits)
+    ]
     if is_awq:
-        values = values[..., np.argsort(_AWQ_ORDER)]
-    return values.reshape(len(words), -1)
+        fields = [fields[_AWQ_ORDER.index(place)] for place in range(len(fields))]
+    shape = [size * (len(fields) if place == axis else 1) for place, size in enumerate(words.shape)]
+    return np.stack(fields, axis=axis + 1).reshape(shape)
