@@ -117,7 +117,23 @@ def test_published_files_have_no_key_that_is_not_known(name):
         ("hf_gpt2", {"activation_function": "tanh"}, "activation_function 'tanh' of this gpt2"),
         ("hf_gpt2", {"is_encoder_decoder": True}, "is_encoder_decoder"),
         ("hf_gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
-        ("hf_llama", {"quantization_config": {"bits": 4}}, "weights are quantized"),
+        *[
+            ("hf_llama", {"quantization_config": scheme}, f"quantization_config{words}")
+            for scheme, words in (
+                ("gptq", ": 'gptq' is not an object"),
+                ({"bits": 4}, ".quant_method: None .*'gptq' or 'awq'"),
+                ({"quant_method": "fp8"}, ".quant_method: 'fp8'"),
+                ({"quant_method": "gptq"}, ".bits: None"),
+                ({"quant_method": "gptq", "bits": 3}, ".bits: 3 .*4 or 8"),
+                ({"quant_method": "gptq", "bits": 4, "group_size": 0}, ".group_size: 0"),
+                ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ".checkpoint_format"),
+                ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, ".is_marlin_format"),
+                ({"quant_method": "awq", "bits": 8}, ".bits: 8"),
+                ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, ".backend"),
+                ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ".version: 'gemv'"),
+                ({"quant_method": "awq", "bits": 4, "zero_point": False}, ".zero_point: False"),
+            )
+        ],
         ("hf_llama", {"auto_map": {"AutoModel": "own.Model"}}, "its own code"),
         ("hf_llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("hf_llama", {"sliding_window": 16}, "sliding_window: 16"),

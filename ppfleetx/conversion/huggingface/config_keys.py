@@ -29,6 +29,7 @@ from ppfleetx.config.sections.model import ModelConfig
 from ppfleetx.conversion.huggingface.families import FAMILIES
 from ppfleetx.conversion.huggingface.family import Family
 from ppfleetx.conversion.huggingface.generation import KEYS as GENERATION_KEYS
+from ppfleetx.conversion.huggingface.quantized import QUANTIZATION, quantization
 from ppfleetx.conversion.huggingface.rope import PLACES
 
 # Origin, storage, runtime, generation and other uses of a model.
@@ -48,6 +49,7 @@ _WITHOUT_EFFECT = {
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "predict_special_tokens", "_num_labels", "max_window_layers", "custom_pipelines", "output_past",
     *GENERATION_KEYS,  # which older files have here
+    QUANTIZATION,  # which is checked by itself
 }  # fmt: skip
 # PaddleNLP's and PaddleFormers' parallelism, kernels and training. Fused tensors are recognised by name.
 _OF_PADDLE = {
@@ -71,7 +73,6 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, []),
     "per_layer_config": ({},),
-    "quantization_config": ({},),
     "auto_map": ({},),
     "sliding_window": (),
     "use_sliding_window": (False,),
@@ -118,7 +119,6 @@ _SAME_AS_NONE: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "rotary"),
 }
 _WHY = {
-    "quantization_config": "its weights are quantized",
     "auto_map": "it brings its own code. Without auto_map it is read as its model_type",
 }
 _LAYER_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "dense"}
@@ -164,6 +164,7 @@ def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"config.json lacks {', '.join(absent)}")
     config = family.without_aliases({key: value for key, value in hf_config.items() if value is not None})
     _check_values(config, family)
+    quantization(config)
     _classify(config, kind, family)
     return family.model_keys(config)
 

@@ -28,6 +28,7 @@ from ppfleetx.conversion.huggingface.files import (
 from ppfleetx.conversion.huggingface.generation import generation_defaults
 from ppfleetx.conversion.huggingface.mixtures import NEXT_TOKENS
 from ppfleetx.conversion.huggingface.paddle_layout import in_hf_layout
+from ppfleetx.conversion.huggingface.quantized import QUANTIZATION, dequantized
 from ppfleetx.conversion.huggingface.rope import rope_notes
 from ppfleetx.conversion.huggingface.tensors import Rule, loads, network, rules
 from ppfleetx.conversion.safetensors_file import write_sharded
@@ -44,7 +45,7 @@ def read_hf(directory: str | Path) -> Weights:
     """Weights of a Hugging Face model of one of ``families.FAMILIES``, or of a Llama of PaddleNLP or
     PaddleFormers.
 
-    Only headers are read before a tensor is.
+    Only headers are read before a tensor is. What GPTQ or AWQ has quantised becomes weights again.
 
     Raises:
         CheckpointError: files are missing or damaged, or the network is not supported.
@@ -52,7 +53,9 @@ def read_hf(directory: str | Path) -> Weights:
     directory = Path(directory)
     config, files = read_hf_config(directory), read_stored(directory)
     keys = _model_keys(config, files.tensors, directory)
-    stored = in_hf_layout(files, config, keys, directory)
+    in_out = FAMILIES[config["model_type"]].has_in_out_linears
+    stored = dequantized(in_hf_layout(files, config, keys, directory), config, directory, in_out=in_out)
+    config = {key: value for key, value in config.items() if key != QUANTIZATION}
     vocab = keys["vocab_size"]
     tensors = loads(network(config))
     used: set[str] = set()
@@ -196,11 +199,13 @@ def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[st
 def _check_left_over(
     names: set[str], keys: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
 ) -> None:
-    """Check that only buffers and the second copy of a tied head are left over."""
+    """Check that only buffers, biases of zeros and the second copy of a tied head are left over."""
     known = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     known += (".attention.bias", ".attention.masked_bias")  # GPT-NeoX's
     tied = _HEADS & names if keys["tie_word_embeddings"] else set()
     unknown = sorted(name for name in names - tied if not name.endswith(known))
+    # Older versions of AutoGPTQ give every linear a bias.
+    unknown = [name for name in unknown if not (name.endswith(".bias") and not stored[name].read().any())]
     if unknown:
         raise CheckpointError(
             f"{directory} holds tensors that this network does not have: {', '.join(unknown[:4])}"

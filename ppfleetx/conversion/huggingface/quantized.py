@@ -1,0 +1,183 @@
+"""Linears that GPTQ or AWQ has quantised, read as the weights they stand for.
+
+In place of ``X.weight`` such a directory holds integers of 4 or 8 bits, several to a word of 32 bits with the
+first in the lowest bits, and a scale and a zero point (an integer, too) for each group of inputs:
+
+=========  =========================  =====================
+tensor     GPTQ                       AWQ (``gemm``)
+=========  =========================  =====================
+X.qweight  [in * bits / 32, out]      [in, out * bits / 32]
+X.qzeros   [groups, out * bits / 32]  the same
+X.scales   [groups, out]              the same
+X.g_idx    [in], the group of each    none
+=========  =========================  =====================
+
+``weight[i, o] = scales[g, o] * (qweight[i, o] - qzeros[g, o])`` with ``g`` the group of input ``i``. Without
+``g_idx`` the groups are ``group_size`` inputs in a row; -1: all inputs are one group. The words of AWQ hold
+eight neighbouring outputs in the order 0, 2, 4, 6, 1, 3, 5, 7. In GPTQ's first ``checkpoint_format`` (later
+``format``) each zero point is stored minus one. GPTQModel subtracts the ones from whole words, so a zero
+point of 0 borrows from its neighbour; they are added to whole words again.
+
+Sources: AutoGPTQ's ``nn_modules/qlinear/qlinear_cuda.py`` and ``quantization/config.py``, GPTQModel's
+``utils/model.py`` and ``quantization/config.py``, AutoAWQ's ``modules/linear/gemm.py`` and
+``utils/packing_utils.py``, transformers' ``utils/quantization_config.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ppfleetx.checkpoint.lazy import LazyTensor, cast
+from ppfleetx.config.errors import CheckpointError, shown
+
+QUANTIZATION = "quantization_config"
+_PARTS = {"qweight": ("I32",), "qzeros": ("I32",), "scales": ("F16", "BF16", "F32"), "g_idx": ("I32",)}
+_READ: dict[str, dict[str, tuple[Any, ...]]] = {
+    "gptq": {
+        "bits": (4, 8),
+        "checkpoint_format": (None, "gptq", "gptq_v2"),
+        "format": (None, "gptq", "gptq_v2"),
+        "is_marlin_format": (None, False),
+    },
+    "awq": {
+        "bits": (4,),
+        **dict.fromkeys(("version", "checkpoint_format", "format"), (None, "gemm")),
+        "zero_point": (None, True),
+        "backend": (None, "autoawq", "auto"),
+    },
+}
+"""quant_method -> key -> the values that are read; None: the key may be missing."""
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The checked ``quantization_config`` of a ``config.json``; None: its weights are not quantised.
+
+    Raises:
+        CheckpointError: the weights are quantised in a way that is not read.
+    """
+    given = hf_config.get(QUANTIZATION)
+    if given is None or given == {}:
+        return None
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{QUANTIZATION}: {shown(given)} is not an object")
+    scheme = {key: value.lower() if isinstance(value, str) else value for key, value in given.items()}
+    scheme.setdefault("group_size", 128)
+    method = scheme.get("quant_method")
+    _check("quant_method", method, tuple(_READ))
+    for key, values in _READ[method].items():
+        _check(key, scheme.get(key), values)
+    size = scheme["group_size"]
+    if type(size) is not int or (size < 1 and size != -1):
+        raise CheckpointError(
+            f"{QUANTIZATION}.group_size: {shown(size)} is neither -1 nor a positive integer"
+        )
+    return scheme
+
+
+def dequantized(
+    tensors: Mapping[str, LazyTensor], hf_config: Mapping[str, Any], directory: Path, *, in_out: bool
+) -> dict[str, LazyTensor]:
+    """The tensors of a directory with ``X.weight`` in place of each quantised linear.
+
+    Args:
+        tensors: by their names in the files.
+        hf_config: ``config.json``.
+        directory: where they are; used in messages.
+        in_out: the weights are to be ``[in, out]``, else ``[out, in]``.
+
+    Returns:
+        The weights, which are computed when they are read and have the element type of their scales; and all
+        other tensors as they are.
+
+    Raises:
+        CheckpointError: a part of a linear is missing, or its shape or element type is not as described.
+            Reading a weight raises it for groups and zero points that cannot be.
+    """
+    scheme = quantization(hf_config)
+    found = dict(tensors)
+    for name in tensors if scheme else ():
+        linear, _, part = name.rpartition(".")
+        if part == "qweight":
+            parts = {part: found.pop(f"{linear}.{part}", None) for part in _PARTS}
+            if f"{linear}.weight" in found:
+                raise CheckpointError(f"{directory} holds both {name} and {linear}.weight")
+            found[f"{linear}.weight"] = _weight(f"{directory}: {linear}", parts, scheme, in_out)
+    return found
+
+
+def _check(key: str, value: Any, values: tuple[Any, ...]) -> None:
+    if not any(type(value) is type(one) and value == one for one in values):
+        read = " or ".join(shown(one) for one in values if one is not None)
+        raise CheckpointError(
+            f"{QUANTIZATION}.{key}: {shown(value)} is not supported; quantized weights are read with {read}"
+        )
+
+
+def _weight(
+    linear: str, given: Mapping[str, LazyTensor | None], scheme: Mapping[str, Any], in_out: bool
+) -> LazyTensor:
+    """The weight of one linear from its parts, as :func:`dequantized` says."""
+    parts = {name: part for name, part in given.items() if part is not None}
+    is_awq, bits = scheme["quant_method"] == "awq", scheme["bits"]
+    needs_order = bool(scheme.get("desc_act")) and not is_awq
+    if absent := [name for name in _PARTS if name not in parts and (name != "g_idx" or needs_order)]:
+        raise CheckpointError(f"{linear} has a qweight, and no {' and no '.join(absent)}")
+    qweight, qzeros, scales = (parts[name] for name in ("qweight", "qzeros", "scales"))
+    order, in_word = parts.get("g_idx"), 32 // bits
+    if len(qweight.shape) != 2:
+        raise CheckpointError(f"{linear}.qweight has shape {list(qweight.shape)}, which is no matrix")
+    rows, columns = qweight.shape
+    inputs, outputs = (rows, columns * in_word) if is_awq else (rows * in_word, columns)
+    size = max(inputs, 1) if scheme["group_size"] == -1 else scheme["group_size"]
+    groups = -(-inputs // size)
+    wanted = {
+        "qweight": qweight.shape,
+        "qzeros": (groups, -(-outputs // in_word)),
+        "scales": (groups, outputs),
+        "g_idx": (inputs,),
+    }
+    for name, part in parts.items():
+        if part.shape != wanted[name] or part.dtype not in _PARTS[name]:
+            raise CheckpointError(
+                f"{linear}.{name} is {part.dtype} {list(part.shape)}; its qweight {list(qweight.shape)} with "
+                f"bits = {bits} and group_size = {scheme['group_size']} in {QUANTIZATION} asks for "
+                f"{' or '.join(_PARTS[name])} {list(wanted[name])}"
+            )
+
+    def load() -> np.ndarray:
+        group = np.arange(inputs) // size if order is None else order.read()
+        if group.min() < 0 or group.max() >= groups:
+            raise CheckpointError(f"{linear}.g_idx names groups beyond the {groups} that there are")
+        words = qzeros.read().view(np.uint32)
+        if not is_awq and (scheme.get("format") or scheme.get("checkpoint_format")) != "gptq_v2":
+            words = words + np.uint32(sum(1 << low for low in range(0, 32, bits)))
+        zeros = _integers(words, bits, 1, is_awq)[:, :outputs]
+        middle = 2 ** (bits - 1)
+        if scheme.get("sym") is True and not is_awq and (zeros != middle).any():
+            raise CheckpointError(
+                f"{linear}.qzeros holds other zero points than {middle}, the only one with sym = True in "
+                f"{QUANTIZATION}; checkpoint_format there may be the wrong one of gptq and gptq_v2"
+            )
+        weight = _integers(qweight.read().view(np.uint32), bits, int(is_awq), is_awq).astype(np.float32)
+        weight -= zeros[group]
+        weight *= cast(scales.read(), scales.dtype, "F32")[group]
+        weight = cast(weight, "F32", scales.dtype)
+        return weight if in_out else weight.T
+
+    return LazyTensor(scales.dtype, (inputs, outputs) if in_out else (outputs, inputs), load)
+
+
+def _integers(words: np.ndarray, bits: int, axis: int, is_awq: bool) -> np.ndarray:
+    """What words hold: a matrix that is ``32 / bits`` times as long along ``axis``."""
+    fields = [
+        (words >> np.uint32(low) & np.uint32(2**bits - 1)).astype(np.uint8) for low in range(0, 32, bits)
+    ]
+    if is_awq:
+        fields = [fields[_AWQ_ORDER.index(place)] for place in range(len(fields))]
+    shape = [size * (len(fields) if place == axis else 1) for place, size in enumerate(words.shape)]
+    return np.stack(fields, axis=axis + 1).reshape(shape)
