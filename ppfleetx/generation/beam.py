@@ -110,10 +110,10 @@ def _take_step(
     step: int,
     rules: Rules,
 ) -> list[_Move]:
-    """Advance all groups: first the first group of every prompt, then the second ones, and so on.
+    """Advance all groups: the first group of every prompt, then the second group of every prompt, and so on.
 
     Args:
-        active: groups that are not finished, those of a prompt in order.
+        active: groups that are not finished; the groups of a prompt are in order.
         log_probs: ``[groups * N, V]`` of the next token after each beam.
         history: tokens so far of each of the ``groups * N`` rows.
         step: new tokens so far.

@@ -195,7 +195,7 @@ def build_stage(
 
     Args:
         stage: the recipe.
-        seed: seed of the initial weights; None: nothing is drawn, because a checkpoint brings all of them.
+        seed: seed of the initial weights; None: none are drawn, because a checkpoint provides them.
         shared: tied sub-layers built so far in this process, by key. A stage uses the sub-layer with its key
             if there is one, and otherwise adds its own.
         empty: parameters have names, shapes and types, but no memory; nothing is drawn.
