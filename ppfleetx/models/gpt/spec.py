@@ -93,7 +93,7 @@ class BlockSpec:
         parallel_residual: whether attention and the feed-forward part have the same input (Black et al.,
             2022).
         dropout: share of elements dropped from a branch before it is added to the hidden states.
-        multiplier: factor of a branch's output before dropout.
+        multiplier: factor of a branch's output before it is added.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.models.gpt.layers:Block"
