@@ -1,8 +1,9 @@
 """Beam search, plain and diverse.
 
-The rules are those of Hugging Face transformers 5. With N beams and E end tokens, each step considers the
-max(2, 1 + E) N likeliest continuations of a prompt. Those that end and are among the first N become results;
-the first N that do not end continue. Results are ranked by log-probability / length ** length_penalty.
+The rules are the same as in Hugging Face transformers 5. With N beams and E end tokens, each step considers
+the max(2, 1 + E) N likeliest continuations of a prompt. Continuations that end, and are among the first N,
+become results; the first N that do not end continue. Results are ranked by log-probability / length **
+length_penalty.
 
 Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N beams. Each group
 searches by these rules. In every step the groups take turns, and a token's score is lowered by

@@ -26,11 +26,11 @@ class GrowingCache:
     """
 
     def __init__(self) -> None:
-        self._layers: Layers = {}  # [b, g, k, d], contiguous; columns behind the first n are finite
+        self._layers: Layers = {}  # [b, g, k, d], contiguous; columns after the first n are finite
         self._past = self._length = 0
         self._num_new, self._visible = 0, np.zeros((0, 0), dtype=bool)
-        self._penalties: dict[int | None, paddle.Tensor] = {}  # of this pass, by window
-        self._places: paddle.Tensor | None = None  # of new columns, in the memory taken as [b * g * k, d]
+        self._penalties: dict[int | None, paddle.Tensor] = {}  # masks of this pass, by window
+        self._places: paddle.Tensor | None = None  # indices of new columns in [b * g * k, d]
 
     @property
     def length(self) -> int:

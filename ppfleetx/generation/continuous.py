@@ -141,8 +141,8 @@ class ContinuousBatch:
     def logits_with_guesses(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
         """Logits ``[1 + s, b, V]`` float32: after the last token of each row, and after each of its guesses.
 
-        s is the largest number of guesses; for rows with fewer, the logits beyond those are meaningless.
-        Guesses do not become part of a row: the tokens appended next decide which of them were right.
+        s is the largest number of guesses; rows with fewer guesses have meaningless logits after these.
+        Guesses do not become part of a row: the tokens appended next decide which guesses were right.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
         return self._step(guesses).reshape([-1, self.num_rows, self._model.vocab_size])
@@ -222,7 +222,7 @@ class ContinuousBatch:
         )
 
     def _free_end(self) -> None:
-        """Free the columns behind the last one that a row uses."""
+        """Free the columns after the last one that any row uses."""
         used = 1 + int(np.flatnonzero(self._visible.any(axis=0))[-1])
         self._cache.shorten(used)
         self._visible = self._visible[:, :used]

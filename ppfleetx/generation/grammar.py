@@ -70,7 +70,7 @@ class Grammar:
         elif not matcher.is_stopped():
             matcher.consume_token(new[-1])
         self._matchers[new] = matcher
-        if len(self._matchers) > _MOST_MATCHERS:  # those of rows that have ended stay behind
+        if len(self._matchers) > _MOST_MATCHERS:  # matchers of rows that have ended remain
             self._matchers.pop(next(iter(self._matchers)))
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)

@@ -32,7 +32,7 @@ class SeededPrompts:
     Attributes:
         prompts: token ids.
         length: number of positions in the prefix; 0: there is no prefix.
-        layers: keys and values of the prefix, possibly followed by those of more positions.
+        layers: keys and values of the prefix, possibly with more positions after it.
     """
 
     prompts: list[Sequence[int]]

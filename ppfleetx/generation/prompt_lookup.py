@@ -1,8 +1,9 @@
 """Prompt lookup decoding (Saxena, 2023): guess tokens from the row's own text and verify them in one pass.
 
-Text repeats itself: what followed an earlier occurrence of the last tokens often follows again. A pass over a
-few positions reads the weights once, just like a pass over one position, and with few rows reading them takes
-most of the time. Wrong guesses are dropped, so the tokens are those of greedy search, up to float rounding.
+Text repeats itself: the tokens that followed an earlier occurrence of the last tokens often follow again. A
+pass over a few positions reads the weights once, just like a pass over one position, and with few rows
+reading them takes most of the time. Wrong guesses are dropped, so the tokens are the same as in greedy
+search, up to float rounding.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) 
 def ended_by(
     options: TokenOptions, end_ids: tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> tuple[int, ...]:
-    """The tokens that end a row: those of ``options`` and, unless ``ignore_eos`` is set, the model's own
+    """The tokens that end a row: the tokens in ``options`` and, unless ``ignore_eos`` is set, the model's own
     ``end_ids``.
 
     Raises:

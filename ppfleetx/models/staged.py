@@ -12,7 +12,7 @@ from ppfleetx.nn.stage import Stage, build_stage
 
 
 class StagedModel(nn.Layer):
-    """A model that runs its stages one after the other.
+    """A model that runs its stages in sequence.
 
     Args:
         stages: the model, e.g. from ``gpt_stages``.

@@ -150,10 +150,10 @@ class Attention(HeadAttention):
             hidden: ``[s, b, h]``.
             position_ids: ``[b, s]``, needed with rotary positions.
             document_start: ``[b, s]`` first position each row may attend to.
-            cache: keys and values of earlier positions; those of ``hidden`` are appended.
+            cache: keys and values of earlier positions; the keys and values of ``hidden`` are appended.
         """
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, self.queries_per_group + 2, self.head_dim])
-        if self.norms_all_heads:  # which are not all here once the positions are exchanged
+        if self.norms_all_heads:  # now, because after the exchange some heads are on other ranks
             qkv = self._normed(qkv)
         qkv = self.strategy.enter(qkv)
         if position_ids is not None:

@@ -85,7 +85,7 @@ class AttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Features multiplied for one score: the width of all queries plus that of all values."""
+        """Features multiplied for one score: the width of all queries plus the width of all values."""
         return 2 * self.q_width
 
     @property

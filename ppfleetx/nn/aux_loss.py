@@ -85,7 +85,7 @@ def counted_positions() -> paddle.Tensor | None:
 
 
 class StepScope:
-    """Tracks, for every layer that runs, which micro batch of which step it is running.
+    """Tracks the step and the micro batch for every layer that runs.
 
     Args:
         factory: the factory that made the layers.
@@ -201,7 +201,7 @@ def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
     """Float weights of ``[b, s]`` tokens, or of ``[b]`` rows for a classifier, whose mask has one entry
     per row."""
     mask = batch.get("loss_mask")
-    if mask is None:  # of a task that counts otherwise
+    if mask is None:  # for a task that counts in another way
         mask = np.ones(batch["tokens"].shape, np.float32)
     if of == "tokens":
         return mask if mask.ndim == 2 else np.broadcast_to(mask[:, None], batch["tokens"].shape)

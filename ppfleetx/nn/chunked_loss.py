@@ -63,8 +63,8 @@ class LogitsInPieces:
         return self.head((self.hidden,), None, PieceTarget(labels, mask, function))
 
     def logits(self) -> Iterator[paddle.Tensor]:
-        """Yield the logits ``[s', b, V]`` of each piece, in order, when they are asked for. No gradients;
-        hooks of the head do not run."""
+        """Yield the logits ``[s', b, V]`` of each piece, in order, computed on demand. There are no
+        gradients, and hooks of the head do not run."""
         return self.head.logits_in_pieces(self.hidden)
 
 
@@ -184,7 +184,7 @@ class _LossInPieces(PyLayer):
             leaves = [_leaf(piece, whole.stop_gradient), *head.values()]
             part, gradients = _gradients(leaves, head, labels, mask, target.function)
             loss = part if loss is None else loss + part
-            while len(gradients) > 1:  # each let go as soon as it has been added
+            while len(gradients) > 1:  # each is freed as soon as it has been added
                 index = len(gradients) - 2
                 sums[index] = _added(sums[index], gradients.pop())
             of_whole += gradients
@@ -223,8 +223,8 @@ def _gradients(
     mask: paddle.Tensor,
     function: OfPiece,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
-    """Return the loss of a piece and the gradients of those ``leaves`` (piece, weight, optional bias) that
-    need one. Their ``grad`` is cleared afterwards."""
+    """Return the loss of a piece, and the gradients of all ``leaves`` (piece, weight, optional bias) that
+    need one. The ``grad`` of the leaves is cleared."""
     with paddle.enable_grad():
         part = function(head.logits(*leaves), labels, mask)
         part.backward()  # not paddle.grad, which leaves what PyLayers have saved to the garbage collector

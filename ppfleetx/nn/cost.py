@@ -97,7 +97,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a forward pass and what it costs in the backward pass.
+    """One operation of a forward pass, and its costs in both passes.
 
     Attributes:
         name: name in reports.

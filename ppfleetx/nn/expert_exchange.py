@@ -108,7 +108,7 @@ class _Travel(Journey):
     """A dispatch between ranks."""
 
     def __init__(self, rows: paddle.Tensor, route: Route) -> None:
-        if paddle.is_grad_enabled() and rows.stop_gradient:  # all ranks come by in the backward pass
+        if paddle.is_grad_enabled() and rows.stop_gradient:  # all ranks take part in the backward pass
             rows = rows.detach()
             rows.stop_gradient = False
         self._route, self._message = route, Message()

@@ -27,8 +27,8 @@ from ppfleetx.nn.transforms import quantizer_numbers
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import QuantizationConfig
 
-_SMALLEST = 1.1754944e-38  # scale of what is 0 everywhere; smaller ones are no normal numbers
-_LEAST_SHARE = 0.01  # a learned clip never closes
+_SMALLEST = 1.1754944e-38  # scale of an all-zero tensor: the smallest normal number
+_LEAST_SHARE = 0.01  # a learned clip stays above this
 
 Reduce = Callable[[paddle.Tensor], paddle.Tensor]
 """A function that reduces maxima, in place, over the ranks that hold parts of a tensor."""
@@ -161,7 +161,7 @@ class FakeQuantizer(nn.Layer):
             return None
         return self.create_parameter([1], dtype="float32", default_initializer=nn.initializer.Constant(value))
 
-    # -- what the linear computes with
+    # -- the tensors that the linear uses
 
     def weight(self, weight: paddle.Tensor) -> paddle.Tensor:
         """Round the linear's ``weight [in, out]`` (``[experts, in, out]`` for experts), or this rank's part
@@ -205,7 +205,7 @@ class FakeQuantizer(nn.Layer):
         x = x.detach()
         if self.input_scale is None:
             return self._over_input(x.abs().max(axis=-1, keepdim=True).astype("float32"))
-        if self.training and self.follows and x.size:  # no position may have come to the experts here
+        if self.training and self.follows and x.size:  # the experts here may have got no position
             # A maximum may be taken twice: recomputation changes nothing.
             largest = x.abs().max().astype("float32")
             self._largest = largest if self._largest is None else paddle.maximum(self._largest, largest)

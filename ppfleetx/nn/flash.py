@@ -19,7 +19,7 @@ from ppfleetx.nn.masks import attention_mask, flash_row_limits
 
 _HALF = (paddle.float16, paddle.bfloat16)
 _LARGEST_HEAD = 256
-# The backward pass keeps more in a card's shared memory, of which not all cards have as much.
+# The backward pass needs more shared memory, and not all cards have enough.
 _LARGEST_HEAD_TRAINED_ANYWHERE = 192
 _CARDS_THAT_TRAIN_LARGER = ((8, 0), (9, 0))
 
@@ -128,7 +128,7 @@ def flash_attention(
         # as in a test, where it draws nothing from the device's generator; a triangular mask.
         context = of_plugin(q_bsnd, k_bsnd, v_bsnd, None, hidden, 0.0, hidden is None, False, True, True)[0]
         return context.transpose([0, 2, 1, 3]).reshape([0, groups, per_group, -1, head_dim])
-    # All that training=False does is to drop nothing; version 3 does not take it.
+    # training=False only switches dropout off; version 3 does not accept it.
     options = {"dropout": dropout.p if dropout.training else 0.0, "causal": True, "training": True}
     with getattr(dropout, "stream", nullcontext)():
         if document_start is None:

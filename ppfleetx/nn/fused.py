@@ -1,4 +1,4 @@
-"""Fused operators: one Paddle kernel in place of several. Their table, and the choice of those to use.
+"""The table of fused operators (one Paddle kernel in place of several), and the choice of operators to use.
 
 A composite of plain operators, which run everywhere, defines the result of each fused operator. The fused
 operator is used if this build of Paddle, or the device's plugin, has it for the device and element type, and
@@ -204,7 +204,7 @@ def choose(
 
 
 def say(ops: FusedOps) -> None:
-    """Log the operators that are used; on a GPU, warn about those that are missing."""
+    """Log the operators that are used; on a GPU, warn about missing operators."""
     get_logger().info(f"fused operators: {ops}; all else by plain ones (Model.fused_ops)")
     if ops.refused and on_card():
         reasons = "; ".join(f"{name}: {why}" for name, why in ops.refused.items())

@@ -22,7 +22,7 @@ def product(
 ) -> paddle.Tensor:
     """Multiply ``x [n, in]`` to ``[n, out]``, in the same type as a linear would, and add
     ``bias [groups, out]``."""
-    # Mixed precision decides by lists and levels: the product of two numbers tells its type.
+    # Mixed precision depends on lists and levels, so the product of two numbers shows the type.
     dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, weight))).dtype
     with paddle.amp.auto_cast(enable=False):
         x, result = _in(x, dtype), paddle.empty([x.shape[0], weight.shape[-1]], dtype)

@@ -64,7 +64,7 @@ def attend(
     key, and flash saves little for so few queries.
 
     Raises:
-        ConfigError: flash is asked for where it cannot run.
+        ConfigError: ``options`` ask for flash, but it cannot run here.
     """
     if options.kernel == "reference":
         return reference_attention(query, key, value, document_start, dropout, options, penalty)

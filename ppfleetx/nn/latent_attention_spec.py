@@ -68,7 +68,7 @@ class LatentAttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Features multiplied for one score: the width of all queries plus that of all values."""
+        """Features multiplied for one score: the width of all queries plus the width of all values."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
 
     @property

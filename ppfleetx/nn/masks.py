@@ -100,7 +100,7 @@ def cached_mask(
     allowed[:, :, : visible.shape[1]] = visible[:, None]
     past = visible.shape[1] - num_queries
     allowed &= np.arange(num_keys) <= past + np.arange(num_queries)[:, None]
-    if window is not None:  # positions are counted along what the row sees: other columns hold nothing of it
+    if window is not None:  # count only columns that the row sees; the others are not part of it
         position = visible.cumsum(axis=1)
         near = position[:, None] >= position[:, past:, None] - window
         allowed[:, :, : visible.shape[1]] &= near

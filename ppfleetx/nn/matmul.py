@@ -109,8 +109,8 @@ class Matmul:
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """The detached values for the leaf of :meth:`apart`: those of :meth:`value`, or on a CPU in bfloat16
-        the parameter itself, because the gradient is float32 there."""
+        """The detached values for the leaf of :meth:`apart`: the result of :meth:`value` or, in bfloat16 on a
+        CPU, the parameter itself, because the gradient is float32 there."""
         return parameter.detach() if bfloat16.are_entered() else self.value(parameter)
 
     def apart(
@@ -490,7 +490,7 @@ def _give_gradient(rest: _WeightGradient) -> None:
     weight = rest.work.weight
     is_away = weight.is_leaf and not weight._is_initialized()  # sharding stage 3: its owner has the values
     if is_away:
-        paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle asks where it lies
+        paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle asks for its place
     with paddle.enable_grad():
         _Given.apply(weight, rest).backward()
     if is_away and weight._is_initialized():

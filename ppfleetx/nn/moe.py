@@ -189,7 +189,7 @@ class MoE(nn.Layer):
         kept = None if kept is None else exchange.own(kept.reshape([-1, kept.shape[-1]]))
         order = Order(choice, self.num_experts, kept)
         journey = exchange.dispatch(order.dispatch(rows), order.counts)
-        shared = self._shared(hidden)  # while rows travel
+        shared = self._shared(hidden)  # while rows are in transit
         outputs = journey.back(self.experts(*journey.arrive()))
         mixed = exchange.whole(order.combine(outputs, weights), hidden.shape[0] * hidden.shape[1])
         mixed = mixed.reshape([*hidden.shape[:-1], width])
@@ -220,7 +220,7 @@ class Order:
         self._k = choice.shape[1]
         self._kept = kept
         experts = choice.reshape([-1])
-        if kept is not None:  # what is dropped comes last, and is cut off
+        if kept is not None:  # dropped choices come last, and are cut off
             experts = paddle.where(kept.reshape([-1]) > 0, experts, paddle.full([], num_experts, "int64"))
         order = experts.argsort(stable=True)
         place = paddle.empty_like(order)

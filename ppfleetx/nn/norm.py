@@ -130,9 +130,7 @@ def rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.
 def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.Tensor:
     """:func:`rms_norm` in one kernel, for tensors of one type. In 16 bits it rounds once, after the gain."""
     of_plugin = plugin_operator("rms_norm_npu")
-    if (
-        of_plugin is not None
-    ):  # its gradient of the gain is float32; behind the conversion it is the gain's type
+    if of_plugin is not None:  # its gradient of the gain is float32; the conversion gives it the gain's type
         return of_plugin(x, paddle.cast(weight, weight.dtype), epsilon)[0]
     return _C_ops.rms_norm(x, weight, weight.shape, epsilon)[0]
 

@@ -53,7 +53,7 @@ class Panels:
         *leading, size = x.shape
         if math.prod(leading) <= cpu_ops.MOST_ROWS and cpu_ops.are_available():
             return cpu_ops.few_rows(x, self.values, bias, self.width)
-        # One position of each row, [1, b, k], goes with all panels as it is.
+        # One position of each row, [1, b, k], is multiplied by all panels without reshaping.
         rows = x if x.ndim == 3 and leading[0] == 1 else x.reshape([-1, size])
         product = times_panels(rows, self.values).reshape([*leading, -1])
         if product.shape[-1] != self.width:

@@ -117,8 +117,8 @@ def entropy(scores: paddle.Tensor) -> paddle.Tensor:
 
 
 def moved_bias(bias: paddle.Tensor, loads: paddle.Tensor, rate: float) -> paddle.Tensor:
-    """Move ``bias [E]`` by ``rate``: up for experts whose ``loads [E]`` are below the mean, down for those
-    above it."""
+    """Move ``bias [E]`` by ``rate``: up for experts with ``loads [E]`` below the mean, down for experts with
+    loads above it."""
     return bias + rate * (loads.mean() - loads).sign()
 
 

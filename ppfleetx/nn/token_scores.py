@@ -79,7 +79,8 @@ class _Columns:
         return rows
 
     def likeliest(self, highest: paddle.Tensor, token: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Reduce the local highest logit and its token to those of the whole vocabulary; each ``[n]``."""
+        """Reduce the highest logits ``[n]`` of this rank, and their tokens ``[n]``, over the whole
+        vocabulary."""
         return highest, token
 
     def total(self, *parts: paddle.Tensor) -> list[paddle.Tensor]:

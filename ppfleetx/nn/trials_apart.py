@@ -135,4 +135,4 @@ def _card_answers() -> bool:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # a card that is lost can make the libraries' own end hang
+    os._exit(code)  # with a lost card, the libraries' own shutdown can hang

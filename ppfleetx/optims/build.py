@@ -31,7 +31,7 @@ def build_optimizer(
         named_params: parameters; frozen ones (`stop_gradient`) are left out.
         place: where and how it works.
         num_layers: blocks of the whole model, for layer-wise decay.
-        mup_factor: the model's width over that of its base (``Model.mup_base_width``).
+        mup_factor: the model's width divided by its base width (``Model.mup_base_width``).
 
     Raises:
         ConfigError: the optimizer is unknown, or differs from its registered kind.

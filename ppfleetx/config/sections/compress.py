@@ -210,7 +210,7 @@ class PruneConfig(Section):
     enable: Bool = False
     """Prune during training."""
     criterion: Literal["l1_norm", "l2_norm"] = "l1_norm"
-    """Size of a part, of which the smallest are removed: the sum of magnitudes, or of squares."""
+    """The measure of a part: the sum of magnitudes, or of squares. The smallest parts are removed."""
     ratio: UnitFloat = 0.125
     """Share to remove in the end; rounded down, as with `ppfleetx prune --ratio`."""
     part: Literal["heads", "mlp", "both"] = "both"

@@ -227,10 +227,10 @@ class ModelConfig(Section):
     """Matrix product and bias in one kernel. This key has no effect: Paddle always does so on a GPU, and has
     no such kernel on a CPU."""
     fused_ops: Literal["auto", "none"] | tuple[FusedName, ...] = "auto"
-    """Fused operators, one kernel in place of several. `auto` uses those that this device has and that match
-    plain operators (on a CPU to the last bit) in a trial at the start, and logs them; `none` uses only plain
-    operators; a list uses exactly these, and is an error if one of them cannot run. docs/numerics.md, "Fused
-    operators", has the table."""
+    """Fused operators, one kernel in place of several. `auto` uses all operators that this device has and
+    that match plain operators (on a CPU to the last bit) in a trial at the start, and logs them; `none` uses
+    only plain operators; a list uses exactly these, and is an error if one of them cannot run.
+    docs/numerics.md, "Fused operators", has the table."""
     fuse_attn_qkv: Bool = True
     """Queries, keys and values are one weight, grouped per key/value head. This is always so; false only
     warns."""

@@ -108,7 +108,7 @@ DEFAULTS = {"top_k": 50, "length_penalty": 1.0}
 def generation_defaults(
     own: Mapping[str, Any] | None, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Keys of our `Generation` section for a Hugging Face directory, and notes on what is left out.
+    """Keys of our `Generation` section for a Hugging Face directory, and notes on keys that are left out.
 
     End tokens are left out, because the tokenizer provides them.
 

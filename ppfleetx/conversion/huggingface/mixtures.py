@@ -166,7 +166,7 @@ _QWEN2_MOE = Family(
     },
     _qwen2_moe,
     _write_qwen2_moe,
-    _QWEN_READ | {"sliding_window"},  # which is in force with use_sliding_window only, and that is refused
+    _QWEN_READ | {"sliding_window"},  # only in effect with use_sliding_window, which is refused
     required=("num_key_value_heads",),
     off=SILU,
 )

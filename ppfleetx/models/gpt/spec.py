@@ -461,7 +461,7 @@ def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
     return HeadSpec(num_outputs, LinearSpec(cfg.hidden_size, num_outputs, "whole", False, init))
 
 
-# -- the form of before, for one version: an architecture lists the parameters of a layer
+# -- the earlier form, for one more version: an architecture lists the parameters of a layer
 
 
 @dataclass(frozen=True)
@@ -505,7 +505,7 @@ def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
     return dense(shape, Normal(0.0), "matrix" if is_matrix else "norm", mp=mp, partial=not is_matrix)
 
 
-# -- what is counted
+# -- counts
 
 
 def parameter_specs(model: ModelConfig, compress: CompressConfig | None = None) -> Mapping[str, ParamSpec]:

@@ -116,7 +116,7 @@ def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outpu
     head."""
     body = [replace(stage, tie=None) for stage in model_stages(cfg, factory)[:-1]]  # nothing to tie it to
     final_norm = body[-1]
-    if "multiplier" in final_norm.kwargs:  # that of the language head's logits
+    if "multiplier" in final_norm.kwargs:  # the factor of the language head's logits
         body[-1] = replace(final_norm, kwargs={**final_norm.kwargs, "multiplier": 1.0})
     return [*body, _head(score_spec(cfg, num_outputs), factory)]
 

@@ -103,7 +103,7 @@ def _commands(compiler: list[str], source: Path, library: Path) -> list[list[str
     base = lib.parent / "base"
     compiled = library.with_suffix(".o")
     includes = [f"-I{include}", f"-I{include / 'third_party'}"]
-    # Paddle's threads, where it brings them: a second library for OpenMP would start threads of its own.
+    # Use Paddle's OpenMP library if it has one, because a second one would start its own threads.
     threads = "libiomp5.so"
     openmp = [f"-L{lib}", f"-l:{threads}"] if (lib / threads).exists() else ["-fopenmp"]
     paddle_library = [f"-L{base}", "-l:libpaddle.so", f"-Wl,-rpath,{base}:{lib}"]

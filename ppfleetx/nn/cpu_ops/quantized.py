@@ -92,7 +92,7 @@ def _fill(matrix: paddle.Tensor, multiple: int) -> paddle.Tensor:
     if not below and not right:
         return matrix
     dtype = matrix.dtype
-    if dtype == paddle.uint8:  # which programs of Paddle 3.3.1 do not join
+    if dtype == paddle.uint8:  # programs of Paddle 3.3.1 cannot concatenate it
         matrix = paddle.cast(matrix, "int16")
     if below:
         matrix = paddle.concat([matrix, paddle.zeros([below, columns], dtype=matrix.dtype)], axis=0)
