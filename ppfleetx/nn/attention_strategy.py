@@ -28,8 +28,8 @@ class AttentionStrategy:
 
     Attributes:
         group: the ranks that hold different positions of the same sequences; None: there are no others.
-        has_own_core: whether :meth:`core` is overridden. Kernels that take queries, keys and values in one
-            tensor are not used then.
+        has_own_core: whether :meth:`core` is overridden. If so, kernels that take queries, keys and values in
+            one tensor are not used.
     """
 
     group: Any = None

@@ -76,5 +76,5 @@ class LoraConfig(Section):
 
 @lru_cache
 def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """A regular expression that matches names that match one of the patterns."""
+    """A regular expression for whole names that match one of the patterns."""
     return re.compile("|".join(map(translate, patterns)))

@@ -298,7 +298,8 @@ class TiedHead(LanguageHead):
 
 
 class ClassificationHead(nn.Layer):
-    """A head for classes (or one number) at every position, ``[s, b, classes]``, whole on every rank."""
+    """A head for classes (or one number) at every position, ``[s, b, classes]``. Every rank holds all of
+    it."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Our own operators for decoding on a CPU, which are used if they have been compiled.
 
 ``few_rows`` multiplies few rows with a large matrix: eight rows with the matrices of a GPT of 124M parameters
-take two thirds of the time of MKL's best way. ``nucleus`` is top-p in one operation instead of eighty.
+take two thirds of the time of MKL's fastest method. ``nucleus`` is top-p in one operation instead of eighty.
 ``few_rows.h`` and ``kernels.cc`` explain how. Further operators are in :mod:`~ppfleetx.nn.cpu_ops.quantized`,
 for few bits, and :mod:`~ppfleetx.nn.cpu_ops.fused_blocks`, for all blocks of a model at once. They are
 optional, and only an explicit command compiles them:
