@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Look at everything a job needs before it starts.
+"""Check everything that a job needs before it starts.
 
 The same as `ppfleetx doctor`; the program is `ppfleetx/commands/doctor.py`.
 """

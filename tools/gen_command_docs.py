@@ -1,4 +1,4 @@
-"""Write docs/commands.md: every verb of the command ppfleetx with its arguments, as ``--help`` has them."""
+"""Write docs/commands.md: all verbs of the command ppfleetx, with their arguments as in ``--help``."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _verbs_run_by(path: Path) -> list[str]:
 
 
 def _section(name: str, parser: argparse.ArgumentParser, shared: Collection[Row]) -> str:
-    """A verb: what it does, its own arguments, and the names of those that it shares."""
+    """A verb's section: its description, its own arguments, and the names of the arguments that it shares."""
     description = (parser.description or "").strip().replace("``", "`")
     if re.search(r"^  ", description, re.MULTILINE):
         description = f"```text\n{description}\n```"

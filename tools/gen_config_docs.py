@@ -1,7 +1,7 @@
-"""Write docs/config.md and ppfleetx/configs/schema.json from the configuration's section models.
+"""Write docs/config.md and ppfleetx/configs/schema.json from the classes of the configuration's sections.
 
-Descriptions are the strings below each field; they are read from the source here and nowhere else, so that
-loading a configuration does not pay for them.
+Descriptions are the strings below each field. Only this program reads them, from the source, so that loading
+a configuration takes no time for them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _class_bodies(module_file: str) -> dict[str, list[ast.stmt]]:
 
 
 def field_docs(section: type[Section]) -> dict[str, str]:
-    """Field -> the string below its declaration, on one line, inherited fields included."""
+    """The string below the declaration of each field, on one line, including inherited fields."""
     base = section.__base__
     docs = field_docs(base) if base is not None and issubclass(base, Section) and base is not Section else {}
     module_file = sys.modules[section.__module__].__file__
@@ -90,7 +90,7 @@ def config_markdown() -> str:
 
 
 def _effect_rows() -> str:
-    """One row of a table for each effect."""
+    """The rows of a table, one for each effect."""
     rows = []
     for effect in Effect:
         keys = ", ".join(f"`{key}`" for key in keys_of(effect))
@@ -116,7 +116,7 @@ def _walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, type[
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
-    """The section that a key holds, or that each item of its list is."""
+    """The section in a key's value, or in each item of its list."""
     return section_in(annotation) or section_in(item_type(annotation))
 
 
@@ -162,7 +162,8 @@ def _as_yaml(value: Any) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a configuration file, with ``_base_`` and ``_inherited_``, for completion in editors.
+    """The JSON schema of a configuration file, with ``_base_`` and ``_inherited_``, for completion in
+    editors.
 
     No key is required here, because a base file may give it.
     """
@@ -200,7 +201,7 @@ def _describe_properties(definition: dict[str, Any], section: type[Section]) -> 
 
 
 def texts() -> dict[Path, str]:
-    """The files and their texts."""
+    """The generated files and their texts."""
     return {
         _ROOT / "docs" / "config.md": config_markdown(),
         _ROOT / "ppfleetx" / "configs" / "schema.json": json.dumps(json_schema(), indent=1) + "\n",

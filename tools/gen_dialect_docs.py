@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def _block(name: str, table: KeyTable, earlier: Mapping[str, KeyTable]) -> str:
-    """The rows of ``table``; a sentence stands for most keys of an earlier table, if it has them, too."""
+    """The rows of ``table``. If it includes most keys of an earlier table, a sentence replaces them."""
     rows = {_row(name, key): key for key in table.keys}
     for other, keys in earlier.items():
         known = [_row(other, key) for key in keys.keys]
@@ -49,7 +49,8 @@ def _block(name: str, table: KeyTable, earlier: Mapping[str, KeyTable]) -> str:
 
 
 def key_table(keys: Iterable[Key], section: str = "") -> str:
-    """What happens to each key, and how or why; keys with the same answer share a row."""
+    """A table of the treatment of each key, with details or reasons; keys with the same treatment share a
+    row."""
     names: dict[tuple[str, str], list[str]] = {}
     for key in keys:
         name, *answer = _row(section, key)
@@ -59,7 +60,7 @@ def key_table(keys: Iterable[Key], section: str = "") -> str:
 
 
 def _row(section: str, key: Key) -> tuple[str, str, str]:
-    """Name (without the section that the heading names), what happens to it, how or why."""
+    """The cells of a key: name (without the heading's section), treatment, details or reason."""
     return key.name.removeprefix(f"{section}."), _fate(key), _cell(key.says)
 
 

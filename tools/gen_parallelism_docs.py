@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the computed parts of docs/parallelism.md: legal plans, conditions, schedules as pictures."""
+"""Write the computed parts of docs/parallelism.md: legal plans, conditions, and pictures of schedules."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def blocks() -> dict[str, str]:
 
 
 def legal_combinations() -> str:
-    """Which two kinds go together, as a table, and how many plans there are."""
+    """A table of the pairs of kinds that can be combined, and the number of plans."""
     lines = [_row(["", *_KINDS]), _row(["---"] * (len(_KINDS) + 1))]
     refused: dict[frozenset[str], str] = {}
     for one, change in _KINDS.items():
@@ -75,7 +75,7 @@ def legal_combinations() -> str:
 
 
 def _combined(change: dict, further: dict) -> ParallelPlan | None:
-    """Both changes to one plan; None where they set the same field differently."""
+    """Apply both changes to one plan; None if they set the same field to different values."""
     if any(further.get(key, value) != value for key, value in change.items()):
         return None
     return replace(ParallelPlan(), **change, **{k: v for k, v in further.items() if k not in change})
@@ -92,7 +92,7 @@ Pass = tuple[str, int, int]
 
 
 def order_of_passes(stages: int, chunks: int, micro_batches: int, rank: int) -> list[Pass]:
-    """Passes of one pipeline rank in the order it runs them: 1F1B, interleaved with ``chunks`` > 1
+    """The passes of one pipeline rank in their order: 1F1B, or interleaved 1F1B with ``chunks`` > 1
     (Narayanan et al., 2021, sections 2.2 and 2.3)."""
     total = chunks * micro_batches
     later = stages - rank - 1
@@ -121,7 +121,7 @@ def _interleaved(stages: int, chunks: int, micro_batches: int, rank: int) -> Ite
 
 
 def timetable(stages: int, chunks: int, micro_batches: int) -> list[list[tuple[int, Pass]]]:
-    """(start, pass) of each rank when a forward pass of a chunk takes 1 and a backward pass 2."""
+    """(start, pass) of each rank if a forward pass of a chunk takes 1 unit of time and a backward pass 2."""
     last = stages * chunks - 1
     orders = [order_of_passes(stages, chunks, micro_batches, rank) for rank in range(stages)]
     ends: dict[Pass, int] = {}
@@ -152,7 +152,7 @@ def _needed(kind: str, chunk: int, micro: int, last: int) -> list[Pass]:
 
 
 def _picture(title: str, stages: int, chunks: int, micro_batches: int) -> str:
-    """One line a rank, one column a unit of time; the page explains the symbols."""
+    """A picture with one line per rank and one column per unit of time; the page explains the symbols."""
     table = timetable(stages, chunks, micro_batches)
     length = max(start + (1 if work[0] == "F" else 2) for row in table for start, work in row)
     lines = []
@@ -171,7 +171,7 @@ def _picture(title: str, stages: int, chunks: int, micro_batches: int) -> str:
 
 
 def _zero_bubble_picture(stages: int, micro_batches: int) -> str:
-    """ZB-H1, a column each for F, B and W; W is the micro batch's letter."""
+    """A picture of ZB-H1, with one column for each F, B and W; W is the micro batch's letter."""
     rows = zero_bubble_timetable(stages, micro_batches)
     length = max(start + 1 for row in rows for start, _ in row)
     lines = []
@@ -186,7 +186,7 @@ def _zero_bubble_picture(stages: int, micro_batches: int) -> str:
 
 
 def zero_bubble_timetable(stages: int, micro_batches: int) -> list[list[tuple[int, ZeroBubblePass]]]:
-    """(start, pass) of each rank in ZB-H1 when each of F, B and W takes 1."""
+    """(start, pass) of each rank in ZB-H1 if F, B and W each take 1 unit of time."""
     orders = [zero_bubble_order(stage, stages, micro_batches) for stage in range(stages)]
     ends: dict[tuple[str, int, int], int] = {}
     table: list[list[tuple[int, ZeroBubblePass]]] = [[] for _ in range(stages)]

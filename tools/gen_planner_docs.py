@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the computed parts of docs/planner.md: what the planner answers, what the shipped recipes need."""
+"""Write the computed parts of docs/planner.md: answers of the planner, and memory of the shipped recipes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def blocks() -> dict[str, str]:
 
 
 def sources(cards: Iterable[str]) -> str:
-    """Where the numbers of some cards are from, and what is a guess."""
+    """The sources of the numbers of some cards, and which numbers are guesses."""
     lines = []
     for name in cards:
         card = load_card(name)
@@ -54,7 +54,7 @@ def sources(cards: Iterable[str]) -> str:
 
 
 def answers() -> str:
-    """The best plan of each example, and why others lose."""
+    """The best plan of each example, and the reasons against other plans."""
     lines = ["| model and cards | first plan | step | likely up to | MFU |", "|---|---|---|---|---|"]
     losers = []
     for model, config, devices, card in _EXAMPLES:
@@ -68,7 +68,7 @@ def answers() -> str:
 
 
 def recipes() -> str:
-    """GiB that each recipe needs of a card, and of a smaller one with half the hidden size."""
+    """The GiB that each recipe needs on a card, and with half the hidden size on a smaller card."""
     head = f"| recipe | of {_LARGE} | half the hidden size, of {_SMALL} |"
     return "\n".join([head, "|---|---|---|", *map(_recipe, _RECIPES)])
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show what a checkpoint holds, recompute its checksums, or compare two.
+"""Show the contents of a checkpoint, recompute its checksums, or compare two checkpoints.
 
 The same as `ppfleetx inspect`; the program is `ppfleetx/commands/inspect_checkpoint.py`.
 """

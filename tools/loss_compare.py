@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the loss sequences of two runs: two plans, two commits, or two runs that exist already.
+"""Compare the loss sequences of two runs: two plans, two commits, or two existing runs.
 
 The same as `ppfleetx compare`; the program is `ppfleetx/commands/compare.py`.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Add the adapters of a checkpoint trained with Model.lora to its weights: a plain checkpoint.
+"""Merge the adapters of a checkpoint trained with Model.lora into its weights, and write a plain checkpoint.
 
 The same as `ppfleetx merge`; the program is `ppfleetx/commands/convert.py`.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Take heads, units and layers out of a checkpoint.
+"""Remove heads, units and layers from a checkpoint.
 
 The same as `ppfleetx prune`; the program is `ppfleetx/commands/prune.py`.
 """

@@ -39,7 +39,8 @@ def without_effect(cfg: RunConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """A rule that says that ``keys`` have no effect in a configuration that ``applies`` accepts, and why."""
+    """A rule: if ``applies`` is true for a configuration, ``keys`` have no effect in it. ``why`` is the
+    reason."""
 
     keys: tuple[str, ...]
     applies: Callable[[RunConfig], bool]

@@ -248,6 +248,6 @@ ARRAY_NAMES: dict[str, Any] = {
     "copyreg._reconstructor": copyreg._reconstructor,
     "copy_reg._reconstructor": copyreg._reconstructor,
 }
-"""Names in pickles of arrays; those of PyTorch's tensors are in ``torch_file.py``."""
+"""Names in pickles of arrays. Names in pickles of PyTorch's tensors are in ``torch_file.py``."""
 
 PADDLE_NAMES = ARRAY_NAMES | {"builtins.eval": _paddle_tensor}

@@ -40,8 +40,8 @@ _NO_TOKEN = -1
 _GPU_POOL_MB = 256  # initial size; it grows
 _GARBAGE, _GARBAGE_GB = "FLAGS_eager_delete_tensor_gb", 1 / 1024
 """On a CPU Paddle hands unused tensors to another thread that frees them. By default it hands over one at a
-time, and waking that thread costs a pass over few rows a tenth of its time. This setting hands over so many
-together, in each of the program's blocks, of which there are about thirty.
+time, and waking that thread costs a pass over few rows a tenth of its time. With this setting it hands over
+about thirty times, once for each of the program's blocks.
 """
 
 

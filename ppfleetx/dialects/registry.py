@@ -114,7 +114,7 @@ def _runs(dialect: Dialect, text: str) -> bool:
 
 
 def _score(dialect: Dialect, others: Sequence[Dialect], options: set[str]) -> tuple[int, int]:
-    """The number of given options that only this dialect has, and the number of all that it has."""
+    """The number of given options that only this dialect has, and the number of given options that it has."""
     theirs = frozenset().union(*(one.options for one in others if one is not dialect))
     mine = dialect.options & options
     return len(mine - theirs), len(mine)

@@ -1,4 +1,4 @@
-"""Several LoRA adapters over one model, of which one at a time is in effect."""
+"""Several LoRA adapters for one model, with at most one active at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ppfleetx.nn.quantized import QuantizedGroupedLinear
 
 
 class Adapters:
-    """Named adapters over ``model``; without one in effect the model is what it was.
+    """Named adapters for ``model``. If none is active, the model computes as before.
 
     Args:
-        model: the base; whole in this process.
+        model: the base model, with all its layers in this process.
     """
 
     def __init__(self, model: NextTokenModel) -> None:
@@ -37,13 +37,13 @@ class Adapters:
         """Add an adapter.
 
         Args:
-            name: what :meth:`using` calls it.
+            name: the adapter's name for :meth:`using`.
             tensors: float32 ``[in, rank]`` and ``[rank, out]`` of linears, by canonical name (``X.lora.a``
                 and ``X.lora.b``).
-            scale: factor of its part.
+            scale: factor of the adapter's output.
 
         Raises:
-            CheckpointError: it belongs to layers that this model does not have, or to experts.
+            CheckpointError: the adapter is for layers that this model does not have, or for experts.
         """
         linears, branches = self._linears(), []
         for place in sorted({key.rpartition(".")[0] for key in tensors}):
@@ -76,7 +76,7 @@ class Adapters:
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
-        """Within it the model computes with this adapter; None: with none."""
+        """Context manager: inside it the model computes with this adapter; None: without one."""
         if name is None:
             yield
             return

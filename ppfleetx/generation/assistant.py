@@ -1,4 +1,4 @@
-"""Assisted decoding (Leviathan et al., 2023): a small model proposes tokens, the model checks them."""
+"""Assisted decoding (Leviathan et al., 2023): a small model proposes tokens, and the model checks them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Assistant:
     Args:
         model: computes its logits.
         max_positions: the longest row it can read; longer rows get no proposals.
-        tokenizer: its tokenizer.
+        tokenizer: the tokenizer of the assistant.
     """
 
     def __init__(self, model: NextTokenModel, max_positions: int, tokenizer: Tokenizer | NoTokenizer) -> None:
         self.model, self.max_positions, self._tokenizer = model, max_positions, tokenizer
 
     def check(self, tokenizer: Tokenizer | NoTokenizer, place: str) -> None:
-        """Refuse to assist a model that has other tokens.
+        """Check that the model to assist has the same tokens.
 
         Raises:
             ConfigError: the tokenizers differ.
@@ -51,7 +51,7 @@ class Assistant:
 
 
 class ProposedRows:
-    """Rows that an assistant proposes tokens for, with its cache of them."""
+    """Rows for which an assistant proposes tokens, with the assistant's cache of these rows."""
 
     def __init__(self, assistant: Assistant) -> None:
         self._assistant, self._batch = assistant, ContinuousBatch(assistant.model)
@@ -59,7 +59,7 @@ class ProposedRows:
     def propose(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
         """Propose up to ``counts[i]`` tokens after ``rows[i]``.
 
-        ``rows`` are those of the call before, in the same order, without the ends that were wrong.
+        ``rows`` continue the rows of the previous call, in the same order, with wrong proposals removed.
         """
         longest = max(len(row) for row in rows)
         most = min(max(counts), self._assistant.max_positions - longest)

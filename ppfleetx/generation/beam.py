@@ -1,8 +1,9 @@
 """Beam search, plain and diverse.
 
-The rules are those of Hugging Face transformers 5. With N beams and E end tokens, each step considers the
-max(2, 1 + E) N likeliest continuations of a prompt. Those that end and are among the first N become results;
-the first N that do not end continue. Results are ranked by log-probability / length ** length_penalty.
+The rules are the same as in Hugging Face transformers 5. With N beams and E end tokens, each step considers
+the max(2, 1 + E) N likeliest continuations of a prompt. Continuations that end, and are among the first N,
+become results; the first N that do not end continue. Results are ranked by log-probability / length **
+length_penalty.
 
 Diverse beam search (Vijayakumar et al., 2018) splits the beams of a prompt into groups of N beams. Each group
 searches by these rules. In every step the groups take turns, and a token's score is lowered by
@@ -110,10 +111,10 @@ def _take_step(
     step: int,
     rules: Rules,
 ) -> list[_Move]:
-    """Advance all groups: first the first group of every prompt, then the second ones, and so on.
+    """Advance all groups: the first group of every prompt, then the second group of every prompt, and so on.
 
     Args:
-        active: groups that are not finished, those of a prompt in order.
+        active: groups that are not finished; the groups of a prompt are in order.
         log_probs: ``[groups * N, V]`` of the next token after each beam.
         history: tokens so far of each of the ``groups * N`` rows.
         step: new tokens so far.

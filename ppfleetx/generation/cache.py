@@ -11,7 +11,7 @@ import paddle
 from ppfleetx.nn.masks import cached_mask, penalty_of
 
 ROOM = 32
-"""How many columns are allocated in advance."""
+"""The number of columns that are allocated in advance."""
 
 Pair = tuple[paddle.Tensor, paddle.Tensor]
 Layers = dict[int, Pair]
@@ -26,11 +26,11 @@ class GrowingCache:
     """
 
     def __init__(self) -> None:
-        self._layers: Layers = {}  # [b, g, k, d], contiguous; columns behind the first n are finite
+        self._layers: Layers = {}  # [b, g, k, d], contiguous; columns after the first n are finite
         self._past = self._length = 0
         self._num_new, self._visible = 0, np.zeros((0, 0), dtype=bool)
-        self._penalties: dict[int | None, paddle.Tensor] = {}  # of this pass, by window
-        self._places: paddle.Tensor | None = None  # of new columns, in the memory taken as [b * g * k, d]
+        self._penalties: dict[int | None, paddle.Tensor] = {}  # masks of this pass, by window
+        self._places: paddle.Tensor | None = None  # indices of new columns in [b * g * k, d]
 
     @property
     def length(self) -> int:
@@ -75,7 +75,7 @@ class GrowingCache:
 
     def memory(self) -> list[paddle.Tensor]:
         """Keys and values ``[b, g, k, d]`` of each layer in turn, for code that computes all layers at once.
-        From the second pass on, or after :meth:`begin`, they have room for the new columns, which that code
+        After :meth:`begin`, and from the second pass on, they have room for the new columns, which this code
         fills."""
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
@@ -85,7 +85,7 @@ class GrowingCache:
 
     def penalty_if_needed(self, window: int | None) -> paddle.Tensor | None:
         """The mask to add to the attention scores of a layer with this window; None if each position may
-        attend to everything up to itself."""
+        attend to itself and all earlier positions."""
         if window is None and self._visible.all():
             return None
         return self._penalty(window, self.memory()[0].shape[2])

@@ -25,8 +25,8 @@ _MOST_UNUSED = 64
 class JoinableCache(GrowingCache):
     """A cache whose rows all have the same columns, though not every row uses every column.
 
-    A shorter row has unused columns on its left, and wrong guesses leave some in between. The caller of the
-    model must say which columns a row may attend to.
+    A shorter row has unused columns on its left, and wrong guesses leave unused columns in between. The
+    caller of the model must specify which columns a row may attend to.
     """
 
     def forget_first(self, columns: int) -> None:
@@ -91,7 +91,7 @@ def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two rows have in common at their beginning."""
+    """The number of tokens that two rows have in common at the beginning."""
     most = min(len(one), len(other))
     return next((i for i in range(most) if one[i] != other[i]), most)
 
@@ -141,15 +141,15 @@ class ContinuousBatch:
     def logits_with_guesses(self, guesses: Sequence[Sequence[int]]) -> paddle.Tensor:
         """Logits ``[1 + s, b, V]`` float32: after the last token of each row, and after each of its guesses.
 
-        s is the largest number of guesses; for rows with fewer, the logits beyond those are meaningless.
-        Guesses do not become part of a row: the tokens appended next decide which of them were right.
+        s is the largest number of guesses; rows with fewer guesses have meaningless logits after these.
+        Guesses do not become part of a row: the tokens appended next decide which guesses were right.
         """
         assert not self._newcomers, "newcomers have nothing to guess after"
         return self._step(guesses).reshape([-1, self.num_rows, self._model.vocab_size])
 
     def logits_after(self, rows: Sequence[Sequence[int]]) -> paddle.Tensor:
-        """Logits ``[b, V]`` float32 for the next tokens of ``rows``, which replace those of the batch: row
-        by row the same text with another end. Only tokens that are not in the cache are run."""
+        """Logits ``[b, V]`` float32 for the next tokens of ``rows``, which replace the rows of the batch.
+        Each may differ from the row it replaces at the end. Only tokens that are not in the cache are run."""
         if not self.history:
             self.join(rows, [1] * len(rows))
             return self.next_logits()
@@ -169,7 +169,7 @@ class ContinuousBatch:
         return paddle.stack([logits[len(own), i] for i, own in enumerate(new)])
 
     def append(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Append each row's new tokens: the correct guesses, and one more."""
+        """Append each row's new tokens: its correct guesses, and one more token."""
         for row, new in enumerate(tokens):
             # The cache now has the last token and the guesses; only correct guesses are kept.
             self._visible[row, self._before + len(new) :] = False
@@ -222,7 +222,7 @@ class ContinuousBatch:
         )
 
     def _free_end(self) -> None:
-        """Free the columns behind the last one that a row uses."""
+        """Free the columns after the last one that any row uses."""
         used = 1 + int(np.flatnonzero(self._visible.any(axis=0))[-1])
         self._cache.shorten(used)
         self._visible = self._visible[:, :used]

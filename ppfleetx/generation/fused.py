@@ -1,6 +1,6 @@
-"""Run all blocks of a model in one operation, if our own operator can do what the layers do.
+"""Run all blocks of a model in one operation, if our own operator supports the layers.
 
-Apart from reading weights, most of the time per token goes into launching some thirty operations per block.
+Apart from reading weights, most of the time per token goes into starting about thirty operations per block.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ppfleetx.nn.quantized import QuantizedLinear
 from ppfleetx.nn.rope import RotaryEmbedding
 
 _MOST_SMALL_ROWS, _MOST_COLUMNS = 256, 512
-"""Limits for low-bit weights: up to this many rows, which attend to up to this many columns, run in one
-operation. Beyond that Paddle's products are used, which compute attention faster."""
+"""Limits for low-bit weights: up to this many rows, with up to this many columns to attend to, run in one
+operation. Beyond these limits Paddle's operations are used, which compute attention faster."""
 AddLinear = Callable[[fused_blocks.BlockWeights, nn.Layer], bool]
 """Adds the matrix of a linear to the weights. Returns False if it is not available."""
 
@@ -37,8 +37,8 @@ class FusedBlocks:
         layers: the blocks and the final norm; :func:`can_fuse` must be true for them.
 
     Attributes:
-        takes_prompts: whether it may run first passes, too. With low-bit weights the single operations would
-            take a quarter of a prompt's time; float32 prompts are faster with MKL.
+        takes_prompts: whether it may run prompts, too. It does with low-bit weights, where separate
+            operations would take a quarter of the time; in float32, MKL is faster for prompts.
     """
 
     def __init__(self, layers: Sequence[nn.Layer]) -> None:
@@ -51,7 +51,7 @@ class FusedBlocks:
         self.takes_prompts = all(type(linear) is QuantizedLinear for linear in linears)
 
     def weights(self, num_rows: int, num_columns: int = 0) -> fused_blocks.BlockWeights | None:
-        """The weights in the form for this many rows and columns. None if there is no memory for it, or if
+        """The weights in the form for this many rows and columns. None if memory does not suffice, or if
         there are too many rows for an operation that processes them one by one."""
         is_small = self.takes_prompts and num_columns <= _MOST_COLUMNS
         if num_rows > (_MOST_SMALL_ROWS if is_small else MOST_ROWS):
@@ -115,7 +115,7 @@ class FusedBlocks:
 
 
 def fused_trunk(layers: Sequence[nn.Layer]) -> FusedBlocks | None:
-    """Build the blocks and the final norm of a model as one operation; None if no operation does the same."""
+    """Build the blocks and the final norm of a model as one operation; None if this is not supported."""
     if not fused_blocks.are_available() or not can_fuse(layers):
         return None
     linears = [linear for block in layers[:-1] for linear in linears_of(block)]

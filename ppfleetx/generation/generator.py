@@ -28,7 +28,7 @@ from ppfleetx.models.staged import StagedModel
 from ppfleetx.utils.log import get_logger
 
 OnText = Callable[[int, int, str], None]
-"""(prompt number, continuation number, new piece of its text)."""
+"""A function called with (prompt number, continuation number, new piece of text)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Batch:
         first_prompt: number of the batch's first prompt in the whole list.
         max_new_tokens: limit of new tokens for each prompt.
         end_ids: tokens that end a row.
-        options: how the rows' tokens are chosen.
+        options: options for choosing the rows' tokens.
         on_text: see :data:`OnText`.
     """
 
@@ -67,7 +67,8 @@ class Batch:
 
     @property
     def uses_lookup(self) -> bool:
-        """Whether to guess tokens: worth it for few rows and greedy search, which repeats itself."""
+        """Whether to guess tokens, which pays for few rows and greedy search, because its text repeats
+        itself."""
         cfg = self.cfg
         if cfg.assistant_model is not None:
             return True
@@ -91,7 +92,7 @@ class Batch:
         return np.stack([stream.numbers(0, steps) for stream in streams])
 
     def uniforms(self) -> np.ndarray:
-        """The random numbers that programs exported in format 2 draw with, ``[rows, steps]`` float32."""
+        """The random numbers for programs exported in format 2, ``[rows, steps]`` float32."""
         steps = max(self.max_new_tokens)
         return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
 
@@ -157,13 +158,13 @@ class TextGenerator(ABC):
         """Continue each prompt ``cfg.num_return_sequences`` times.
 
         Args:
-            prompts: texts, encoded as `Tokenizer.encode_prompt` does, or token ids, which are used as they
-                are. An empty prompt starts from BOS or the end-of-text token.
+            prompts: texts, which `Tokenizer.encode_prompt` encodes, or token ids, which are used unchanged.
+                An empty prompt starts from BOS or the end-of-text token.
             cfg: the ``Generation`` section.
             seed: used if ``cfg.seed`` is None.
             on_text: called with text as it is generated, see :data:`OnText`.
-            batch_rows: number of sequences to generate at the same time (at least those of one prompt). Apart
-                from float rounding it does not affect the result.
+            batch_rows: number of sequences to generate at the same time (at least all sequences of one
+                prompt). Apart from float rounding it does not affect the result.
             first_prompt: number of the first prompt in a larger list; random numbers depend on it.
 
         Raises:
@@ -199,7 +200,8 @@ class TextGenerator(ABC):
         return results
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
-        """The tokens that end a continuation: those in ``cfg``, or else those in the tokenizer's files."""
+        """The tokens that end a continuation: from ``cfg`` if it names any, otherwise from the tokenizer's
+        files."""
         check_ids("eos_token_id", cfg.end_ids or (), self._tokenizer)
         return ended_by(cfg, self._tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self._tokenizer)
 
@@ -242,12 +244,12 @@ class TextGenerator(ABC):
 
 
 class Generator(TextGenerator):
-    """Continues prompts with a model, using the weights the model has when the generator is created.
+    """Continues prompts with a model, using the model's weights at the time the generator is created.
 
     Args:
         model: the model, with all its stages in this process.
         model_cfg: its ``Model`` section.
-        tokenizer: the tokenizer it was trained with; None: prompts and results are token ids.
+        tokenizer: the model's tokenizer; None: prompts and results are token ids.
         vocab_group: see :class:`~ppfleetx.generation.session.NextTokenModel`. All ranks of this group must
             generate from the same prompts at the same time, and get the same results.
         load_assistant: loads the model that ``Generation.assistant_model`` names.
@@ -305,7 +307,7 @@ class Generator(TextGenerator):
         )
 
     def _assistant(self, place: str) -> Assistant:
-        """The assistant in ``place``, loaded at its first use."""
+        """The assistant at ``place``, loaded at its first use."""
         if place not in self._assistants:
             assert self._load_assistant is not None
             assistant = self._load_assistant(place)

@@ -17,7 +17,7 @@ from ppfleetx.generation.text import NoTokenizer, text_bytes
 _KEY = "Generation.structured_outputs"
 _MOST_MATCHERS = 256
 _WHITESPACE = r" |\n {0,20}"
-"""Between the parts of JSON. A small model that may write any number of spaces writes nothing else."""
+"""White space between the parts of JSON. It is limited, because small models otherwise write only spaces."""
 
 
 class Grammar:
@@ -29,7 +29,7 @@ class Grammar:
         vocab_size: number of tokens.
 
     Raises:
-        ConfigError: it is no grammar.
+        ConfigError: the grammar is invalid.
     """
 
     def __init__(self, grammar: str, tokenizer: Any, vocab_size: int) -> None:
@@ -48,7 +48,7 @@ class Grammar:
         """Build the grammar for a form of continuation that ends with one of ``end_ids``.
 
         Raises:
-            ConfigError: the library is missing, the form cannot be had, or there is no end token.
+            ConfigError: the library is missing, it does not support the form, or there is no end token.
         """
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("needs llguidance: pip install 'ppfleetx[structured]'", key=_KEY)
@@ -70,7 +70,7 @@ class Grammar:
         elif not matcher.is_stopped():
             matcher.consume_token(new[-1])
         self._matchers[new] = matcher
-        if len(self._matchers) > _MOST_MATCHERS:  # those of rows that have ended stay behind
+        if len(self._matchers) > _MOST_MATCHERS:  # matchers of rows that have ended remain
             self._matchers.pop(next(iter(self._matchers)))
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)

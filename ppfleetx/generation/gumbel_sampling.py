@@ -1,10 +1,10 @@
 """Sample tokens reproducibly: the random numbers of a row, and the token they select.
 
 Each token gets an arrival time E / p, with E drawn from Exp(1) and p its probability, and the token with the
-smallest time is selected. That is each token with its probability; in logarithms this is the Gumbel-max
-trick. Unlike a search in cumulative sums, a change in the last bits of the probabilities changes the result
-only if two times are almost equal, and how often that happens does not depend on the size of the vocabulary.
-``docs/generation.md`` says how often.
+smallest time is selected. This selects each token with its probability; in logarithms it is the Gumbel-max
+trick. Unlike with a search in cumulative sums, a change in the last bits of the probabilities changes the
+result only if two times are almost equal. The frequency of this does not depend on the size of the
+vocabulary; ``docs/generation.md`` gives it.
 
 There are two rounds, so that a few hundred random numbers suffice for any vocabulary: first blocks of `BLOCK`
 consecutive ids compete, then the tokens of the winning block. Sums are computed in float64, so all devices
@@ -19,7 +19,7 @@ import numpy as np
 import paddle
 
 BLOCK = 128
-"""Tokens in a block."""
+"""The number of tokens in a block."""
 _WORDS_PER_COUNTER = 4  # 64-bit words that Philox makes of each value of its counter
 _NUMBERS_PER_COUNTER = 2 * _WORDS_PER_COUNTER
 
@@ -58,7 +58,7 @@ class RandomStream:
 
 
 def uniforms(seed: int, prompt: int, copy: int, count: int) -> np.ndarray:
-    """The float32 numbers in [0, 1) of one row that programs exported in format 2 draw with."""
+    """The float32 random numbers in [0, 1) of one row, for programs exported in format 2."""
     return np.random.Generator(np.random.Philox(key=_key(seed, prompt, copy))).random(count, np.float32)
 
 
@@ -79,7 +79,7 @@ def draw(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
 
 
 def draw_by_operations(weights: paddle.Tensor, exponentials: paddle.Tensor) -> paddle.Tensor:
-    """Like :func:`draw`, on any device and in an exported program."""
+    """Like :func:`draw`, but works on any device and in an exported program."""
     vocab_size = weights.shape[-1]
     num_blocks = -(-vocab_size // BLOCK)
     missing = num_blocks * BLOCK - vocab_size

@@ -31,8 +31,8 @@ class SeededPrompts:
 
     Attributes:
         prompts: token ids.
-        length: positions in the prefix; 0: there is none.
-        layers: its keys and values, possibly with more positions.
+        length: number of positions in the prefix; 0: there is no prefix.
+        layers: keys and values of the prefix, possibly with more positions after it.
     """
 
     prompts: list[Sequence[int]]
@@ -54,7 +54,7 @@ class PrefixStore:
     """A store of the keys and values of earlier sequences that evicts the least recently used.
 
     Args:
-        max_tokens: how many positions to hold; 0: none.
+        max_tokens: the most positions to hold; 0: none.
 
     Attributes:
         num_tokens: positions held now.
@@ -66,14 +66,14 @@ class PrefixStore:
         self._entries: list[_Entry] = []  # the most recently used last
 
     def groups(self, prompts: Sequence[Sequence[int]]) -> list[SeededPrompts]:
-        """Group the prompts in their order; neighbours with the same known prefix go together."""
+        """Group the prompts, in order. Consecutive prompts with the same known prefix form one group."""
         found = [(prompt, *self._longest(prompt)) for prompt in prompts]
         grouped = groupby(found, key=lambda one: tuple(one[0][: one[1]]))
         parts = [list(members) for _, members in grouped]
         return [SeededPrompts([one[0] for one in part], part[0][1], part[0][2]) for part in parts]
 
     def count(self, group: SeededPrompts) -> None:
-        """Count what a group saved when it was run."""
+        """Count the positions that a group saved when it was run."""
         self.num_reused += group.length * len(group.prompts)
 
     def wants(self, tokens: Sequence[int]) -> bool:

@@ -19,10 +19,10 @@ SMALLEST = 1e-6
 
 
 def penalize_repetition(logits: paddle.Tensor, history: paddle.Tensor, penalty: float) -> paddle.Tensor:
-    """Make tokens that occurred less likely (Keskar et al., 2019).
+    """Make tokens that have occurred less likely (Keskar et al., 2019).
 
-    A token's logit is divided by ``penalty`` when positive and multiplied when negative, once, however
-    often it occurred.
+    A token's logit is divided by ``penalty`` if it is positive, and multiplied by it if negative. This
+    happens once, however often the token occurred.
 
     Args:
         logits: ``[b, V]``.
@@ -63,7 +63,7 @@ def candidates(
     min_p: float = 0.0,
     typical_p: float = 1.0,
 ) -> paddle.Tensor:
-    """The distribution to sample from, after temperature, top-k, top-p, min-p and typical-p, in this order.
+    """Apply temperature, top-k, top-p, min-p and typical-p, in this order, and return the distribution.
 
     Top-k keeps the k likeliest tokens. Top-p renormalises these and keeps the smallest set of likeliest
     tokens whose probability reaches p (Holtzman et al., 2020); at least one is kept. Min-p keeps the tokens
@@ -121,8 +121,8 @@ def by_id(probabilities: paddle.Tensor, ids: paddle.Tensor, vocab_size: int) -> 
     """Scatter ``probabilities [b, m]`` of tokens ``ids [b, m]`` into ``[b, vocab_size]``, with 0 for all
     other tokens.
 
-    In the order of ids, two almost equally likely tokens do not swap places when their probabilities change
-    in the last bits.
+    Unlike in sorted order, two almost equally likely tokens do not swap places if the last bits of their
+    probabilities change.
     """
     nothing = paddle.zeros([probabilities.shape[0], vocab_size], dtype=probabilities.dtype)
     return paddle.put_along_axis(nothing, ids, probabilities, axis=1)
@@ -151,17 +151,18 @@ def log_probabilities(logits: paddle.Tensor) -> paddle.Tensor:
 
 
 def keep_top_p(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> paddle.Tensor:
-    """Zero the probabilities ``[b, m]``, sorted in descending order, that come after p has been reached."""
+    """Set probabilities ``[b, m]``, in descending order, to zero after their sum has reached ``top_p``."""
     return paddle.where(_before(falling) < _in_float32(top_p), falling, paddle.zeros([], falling.dtype))
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
-    """Apply top-p to probabilities ``[b, V]`` in the order of ids; of equal ones the lower ids are kept.
+    """Apply top-p to probabilities ``[b, V]`` in the order of ids. Of equal probabilities, lower ids are
+    kept.
 
-    There are four implementations: our own operator, NumPy where that has not been compiled, a sort on a GPU,
-    and :mod:`ppfleetx.deploy.static.token_choice` in an exported program, which has no NumPy. All keep the
-    same tokens, which the tests verify. On a CPU, 8 rows of 50304 take NumPy 2.5 ms, the program 18 ms and a
-    sort 98 ms.
+    There are four implementations: our own operator, NumPy if the operator has not been compiled, a sort on a
+    GPU, and :mod:`ppfleetx.deploy.static.token_choice` in an exported program, which cannot use NumPy. All
+    keep the same tokens, which the tests verify. On a CPU, 8 rows of 50304 take NumPy 2.5 ms, the program 18
+    ms and a sort 98 ms.
     """
     if _is_on_host(probabilities):
         if cpu_ops.are_available():
@@ -175,7 +176,7 @@ def nucleus(probabilities: paddle.Tensor, top_p: float) -> paddle.Tensor:
 
 
 def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """Apply :func:`nucleus` to one row ``[V]``: only the bucket of values in which p is reached is sorted."""
+    """Apply :func:`nucleus` to one row ``[V]``, sorting only the bucket of values in which p is reached."""
     top_p = _in_float32(top_p)
     # Buckets by exponent and the top 8 bits of the fraction, which sort like the numbers: none is negative.
     bucket = probabilities.view(np.int32) >> 15
@@ -198,7 +199,7 @@ def _nucleus_of_row(probabilities: np.ndarray, top_p: float) -> np.ndarray:
 def last_kept(falling: paddle.Tensor, top_p: float | paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
     """The smallest of the probabilities ``[b, m]`` that top-p keeps, and how many it keeps; ``[b, 1]`` each.
 
-    They must be in descending order, and sum to p at least.
+    The probabilities must be in descending order, with a sum of at least p.
     """
     count = (_before(falling) < _in_float32(top_p)).astype("int64").sum(-1, keepdim=True)
     return paddle.take_along_axis(falling, count - 1, axis=1), count

@@ -1,8 +1,9 @@
-"""Prompt lookup decoding (Saxena, 2023): guess tokens from the row's own text, verify them in one pass.
+"""Prompt lookup decoding (Saxena, 2023): guess tokens from the row's own text and verify them in one pass.
 
-Text repeats itself: what followed an earlier occurrence of the last tokens often follows again. A pass over a
-few positions reads the weights once, just like a pass over one position, and with few rows reading them takes
-most of the time. Wrong guesses are dropped, so the tokens are those of greedy search, up to float rounding.
+Text repeats itself: the tokens that followed an earlier occurrence of the last tokens often follow again. A
+pass over a few positions reads the weights once, just like a pass over one position, and with few rows
+reading them takes most of the time. Wrong guesses are dropped, so the tokens are the same as in greedy
+search, up to float rounding.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from ppfleetx.generation.session import NextTokenModel
 from ppfleetx.resilience.activity import GENERATING, PROGRESS
 
 _WEIGHTS = 32
-"""How many positions take as long to compute as the fixed cost of a pass, which is mostly reading the
-weights. Measured with 12 layers of 768: 93 ms for 8 positions, and 3 ms for each further one."""
+"""The fixed cost of a pass (mostly reading weights), in positions that take as long to compute. Measured with
+12 layers of 768: 93 ms for 8 positions, and 3 ms for each further one."""
 _TRUST = 0.75
-"""The share of guesses that is assumed to be right when deciding how many guesses are worthwhile."""
+"""The share of guesses that is assumed to be right for the decision how many are worthwhile."""
 MOST_ROWS = 3
 """The most rows for which guessing pays. With more, a pass is limited by arithmetic and by the row with the
 worst guesses. Guessing is 1.8 times as fast for two rows, 1.1 for three, 0.95 for four and 0.7 for eight."""
 LENGTHS = (3, 2)
-"""Lengths of the ends to look up, longest first: a single token says too little."""
+"""The numbers of last tokens to look up, largest first. A single token says too little."""
 
 
 def decode_with_lookup(
@@ -47,8 +48,8 @@ def decode_with_lookup(
         model: computes the logits.
         prompts: token ids, none of them empty.
         rules, max_new_tokens, on_token: as in ``decode``.
-        most_guesses: how many tokens may be guessed for a row in one pass.
-        assistant: guesses the tokens; None: the row's own text does.
+        most_guesses: the most tokens to guess for a row in one pass.
+        assistant: the source of guesses; None: the row's own text.
     """
     batch = ContinuousBatch(model)
     batch.join(prompts, [1] * len(prompts))
@@ -80,11 +81,11 @@ def decode_with_lookup(
 
 
 class _GuessedRow:
-    """A row and the guesses for its next tokens; the better the guesses, the more there are.
+    """A row and the guesses for its next tokens. Good guesses lead to more guesses.
 
     Attributes:
-        history: its tokens, the prompt's included.
-        result: the new ones.
+        history: the row's tokens, including the prompt.
+        result: the row's new tokens.
     """
 
     def __init__(self, number: int, prompt: Sequence[int], result: Row, most_guesses: int) -> None:
@@ -170,10 +171,10 @@ def worthwhile(counts: Sequence[int]) -> int:
 
 
 def guess(history: np.ndarray, count: int) -> np.ndarray:
-    """Guess up to ``count`` tokens after ``history [n]``: those that followed the last occurrence of its end.
+    """Guess up to ``count`` tokens after ``history [n]``: the tokens after the last occurrence of its end.
 
-    If that occurrence is so recent that the history ends first, the tokens repeat as a cycle. There are no
-    guesses if the end has not occurred before.
+    If fewer than ``count`` tokens follow that occurrence, they are repeated. There are no guesses if the end
+    has not occurred before.
     """
     for length in LENGTHS:
         if count < 1 or len(history) <= length:

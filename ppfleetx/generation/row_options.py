@@ -1,8 +1,8 @@
 """The options for choosing a row's tokens, and the table of their effects on logits.
 
-A new option is a key of :class:`~ppfleetx.config.sections.generation.TokenOptions`, a field of
-:class:`RowOptions` and a row of :data:`PROCESSORS`: the command line, Python, the server and all plans then
-have it.
+A new option takes a key of :class:`~ppfleetx.config.sections.generation.TokenOptions`, a field of
+:class:`RowOptions` and a row of :data:`PROCESSORS`. The command line, Python, the server and all plans then
+have the option.
 
 Shape letters: b rows, V vocabulary.
 """
@@ -31,8 +31,8 @@ from ppfleetx.generation.text import NoTokenizer
 class RowOptions:
     """The keys of ``TokenOptions`` that act on logits, with texts turned into token ids.
 
-    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` say which tokens are drawn from
-    (:func:`ppfleetx.generation.processors.candidates`); the others change the logits before.
+    ``temperature``, ``top_k``, ``top_p``, ``min_p`` and ``typical_p`` determine the distribution to draw from
+    (:func:`ppfleetx.generation.processors.candidates`); the others change the logits before that.
     """
 
     temperature: float = 1.0
@@ -84,7 +84,7 @@ class RowOptions:
 
 
 PLAIN = RowOptions()
-"""Changes nothing and draws from all tokens."""
+"""Options that change nothing and draw from all tokens."""
 
 
 def chosen(logits: paddle.Tensor, options: RowOptions, exponentials: np.ndarray | None) -> paddle.Tensor:
@@ -118,11 +118,11 @@ def check_ids(key: str, ids: Sequence[int], tokenizer: Tokenizer | NoTokenizer) 
 def ended_by(
     options: TokenOptions, end_ids: tuple[int, ...], tokenizer: Tokenizer | NoTokenizer
 ) -> tuple[int, ...]:
-    """The tokens that end a row: those of ``options`` and, unless ``ignore_eos`` is set, the model's own
+    """The tokens that end a row: the tokens in ``options`` and, unless ``ignore_eos`` is set, the model's own
     ``end_ids``.
 
     Raises:
-        ConfigError: one is not the tokenizer's.
+        ConfigError: a token is not in the tokenizer.
     """
     check_ids("stop_token_ids", options.stop_token_ids, tokenizer)
     own = () if options.ignore_eos else end_ids
@@ -130,8 +130,8 @@ def ended_by(
 
 
 def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) -> list[tuple[int, ...]]:
-    """The token sequences of a bad word: inside a text and, if a space before it changes its tokens, after
-    a space."""
+    """The token sequences of a bad word: without a space before it and, if a space changes its tokens, with
+    one."""
     if not isinstance(word, str):
         return [word]
     inside, after_space = (
@@ -143,7 +143,7 @@ def _sequences(word: str | tuple[int, ...], tokenizer: Tokenizer | NoTokenizer) 
 
 @dataclass(frozen=True)
 class RowTokens:
-    """The tokens of a row, prompt included, and how many at the end are new."""
+    """The tokens of a row, including its prompt, and the number of new tokens at the end."""
 
     ids: Sequence[int] | np.ndarray
     num_new: int
@@ -183,7 +183,7 @@ def _penalize_frequency(logits: paddle.Tensor, amount: float, rows: Sequence[Row
 
 
 def _counts(rows: Sequence[RowTokens], vocab_size: int) -> np.ndarray:
-    """Count how often each token is among a row's new ones, ``[b, V]`` float32."""
+    """Count how often each token occurs among the new tokens of each row, ``[b, V]`` float32."""
     counts = [np.bincount(np.asarray(row.new, np.int64), minlength=vocab_size) for row in rows]
     return np.stack(counts).astype(np.float32)
 
@@ -233,4 +233,4 @@ PROCESSORS: dict[str, Callable[[paddle.Tensor, Any, Sequence[RowTokens]], paddle
     "suppress_tokens": _forbid_tokens,
     "structured_outputs": _follow_grammar,
 }
-"""What each option of :class:`RowOptions` does to ``logits [b, V]``, in the order of transformers."""
+"""The effect of each option of :class:`RowOptions` on ``logits [b, V]``, in the order of transformers."""

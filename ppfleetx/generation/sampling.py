@@ -60,7 +60,7 @@ class TokenScore:
     Attributes:
         token: the token's id.
         logprob: its log-probability; None for the first token of a text, which has none.
-        top: ids and log-probabilities of the likeliest tokens at its place, in descending order.
+        top: ids and log-probabilities of the likeliest tokens at this position, in descending order.
     """
 
     token: int
@@ -82,12 +82,12 @@ def score_tokens(logits: paddle.Tensor, tokens: Sequence[int], num_top: int) -> 
 
 
 def score_prompt(model: NextTokenModel, tokens: Sequence[int], num_top: int) -> list[TokenScore]:
-    """Score each token of a text, given those before it; the first has no score.
+    """Score each token of a text, given the tokens before it; the first token has no score.
 
     Args:
         model: computes the logits.
         tokens: the text, at least one token.
-        num_top: how many of the likeliest tokens to list at each place.
+        num_top: number of the likeliest tokens to list at each position.
     """
     scores = [TokenScore(tokens[0], None)]
     for start, part, *inputs in _parts(tokens[:-1]):
@@ -108,7 +108,7 @@ def embedding_of(model: NextTokenModel, tokens: Sequence[int]) -> np.ndarray:
 def _parts(
     tokens: Sequence[int],
 ) -> Iterator[tuple[int, int, paddle.Tensor, paddle.Tensor, np.ndarray, GrowingCache]]:
-    """Split a text into parts: (first token, number of tokens, and the arguments of a pass) of each."""
+    """Split a text into parts; yield (first token, number of tokens, arguments of the pass...) for each."""
     cache = GrowingCache()
     for start in range(0, len(tokens), _COLUMNS):
         part = np.array(tokens[start : start + _COLUMNS], np.int64)[None]

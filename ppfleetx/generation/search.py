@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length"]
 Choose = Callable[[paddle.Tensor, np.ndarray, int], paddle.Tensor]
 """(logits ``[b, V]``, row numbers ``[b]``, index of the step) -> token ids ``[b]``."""
 OnToken = Callable[[int, int], bool]
-"""(row, token id) -> whether the row is to stop after this token."""
+"""(row, token id) -> whether the row should stop after this token."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,11 @@ class Rules:
 
     Attributes:
         end_ids: tokens that end a row; if empty, only its length ends a row.
-        min_new_tokens: how many tokens must come before an end token.
+        min_new_tokens: smallest number of tokens before an end token.
         options: see :class:`~ppfleetx.generation.row_options.RowOptions`.
-        forced_bos_id: the first new token; None: it is chosen like the others.
-        forced_eos_id: the token for the last place of a row that reaches its limit; None: it is chosen.
+        forced_bos_id: the first new token; None: this token is chosen like the others.
+        forced_eos_id: the last token of a row that reaches its limit; None: this token is chosen like the
+            others.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -71,7 +72,7 @@ class Row:
     rank_score: float | None = None
 
     def add(self, token_id: int, *, is_last: bool) -> bool:
-        """Append a token. Returns whether the row goes on."""
+        """Append a token. Returns whether the row continues."""
         self.ids.append(token_id)
         if is_last:
             self.finish_reason = "stop"
@@ -97,10 +98,10 @@ def decode(
         choose: greedy search or sampling.
         rules: see :class:`Rules`.
         max_new_tokens: limit of new tokens for each prompt, at least 1.
-        copies: number of continuations of each prompt; those of prompt ``i`` are the rows from ``i * copies``
-            on. Each prompt is run only once.
+        copies: number of continuations of each prompt; the rows of prompt ``i`` begin at ``i * copies``. Each
+            prompt is run only once.
         on_token: called with every token.
-        num_top: how many of the likeliest tokens to list with the score of each token; None: no scores.
+        num_top: number of the likeliest tokens to list with the score of each token; None: no scores.
     """
     logits = session.next_logits()
     if copies > 1:
@@ -145,7 +146,7 @@ def process(
 
     Args:
         logits: ``[b, V]``; beam search passes log-probabilities.
-        tokens: gives the ids of each row, prompt included; called only if an option depends on them.
+        tokens: returns the ids of each row, including its prompt; called only if an option depends on them.
         num_new: number of new tokens so far.
         limits: ``[b]`` limit of new tokens of each row.
         rules: see :class:`Rules`.
@@ -175,7 +176,7 @@ class Sampler:
         seed: the seed of the run.
         streams: (prompt number, copy number) of each row.
         vocab_size: V.
-        options: which tokens to draw from.
+        options: options that determine the distribution.
     """
 
     def __init__(

@@ -28,11 +28,11 @@ class NextTokenModel:
     The logits have no columns for vocabulary padding, so a padding id can never be chosen.
 
     Args:
-        model: the model. The matrix of a tied head is copied here, so later changes of the weights have no
-            effect.
-        vocab_size: ids below this may be generated.
-        vocab_group: tensor-parallel ranks, each with its columns of the head. All of them must call
-            everything here together, and all get the same logits.
+        model: the model. The matrix of a tied head is copied, so later changes of the weights have no effect
+            on it.
+        vocab_size: only ids below this are generated.
+        vocab_group: tensor-parallel ranks, each with its columns of the head. They must call all methods
+            together, and all get the same logits.
 
     Attributes:
         head_matrix: the copy ``[h, V]``; None if the head is not tied.
@@ -72,14 +72,14 @@ class NextTokenModel:
 
         Args:
             tokens, position_ids: ``[b, s]`` int64.
-            visible: ``[b, n + s]`` bool, the columns each row may attend to. In the first pass the others are
-                padding on the left.
+            visible: ``[b, n + s]`` bool, the columns that each row may attend to. In the first pass the other
+                columns must be padding on the left.
             cache: the cache of these rows.
-            num_last: L.
+            num_last: number of last positions L to compute logits for.
 
         Returns:
             ``[b, V]`` float32 after the last token; with ``num_last`` L, ``[L * b, V]`` for the last L
-            positions, one position after the other.
+            positions, ordered by position.
         """
         *_, head = self.model.stages
         hidden = self.hidden_states(tokens, position_ids, visible, cache)
@@ -100,7 +100,8 @@ class NextTokenModel:
 
     @contextmanager
     def layer_by_layer(self) -> Iterator[None]:
-        """Within it, do not use the operator for whole blocks, which hooks of layers do not reach."""
+        """Context manager: inside it the operator for whole blocks is not used, because it skips hooks of
+        layers."""
         self._layer_by_layer = True
         try:
             yield
@@ -133,7 +134,7 @@ class NextTokenModel:
         return self._all_columns(logits[-1])
 
     def _all_columns(self, logits: paddle.Tensor) -> paddle.Tensor:
-        """Gather the head's output ``[b, own columns]`` into ``[b, V]`` float32."""
+        """Gather the head's output ``[b, columns of this rank]`` into ``[b, V]`` float32."""
         if self._vocab_group is not None:
             logits = all_gather_columns(logits, self._vocab_group)
         if logits.shape[-1] != self.vocab_size:
@@ -151,8 +152,8 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Stack prompts as one array ``[b, n]`` int64; also return the number of padding columns before each
     ``[b]`` int64.
 
-    Padding columns hold the row's own first token: the model does not attend to it, and it does not distort
-    statistics of which tokens have occurred.
+    Padding columns hold the row's own first token: the model does not attend to them, and the set of tokens
+    that have occurred stays the same.
     """
     lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     padding = lengths.max() - lengths
@@ -172,7 +173,7 @@ class DecodingSession:
     Args:
         model: computes the logits.
         prompts: token ids of each row, none of them empty.
-        use_cache: keep keys and values; otherwise every step runs the whole forward pass.
+        use_cache: keep keys and values; otherwise every step runs a forward pass over all tokens.
     """
 
     def __init__(self, model: NextTokenModel, prompts: Sequence[Sequence[int]], *, use_cache: bool) -> None:

@@ -23,7 +23,7 @@ def as_prompts(given: Any) -> tuple[list[Prompt], bool]:
         given: a text, token ids (a list, an array or a tensor ``[n]``), or a list of these (``[b, n]``).
 
     Raises:
-        DataError: it is something else, or an id is not an integer.
+        DataError: ``given`` is something else, or an id is not an integer.
     """
     if hasattr(given, "numpy"):  # a tensor
         given = given.numpy()
@@ -53,7 +53,7 @@ def token_ids(prompt: Any) -> list[int]:
     """The token ids of a prompt that is not a text.
 
     Raises:
-        DataError: it contains anything but integers.
+        DataError: the prompt contains anything but integers.
     """
     if hasattr(prompt, "numpy"):
         prompt = prompt.numpy()
@@ -84,8 +84,8 @@ class NoTokenizer:
     """Stands in for the tokenizer of a model without one: prompts and results are ids, and texts are empty.
 
     Attributes:
-        vocab_size: number of the model's ids.
-        end_ids: empty: only its length ends a continuation, unless ``Generation.eos_token_id`` is set.
+        vocab_size: number of token ids of the model.
+        end_ids: empty, so only the length ends a continuation unless ``Generation.eos_token_id`` is set.
     """
 
     place = "the model's vocabulary"
@@ -108,7 +108,7 @@ class NoTokenizer:
         raise DataError("a prompt has no token ids, and without a tokenizer nothing says how a text begins")
 
     def stream_decoder(self, **_options: Any) -> NoTokenizer:
-        """Return a decoder that gives no text."""
+        """Return a decoder that returns no text."""
         return self
 
     def feed(self, _token_id: int) -> str:
@@ -151,7 +151,7 @@ class RowText:
         return self._ended
 
     def finish(self) -> str:
-        """End the row: emit what was held back, and return the whole text."""
+        """End the row: emit the text that was held back, and return the whole text."""
         if not self._ended:
             self._held += self._decoder.finish()
             self._release()
@@ -161,7 +161,8 @@ class RowText:
         return "".join(self._sent)
 
     def _release(self) -> None:
-        """Emit what can no longer become part of a stop string; stop before one that is complete."""
+        """Emit the text that can no longer become part of a stop string; stop before a complete stop
+        string."""
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self._send(self._held[: min(found)])

@@ -1,4 +1,4 @@
-"""Evaluators: what is computed and accumulated over the batches of an evaluation."""
+"""Evaluators, which compute and accumulate results over the batches of an evaluation."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class EvalOutput(NamedTuple):
     """The result of one evaluation batch over the whole job.
 
     Attributes:
-        loss: sum over what counts.
-        count: how much counts.
-        metrics: the task's, by name.
+        loss: sum of the loss over all tokens or examples that count.
+        count: their number.
+        metrics: the task's metrics, by name.
     """
 
     loss: float
@@ -43,11 +43,11 @@ class Measured:
     """The result of an evaluation, the same on all ranks.
 
     Attributes:
-        loss: mean over what counts.
-        count: tokens or examples that count.
-        ppl: perplexity of a language model; None of a classifier.
-        metrics: the task's own numbers, by name.
-        outputs: of a classifier, ``[examples, outputs]`` in the order of the file.
+        loss: mean loss over the tokens or examples that count.
+        count: number of tokens or examples that count.
+        ppl: perplexity of a language model; None for a classifier.
+        metrics: the task's metrics, by name.
+        outputs: outputs of a classifier, ``[examples, outputs]`` in the order of the file.
     """
 
     loss: float
@@ -92,7 +92,7 @@ class TokenLoss:
 
 
 def perplexity(loss: float) -> float:
-    """``exp(loss)``; infinity where a float cannot hold it, NaN for NaN."""
+    """``exp(loss)``; infinity if a float cannot hold it, NaN for NaN."""
     try:
         return math.exp(loss)
     except OverflowError:

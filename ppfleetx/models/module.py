@@ -1,4 +1,4 @@
-"""The contract of a task: its stages, its outputs and its loss."""
+"""The interface of a task: its stages, its outputs and its loss."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ Tensors = dict[str, paddle.Tensor]
 class BasicModule(ABC):
     """A task on a model, independent of how it is parallelised.
 
-    A pipeline runs the stages itself and calls :meth:`loss` where they end; one process calls
-    :meth:`forward` and then :meth:`loss`. Neither may keep anything from one call to the next.
+    A pipeline runs the stages itself and calls :meth:`loss` on the last one; a single process calls
+    :meth:`forward` and then :meth:`loss`. These methods must not keep state between calls.
 
     Args:
         cfg: the run's configuration.
     """
 
     loss_in_pieces = False
-    """Whether :meth:`loss` only hands ``outputs`` on to the factory's ``token_loss`` or ``token_scores``, as
-    ``Model.loss_chunks`` needs: they may then be a :class:`~ppfleetx.nn.chunked_loss.LogitsInPieces`."""
+    """Whether :meth:`loss` only passes ``outputs`` to the factory's ``token_loss`` or ``token_scores``.
+    ``Model.loss_chunks`` needs this, because it makes them
+    :class:`~ppfleetx.nn.chunked_loss.LogitsInPieces`."""
 
     metrics: tuple[str, ...] = ()
-    """Names of all metrics that :meth:`loss` and the layers of the model give, the same on all ranks."""
+    """Names of all metrics that :meth:`loss` and the layers of the model report, the same on all ranks."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self.cfg = cfg
@@ -44,21 +45,21 @@ class BasicModule(ABC):
     def count(self, batch: MicroBatch) -> float:
         """Return this micro batch's share of the divisor of the step's loss.
 
-        Asked for on the host, before the first forward pass: by default the tokens (of a classifier: the
-        examples) that count.
+        It is called on the host, before the first forward pass. The default is the number of tokens (for a
+        classifier, examples) that count.
         """
         return float(batch["loss_mask"].sum(dtype=np.float64))
 
     @abstractmethod
     def stages(self, factory: LayerFactory) -> list[Stage]:
-        """The model as named stages, first to last, made by ``factory``."""
+        """The model as named stages, first to last, with layers made by ``factory``."""
 
     def forward(self, model: Any, batch: Tensors) -> paddle.Tensor:
         """Return the last stage's output for a micro batch, ``[s, b, V]`` for a language model.
 
         Args:
             model: callable, ``model(tokens, position_ids=..., document_start=...)``.
-            batch: ``tokens [b, s]``, and ``position_ids``, ``document_start`` where the data has them.
+            batch: ``tokens [b, s]``, and ``position_ids`` and ``document_start`` if the data has them.
         """
         return model(
             batch["tokens"],
@@ -71,9 +72,10 @@ class BasicModule(ABC):
         """Return the loss of one micro batch, as a sum, with its metrics.
 
         Args:
-            outputs: what :meth:`forward` gave: as the plan leaves it, its columns perhaps sliced.
+            outputs: result of :meth:`forward`; depending on the plan, its columns may be sliced.
             batch: tensors of the micro batch.
-            factory: the plan's; its ``token_loss`` and ``token_scores`` know how logits are sliced.
+            factory: the factory of the plan; its ``token_loss`` and ``token_scores`` know how logits are
+                sliced.
         """
 
     def evaluator(self, ctx: ParallelContext, *, has_labels: bool = True) -> Evaluator:
@@ -81,7 +83,7 @@ class BasicModule(ABC):
 
         Args:
             ctx: this process's place.
-            has_labels: False where only outputs are wanted, of data without labels.
+            has_labels: False if the data has no labels, so that only outputs are needed.
         """
         return TokenLoss()
 
@@ -90,7 +92,7 @@ class WrappedTask(BasicModule):
     """A task that delegates to another one everything a subclass does not override.
 
     Args:
-        task: the other.
+        task: the task to delegate to.
     """
 
     def __init__(self, task: BasicModule) -> None:

@@ -12,12 +12,12 @@ from ppfleetx.nn.stage import Stage, build_stage
 
 
 class StagedModel(nn.Layer):
-    """A model that runs its stages one after the other.
+    """A model that runs its stages in sequence.
 
     Args:
         stages: the model, e.g. from ``gpt_stages``.
-        seed: seed of the initial weights; None: nothing is drawn, because a checkpoint brings all of them.
-        empty: parameters have no memory yet.
+        seed: seed of the initial weights; None: none are drawn, because a checkpoint provides them.
+        empty: whether to build parameters without memory.
     """
 
     def __init__(self, stages: Sequence[Stage], seed: int | None = 0, *, empty: bool = False) -> None:
@@ -32,13 +32,13 @@ class StagedModel(nn.Layer):
         document_start: paddle.Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """Logits ``[s, b, V_padded]``.
+        """Compute the logits ``[s, b, V_padded]``.
 
         Args:
             tokens: ``[b, s]`` int64.
-            position_ids: ``[b, s]`` int64; counted from the cache's length when None.
-            document_start: ``[b, s]`` int32, first absolute position each position may attend to; None
-                lets it attend to everything before it.
+            position_ids: ``[b, s]`` int64; None: they are counted from the length of the cache.
+            document_start: ``[b, s]`` int32, the first absolute position that each position may attend to;
+                None: no limit.
             cache: keys and values of earlier positions, extended by this call.
         """
         if position_ids is None:

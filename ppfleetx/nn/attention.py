@@ -34,25 +34,25 @@ class KeyValueCache(Protocol):
         """Append ``key, value [b, g, s, d]`` of the new positions.
 
         Args:
-            layer_index: of all layers.
-            key, value: see above.
-            window: how many positions before its own each may attend to; None: all.
+            layer_index: number of the layer in the whole model.
+            key, value: keys and values of the new positions.
+            window: how many earlier positions each position may attend to; None: all.
 
         Returns:
-            All keys and all values ``[b, g, k, d]``, and what is added to the scores ``[b, n, s, k]`` to hide
-            positions; None: keys end where queries end, and the usual masks apply.
+            All keys and all values ``[b, g, k, d]``, and a mask to add to the scores ``[b, n, s, k]``. If the
+            mask is None, keys end where queries end, and the usual masks apply.
         """
 
 
 class HeadAttention(nn.Layer):
-    """Base class of attention layers: everything after the queries, keys and values of the heads exist.
+    """Base class of attention layers: the computation from queries, keys and values of the heads on.
 
     Args:
         factory: makes the projections and says how many heads are held here.
         spec: sizes.
         layer_index: place of this layer's keys in the cache.
         rotary: rotary positions, or None.
-        options: which kernel, and how.
+        options: options of the kernel.
         recompute_core: recompute scores and weights in the backward pass instead of keeping them.
     """
 
@@ -114,12 +114,12 @@ class HeadAttention(nn.Layer):
 class Attention(HeadAttention):
     """Causal self-attention on ``[s, b, h]``.
 
-    The fused projection is grouped per key/value head, ``[g][q ... q, k, v][d]``: a slice of its columns
-    that holds whole groups is a smaller attention of the same kind.
+    The columns of the fused projection are grouped per key/value head, ``[g][q ... q, k, v][d]``. So a slice
+    of whole groups is a smaller attention of the same kind.
 
     Args:
         factory, options: see :class:`HeadAttention`.
-        spec: sizes; its norms of queries and keys come before the rotary positions.
+        spec: sizes. Norms of queries and keys, if any, are applied before the rotary positions.
     """
 
     def __init__(self, factory: LayerFactory, spec: AttentionSpec, **options: Any) -> None:
@@ -150,10 +150,10 @@ class Attention(HeadAttention):
             hidden: ``[s, b, h]``.
             position_ids: ``[b, s]``, needed with rotary positions.
             document_start: ``[b, s]`` first position each row may attend to.
-            cache: keys and values of earlier positions; those of ``hidden`` are appended.
+            cache: keys and values of earlier positions; the keys and values of ``hidden`` are appended.
         """
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, self.queries_per_group + 2, self.head_dim])
-        if self.norms_all_heads:  # which are not all here once the positions are exchanged
+        if self.norms_all_heads:  # now, because after the exchange some heads are on other ranks
             qkv = self._normed(qkv)
         qkv = self.strategy.enter(qkv)
         if position_ids is not None:
@@ -208,8 +208,8 @@ class Attention(HeadAttention):
     def _with_biases(
         self, query: paddle.Tensor, key: paddle.Tensor, position_ids: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Add the features whose product is slope times the key's position. It is all that a softmax sees of
-        the distance. The position is in two parts, each of which 16 bits hold exactly."""
+        """Add features to queries and keys whose product is the slope times the key's position. A softmax
+        gives the same result as with the distance. The position has two parts that 16 bits hold exactly."""
         groups, per_group, length, size = query.shape[1:]
         heads = (self.num_heads, self._first_head(groups * per_group), groups * per_group, size + 2)
         # A constant of an exported program; else made once for each device, not copied to it in each pass.
@@ -225,7 +225,7 @@ class Attention(HeadAttention):
         return query, paddle.concat([key, parts], axis=-1)
 
     def _first_head(self, num_heads: int) -> int:
-        """The number, in the whole model, of the first of the ``num_heads`` heads that attention has here."""
+        """The index in the whole model of the first of the ``num_heads`` heads on this rank."""
         rank = 0
         for group in (self.factory.group, self.strategy.group):
             rank = rank if group is None else rank * group.nranks + group.rank
@@ -234,7 +234,7 @@ class Attention(HeadAttention):
     def _parts(
         self, qkv: paddle.Tensor, position_ids: paddle.Tensor | None
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """:meth:`divide` with rotary positions alone."""
+        """:meth:`divide` without linear biases."""
         per_group = self.queries_per_group
         # One transpose for all three, so that no part has to be copied again.
         if per_group == 1 and self.rotary is None and not self._norms_each_head:
@@ -254,8 +254,8 @@ class Attention(HeadAttention):
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """The slopes ``[num_heads]`` of linear biases (Press et al., 2022, and their program for other counts):
-    powers of ``2 ** (-8 / n)`` for n, the power of two below, then every second of those for 2 n."""
+    """The slopes ``[num_heads]`` of linear biases (Press et al., 2022). With n the largest power of two up to
+    ``num_heads``, they are powers of ``2 ** (-8 / n)``; further heads get every second slope of 2n heads."""
     below = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
     slopes += [2 ** (-8 * (2 * i + 1) / (2 * below)) for i in range(num_heads - below)]
@@ -263,8 +263,9 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def bias_features(num_heads: int, first: int, count: int, width: int) -> np.ndarray:
-    """What linear biases add to the queries of ``count`` heads from ``first`` on, ``[count, 2]`` float32: the
-    slopes for position // 256 and for position % 256, times the root of ``width`` that kernels divide by."""
+    """The features that linear biases add to the queries of ``count`` heads from ``first`` on, ``[count, 2]``
+    float32: the slopes for position // 256 and position % 256, times the square root of ``width``, because
+    kernels divide by it."""
     slopes = alibi_slopes(num_heads)[first : first + count] * width**0.5
     return np.stack([slopes * 256, slopes], axis=-1).astype(np.float32)
 

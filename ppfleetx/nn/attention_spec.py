@@ -1,4 +1,4 @@
-"""Declaration of self-attention: sizes, parameters, and what it costs. No Paddle.
+"""Declaration of self-attention: sizes, parameters and cost. No Paddle.
 
 Letters: q, kv bytes of all queries, of all keys (or values) on one rank; e bytes of a number.
 """
@@ -45,11 +45,11 @@ class AttentionSpec:
         init: initial values of the projection to queries, keys and values.
         output_init: initial values of the projection after attention.
         dropout: share of attention weights dropped.
-        window: how many positions before its own a token sees; None: all of them.
-        head_norm: norm of each head's query and key (Henry et al., 2020), or of all heads' together.
-        rotary_size: features of each head that positions turn; None: they turn none.
+        window: how many earlier positions a token sees; None: all of them.
+        head_norm: norm of the query and key of each head (Henry et al., 2020), or of all heads together.
+        rotary_size: number of features of each head with rotary positions; None: no rotary positions.
         has_biases: whether scores get linear biases by distance (Press et al., 2022).
-        score_scale: what scores are multiplied by; None: ``1 / sqrt(head_dim)``.
+        score_scale: factor of the scores; None: ``1 / sqrt(head_dim)``.
         softcap: soft limit of the scores; None: none.
         softmax_in_fp32: whether the softmax is in float32 under mixed precision.
     """
@@ -80,12 +80,12 @@ class AttentionSpec:
 
     @property
     def kv_width(self) -> int:
-        """Total width of all key heads, which is also that of all value heads."""
+        """Total width of all key heads, and also of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def score_width(self) -> int:
-        """Features multiplied for one score: the width of all queries plus that of all values."""
+        """Features multiplied for one score: the width of all queries plus the width of all values."""
         return 2 * self.q_width
 
     @property
@@ -107,7 +107,7 @@ class AttentionSpec:
 
     @property
     def norms(self) -> tuple[NormSpec, NormSpec] | tuple[None, None]:
-        """The norm of queries and that of keys."""
+        """The norm of queries and the norm of keys."""
         if self.head_norm is None or not self.head_norm.over_heads:
             return self.head_norm, self.head_norm
         return replace(self.head_norm, size=self.q_width), replace(self.head_norm, size=self.kv_width)
@@ -140,7 +140,7 @@ class AttentionSpec:
         yield self.out_proj.operation("output projection", "attention", work)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
-        """Steps of a forward pass; with ``recompute_core`` scores and weights are forgotten in it."""
+        """Steps of a forward pass; with ``recompute_core`` it does not keep scores and weights."""
         q = work.bytes_of(self.q_width / work.mp)
         steps = [*self.qkv.tape(work, "qkv", reads), *self._heads(work, keeps_queries=recompute_core)]
         kv = work.bytes_of(self.kv_width / work.mp)
@@ -214,11 +214,11 @@ def core_operations(
 
 @dataclass(frozen=True)
 class CoreSizes:
-    """Bytes of scores, softmax and context on one rank, from which their tape is built.
+    """Bytes of the tensors of scores, softmax and context on one rank, and their tape.
 
     Attributes:
         num_heads: query heads of the model.
-        query, key, value, context: bytes of each, of all heads here.
+        query, key, value, context: bytes of each tensor, for all heads on this rank.
         dropout: share of attention weights dropped.
         softmax_in_fp32: whether the softmax is in float32 under mixed precision.
         capped: whether scores have a soft limit.
@@ -234,7 +234,7 @@ class CoreSizes:
     capped: bool = False
 
     def tape(self, work: Work, heads: float, *, recompute: bool) -> list[Step]:
-        """Steps from ``heads`` (bytes kept of queries, keys and values) to the context at this rank's own
+        """Steps from ``heads`` (bytes of queries, keys and values to keep) to the context at this rank's
         positions; with ``recompute`` nothing in between is kept."""
         core = self._steps(work)
         if recompute:

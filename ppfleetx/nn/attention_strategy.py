@@ -1,8 +1,8 @@
-"""How attention sees whole sequences when each rank holds only some of their positions.
+"""Strategies for attention over whole sequences when each rank holds only some of the positions.
 
-Outside attention, a position is computed on its own: ranks along sep each take some of the positions of
-every sequence. Attention needs all of them. A strategy says which positions a rank has outside and inside
-attention, and what is exchanged on the way in and out.
+Outside attention, each position is computed separately, so each rank along sep takes some of the positions of
+every sequence. Attention needs all of them. A strategy determines which positions a rank has outside and
+inside attention, and which tensors the ranks exchange before and after it.
 
 Shape letters: s positions, b batch, g key/value heads held here, r query heads per key/value head, d head
 size.
@@ -19,8 +19,8 @@ from ppfleetx.distributed.collectives import exchange
 
 Attend = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor, paddle.Tensor | None], paddle.Tensor]
 """Causal attention: ``(query [b, g, r, q, d], key [b, g, k, d], value [b, g, k, d], document_start [b, q])``
-to ``[b, g, r, q, d]``. The last query stands at the last key. ``document_start`` is the first key that each
-query may attend to; None: there is no limit."""
+to ``[b, g, r, q, d]``. The last query and the last key have the same position. ``document_start`` is the
+first key that each query may attend to; None: no limit."""
 
 
 class AttentionStrategy:
@@ -28,8 +28,8 @@ class AttentionStrategy:
 
     Attributes:
         group: the ranks that hold different positions of the same sequences; None: there are no others.
-        has_own_core: whether :meth:`core` is overridden. Kernels that take queries, keys and values in one
-            tensor are not used then.
+        has_own_core: whether :meth:`core` is overridden. If so, kernels that take queries, keys and values in
+            one tensor are not used.
     """
 
     group: Any = None
@@ -56,8 +56,8 @@ class AttentionStrategy:
         value: paddle.Tensor,
         document_start: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Run attention with the kernel ``attend`` on queries and keys that already carry rotary
-        positions."""
+        """Run attention with the kernel ``attend`` on queries and keys with rotary positions already
+        applied."""
         return attend(query, key, value, document_start)
 
     def leave(self, context: paddle.Tensor) -> paddle.Tensor:

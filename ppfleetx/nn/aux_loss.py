@@ -1,16 +1,17 @@
-"""Losses that arise inside the model, in addition to the task's own: of a router, of activations.
+"""Losses that arise inside the model, such as a router's, in addition to the loss of the task.
 
     hidden = with_aux_loss(hidden, AuxLoss("z_loss", logits.logsumexp(-1).square(), weight=1e-3))
 
-returns ``hidden``. In the backward pass the loss gets its gradient there, so nothing has to travel to the end
-of the model: it works in any layer of any pipeline stage. Layers may attach several losses, also of the same
-name: they add up. Over all layers that attach ``name``, this is added to the loss of a step:
+returns ``hidden``. In the backward pass the loss gets its gradient at this point, so nothing has to be passed
+to the end of the model. This works in any layer of any pipeline stage. Layers may attach several losses, and
+losses with the same name add up. All layers that attach ``name`` together add this to the loss of a step:
 
     weight x (sum of the values over the step) / divisor
 
-The divisor is that of the whole step, known before its first forward pass. So the loss does not depend on the
-plan, nor on micro batches, recomputation or loss scaling. The metric ``name`` is the mean of the values over
-what counts and over the layers, without the weight. The logged ``loss`` is only the task's.
+The divisor belongs to the whole step and is known before its first forward pass. So the loss does not depend
+on the plan, nor on micro batches, recomputation or loss scaling. The metric ``name`` is the mean of the
+values over the layers and the tokens that count, without the weight. The logged ``loss`` is only the loss of
+the task.
 
 Shape letters: s positions of the hidden states that this rank has, b rows of the micro batch.
 """
@@ -47,15 +48,15 @@ class AuxLoss:
     """A loss of one micro batch that arises in a layer.
 
     Attributes:
-        name: of its metric; the architecture or the task declares it.
+        name: name of the metric; the architecture or the task declares it.
         value: ``[s, b]`` for ``tokens``, a number for each position of the hidden states here; ``[b]`` for
             ``sequences``; a scalar for ``step``.
-        weight: of the loss.
-        divisor: ``tokens`` and ``sequences``: those that count in the loss of the step (values of others do
-            not count); ``step``: 1, values of all micro batches and ranks add up.
-        same_on: axes whose ranks hold the same value, not a share of it. None: the axes whose ranks hold the
-            same hidden states. A value of whole sequences, which the layer itself has summed over ranks, is
-            the same on ``("mp", "sep")``.
+        weight: weight of the loss.
+        divisor: ``tokens`` or ``sequences``: the number of tokens or sequences that count in the loss of the
+            step (others have no effect); ``step``: 1, so that values of all micro batches and ranks add up.
+        same_on: axes whose ranks hold the same value, rather than a share of it. None: the axes whose ranks
+            hold the same hidden states. If the layer has summed a value over ranks into whole sequences, it
+            is the same on ``("mp", "sep")``.
     """
 
     name: str
@@ -68,7 +69,7 @@ class AuxLoss:
 def with_aux_loss(hidden: paddle.Tensor, aux: AuxLoss) -> paddle.Tensor:
     """Return ``hidden`` unchanged; its backward pass also starts the gradient of ``aux``.
 
-    Outside of a step, in generation or in a teacher, it is ``hidden`` and nothing else.
+    Outside of a step, in generation or in a teacher, no loss is attached.
     """
     place = _PLACE.get()
     return hidden if place is None else place.scope.attach(hidden, aux, place.micro_batch)
@@ -84,12 +85,12 @@ def counted_positions() -> paddle.Tensor | None:
 
 
 class StepScope:
-    """Tracks, for every layer that runs, which micro batch of which step it is running.
+    """Tracks the step and the micro batch for every layer that runs.
 
     Args:
-        factory: made the layers.
+        factory: the factory that made the layers.
         ctx: this process's place.
-        record: takes the metric of each loss, once, however often its layer runs.
+        record: called with the metric of each loss, once, however often its layer runs.
     """
 
     def __init__(
@@ -115,12 +116,11 @@ class StepScope:
         divisors: Mapping[str, float] | None = None,
         loss_scale: float = 1.0,
     ) -> Iterator[None]:
-        """Context manager of one step over these micro batches. A layer that runs more often than that
-        attaches no loss.
+        """Context manager for one step over these micro batches. Further runs of a layer attach no loss.
 
         Args:
-            divisors: None: losses get no gradient.
-            loss_scale: by which all gradients are multiplied.
+            divisors: the divisors of the losses; None: losses get no gradient.
+            loss_scale: factor of all gradients.
         """
         self._micro_batches, self._divisors, self._loss_scale = micro_batches, divisors, loss_scale
         self._passes = {}
@@ -163,8 +163,8 @@ class StepScope:
         return self._weights[micro_batch, of]
 
     def _count(self, of: Divisor, micro_batch: int) -> float:
-        """The count a metric is divided by: that of the whole step, so that micro batches and replicas
-        average correctly."""
+        """The divisor of a metric: the count of the whole step, so that micro batches and replicas average
+        correctly."""
         if of == "step":
             return 1.0 / (len(self._micro_batches) * self._ctx.data_size)
         return float(_weights(self._micro_batches[micro_batch], of).sum())
@@ -201,7 +201,7 @@ def _weights(batch: Arrays, of: Divisor) -> np.ndarray:
     """Float weights of ``[b, s]`` tokens, or of ``[b]`` rows for a classifier, whose mask has one entry
     per row."""
     mask = batch.get("loss_mask")
-    if mask is None:  # of a task that counts otherwise
+    if mask is None:  # for a task that counts in another way
         mask = np.ones(batch["tokens"].shape, np.float32)
     if of == "tokens":
         return mask if mask.ndim == 2 else np.broadcast_to(mask[:, None], batch["tokens"].shape)

@@ -1,9 +1,9 @@
 """Head and loss in pieces of the positions, so that the logits of a micro batch never exist whole.
 
-The forward pass makes the logits of one piece, their loss and its gradients, and forgets the logits before
+The forward pass computes the logits of one piece, their loss and its gradients, and frees the logits before
 the next piece. The backward pass only multiplies those gradients by the gradient of the loss. No product is
-computed twice; between the passes, the gradients of the head's weight and of its input are kept
-(Hsu et al., Liger Kernel, 2024, section 3.2, do the same in one GPU kernel).
+computed twice; between the passes, the gradients of the head's weight and of its input are kept (Hsu et al.,
+Liger Kernel, 2024, section 3.2, do the same in one GPU kernel).
 
 Shape letters: s positions, b rows, h width of the hidden states, V columns of the logits (of this rank).
 """
@@ -24,16 +24,16 @@ from ppfleetx.nn.kernels import softcapped
 from ppfleetx.nn.matmul import Matmul
 
 OfPiece = Callable[[paddle.Tensor, paddle.Tensor, paddle.Tensor], Any]
-"""What is made of the logits ``[s', b, V]`` of a piece, its labels ``[b, s']`` and its mask ``[b, s']``."""
+"""A function of the logits ``[s', b, V]`` of a piece, its labels ``[b, s']`` and its mask ``[b, s']``."""
 
 
 @dataclass(frozen=True)
 class PieceTarget:
-    """Labels, mask and loss function: what a head needs to turn its input into a loss.
+    """Labels, mask and loss function, with which a head turns its input into a loss.
 
     Attributes:
         labels, mask: ``[b, s]`` of this rank's positions.
-        function: what is wanted of each piece; to train, its loss.
+        function: the function to apply to each piece; in training, the loss.
     """
 
     labels: paddle.Tensor
@@ -63,18 +63,18 @@ class LogitsInPieces:
         return self.head((self.hidden,), None, PieceTarget(labels, mask, function))
 
     def logits(self) -> Iterator[paddle.Tensor]:
-        """Yield the logits ``[s', b, V]`` of each piece, in order, when they are asked for. No gradients;
-        hooks of the head do not run."""
+        """Yield the logits ``[s', b, V]`` of each piece, in order, computed on demand. There are no
+        gradients, and hooks of the head do not run."""
         return self.head.logits_in_pieces(self.hidden)
 
 
 class PieceHead(nn.Layer):
-    """A head that can give :class:`LogitsInPieces` in the place of logits.
+    """A head that can return :class:`LogitsInPieces` instead of logits.
 
     Args:
-        num_pieces: into how many parts the positions are cut; 1: logits are always whole.
-        matmul: says in which type the weight is multiplied, and where its gradient goes. It cannot defer
-            anything: the gradient is complete before the backward pass begins.
+        num_pieces: number of parts the positions are cut into; 1: logits are always whole.
+        matmul: determines the type in which the weight is multiplied, and where its gradient goes. It cannot
+            defer gradients, because they are complete before the backward pass begins.
         softcap: soft limit of the logits; None: none.
     """
 
@@ -162,7 +162,7 @@ class _HeadMatrix:
     def logits(
         self, hidden: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None
     ) -> paddle.Tensor:
-        """The logits that ``hidden`` and such leaves give."""
+        """Compute the logits of ``hidden`` with this ``weight`` and ``bias``."""
         return self._cap(self.matmul.apart(hidden, weight, bias, self.is_transposed, self.parameters[0]))
 
 
@@ -184,7 +184,7 @@ class _LossInPieces(PyLayer):
             leaves = [_leaf(piece, whole.stop_gradient), *head.values()]
             part, gradients = _gradients(leaves, head, labels, mask, target.function)
             loss = part if loss is None else loss + part
-            while len(gradients) > 1:  # each let go as soon as it has been added
+            while len(gradients) > 1:  # each is freed as soon as it has been added
                 index = len(gradients) - 2
                 sums[index] = _added(sums[index], gradients.pop())
             of_whole += gradients
@@ -223,8 +223,8 @@ def _gradients(
     mask: paddle.Tensor,
     function: OfPiece,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor | None]]:
-    """Return the loss of a piece and the gradients of those ``leaves`` (piece, weight, optional bias) that
-    need one. Their ``grad`` is cleared afterwards."""
+    """Return the loss of a piece, and the gradients of all ``leaves`` (piece, weight, optional bias) that
+    need one. The ``grad`` of the leaves is cleared."""
     with paddle.enable_grad():
         part = function(head.logits(*leaves), labels, mask)
         part.backward()  # not paddle.grad, which leaves what PyLayers have saved to the garbage collector

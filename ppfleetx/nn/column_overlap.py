@@ -1,10 +1,10 @@
 """Column-parallel layers that overlap the all-reduce of the input's gradient with the weight's gradient.
 
 Each rank multiplies the whole input by its columns of the weight, so the gradient of the input is a sum over
-the ranks. The layers before need it, and nothing needs the gradient of the weight yet: so the sum is started
-first and waited for last (Narayanan et al. 2021, and Korthikanti et al. 2022, section 4.2.2, for sequences).
-One sum is under way at a time, at a fixed place of the program, so the ranks of a group start theirs in the
-same order.
+the ranks. Earlier layers need this sum, and nothing needs the gradient of the weight yet. So the sum is
+started first, and awaited after the weight's gradient (Narayanan et al. 2021, and Korthikanti et al. 2022,
+section 4.2.2, for sequences). One sum runs at a time, at a fixed point of the program, so all ranks of a
+group start their sums in the same order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ScatteredInput:
 
     Args:
         group: the ranks.
-        gathers_again: the backward pass gathers the input anew, while it computes its gradient.
+        gathers_again: whether the backward pass gathers the input again while it computes the input's
+            gradient.
     """
 
     def __init__(self, group: Any, *, gathers_again: bool) -> None:

@@ -1,5 +1,4 @@
-"""The vocabulary of layer costs, shared by all declarations: operations, and the steps of a tape. No
-Paddle.
+"""The types in which all declarations state the costs of layers: operations and steps of a tape. No Paddle.
 
 A multiply-add counts as two operations. Attention counts all pairs of positions, as the Megatron papers do
 and as a kernel without causal skipping computes them; fused attention skips the upper half.
@@ -14,12 +13,12 @@ from typing import Literal
 from ppfleetx.nn.tape import Step
 
 Kernels = Literal["cpu", "gpu", "plugin", "fused"]
-"""Whose operations are counted:
+"""The kinds of operations to count:
 
-``cpu``    ours on a CPU, in float32.
-``gpu``    ours on a GPU: reference attention, or flash attention where the work says so.
-``plugin`` ours on the device of a plugin (Ascend): as on a GPU, but Paddle composes the tensor-parallel loss.
-``fused``  those of Megatron-LM and PaddleFleetX: scale, mask and softmax in one kernel that keeps the 16-bit
+``cpu`` ours on a CPU, in float32. ``gpu`` ours on a GPU: reference attention, or flash attention where the
+work says so. ``plugin`` ours on the device of a plugin (Ascend): as on a GPU, but the tensor-parallel loss is
+composed. ``fused`` those of Megatron-LM and PaddleFleetX: scale, mask and softmax in one kernel that keeps
+the 16-bit
            result. For published runs.
 """
 Recompute = Literal["none", "core_attn", "full_attn", "full"]
@@ -40,12 +39,12 @@ class Work:
     Attributes:
         micro_batch: sequences.
         seq_len: tokens of a sequence, over all context-parallel ranks.
-        mp, sep, sequence_parallel: how layers and positions are sliced.
-        activation_bytes, parameter_bytes, gradient_bytes: bytes of a number.
-        kernels: whose operations are counted.
+        mp, sep, sequence_parallel: the slicing of layers and positions.
+        activation_bytes, parameter_bytes, gradient_bytes: bytes of one number of each kind.
+        kernels: the kind of operations to count, see :data:`Kernels`.
         flash: whether attention is fused.
-        ep, emp: ranks that divide the experts of a layer, and that slice each; None: as many as ``mp``.
-        imbalance: rows of the experts of one rank at the worst time, over the mean of all ranks.
+        ep, emp: number of ranks that divide the experts of a layer, and that slice each expert; None: ``mp``.
+        imbalance: the most rows that the experts of one rank get, divided by the mean of all ranks.
     """
 
     micro_batch: int
@@ -82,8 +81,8 @@ class Work:
 
     @property
     def low_share(self) -> float:
-        """The size of an incoming gradient as a share of the size it is kept in; 0 if it is kept as it
-        comes."""
+        """The size of an incoming gradient, as a share of the size in which it is kept; 0 if it is kept
+        unchanged."""
         same = self.gradient_bytes == self.parameter_bytes
         return 0.0 if same else self.parameter_bytes / self.gradient_bytes
 
@@ -98,19 +97,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a forward pass and what it costs in the backward pass.
+    """One operation of a forward pass, and its costs in both passes.
 
     Attributes:
-        name: for the account.
+        name: name in reports.
         kind: ``matmul`` of weights, ``scores`` (batched product of activations), ``flash``, ``elementwise``.
-        part: which recompute granularity repeats it: ``core`` is within ``attention``.
-        flops: of the forward pass; the backward pass takes twice as many (2.5 times with flash, which
-            computes the scores again).
-        num_bytes: read and written in the forward pass beside what a product streams anyway.
+        part: part of the block that recomputation repeats as a whole; ``core`` is within ``attention``.
+        flops: floating-point operations of the forward pass; the backward pass takes twice as many (2.5 times
+            as many with flash, which computes the scores again).
+        num_bytes: bytes read and written in the forward pass, without the operands of a product.
         backward_bytes: the same in the backward pass.
-        kernels: launches of the forward pass.
-        narrowest: least dimension of a product of weights; 0 for all others.
-        operands: elements of input and output of a product of weights: what its weight's gradient is made of.
+        kernels: number of kernel launches in the forward pass.
+        narrowest: smallest dimension of a product with weights; 0 for other operations.
+        operands: elements of input and output of a product with weights, which the weight's gradient needs.
     """
 
     name: str
@@ -159,7 +158,7 @@ def residual(name: str, part: Part, work: Work, width: int, dropout: float) -> O
 
 
 def dropout_step(work: Work, writes: str, reads: str, size: float, probability: float) -> Step:
-    """Dropout of a tensor of ``size`` bytes, which keeps one byte an element."""
+    """Dropout of a tensor of ``size`` bytes; it keeps one byte per element."""
     if probability == 0:
         return Step(writes, size, (reads,), view=True)
     return Step(writes, size, (reads,), extra=size / work.activation_bytes)

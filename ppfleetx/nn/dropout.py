@@ -13,7 +13,7 @@ class Dropout(nn.Dropout):
     """Dropout that does nothing in evaluation or at probability 0."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``x`` with elements dropped; ``x`` itself in evaluation and where ``p`` is 0."""
+        """Drop elements of ``x``; return ``x`` itself in evaluation or if ``p`` is 0."""
         if not self.training or self.p == 0:
             return x
         if lacks_kernel("dropout", x):
@@ -34,10 +34,10 @@ class SlicedDropout(Dropout):
     """Dropout of activations sliced over tensor-parallel ranks, with a different mask on each."""
 
     stream = staticmethod(sliced_stream)
-    """For kernels that drop elements themselves."""
+    """The random stream for kernels that drop elements themselves."""
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """As :meth:`Dropout.forward`, drawn from this rank's own random stream."""
+        """Like :meth:`Dropout.forward`, with this rank's own random stream."""
         if not self.training or self.p == 0:
             return x
         with self.stream():

@@ -12,11 +12,11 @@ from paddle import nn
 class VocabParallelEmbedding(nn.Layer):
     """A word embedding whose rows are divided over the tensor-parallel ranks.
 
-    Paddle's own layer needs ``c_embedding``. On a plugin's device that copies the whole table in each pass.
+    Paddle's own layer uses ``c_embedding``, which copies the whole table in each pass on a plugin's device.
 
     Args:
-        shape: of this rank's rows.
-        rank: its number in the tensor-parallel group.
+        shape: shape of this rank's rows.
+        rank: this rank's number in the tensor-parallel group.
         join: sums the ranks' results.
     """
 
@@ -36,8 +36,8 @@ class VocabParallelEmbedding(nn.Layer):
 def local_rows(tokens: paddle.Tensor, num_rows: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
     """For each token, a row of this rank's table and whether the token belongs to this rank, ``[..., 1]``.
 
-    Tokens of other ranks get rows all over the table: a GPU adds up gradients that fall on one row slowly,
-    even if they are zero.
+    Tokens of other ranks get rows spread over the table, because a GPU is slow to add many gradients to one
+    row, even if they are zero.
     """
     first = rank * num_rows
     is_here = paddle.logical_and(tokens >= first, tokens < first + num_rows)

@@ -2,12 +2,12 @@
 
 A mixture layer gathers a row of hidden states for each choice, sorted by expert. With expert parallelism the
 experts of a layer are divided among the ranks along ``ep``, so every rank sends each other one the rows of
-that rank's experts (Lepikhin et al., "GShard", 2020). Nothing is dropped on the way: ranks exchange the
-numbers of rows first, then the rows. Where the matrices of an expert are sliced too, the
-ranks along ``emp`` gather each other's rows, and add up what their slices make of them.
+that rank's experts (Lepikhin et al., "GShard", 2020). Nothing is dropped: ranks first exchange the numbers of
+rows, then the rows. If the matrices of an expert are also sliced, the ranks along ``emp`` gather each other's
+rows, and add up the outputs of their slices.
 
-The backward pass is the same journey in the other direction. All ranks make every journey, also those with no
-rows to send or to receive.
+The backward pass is the same exchange in the other direction. All ranks take part in every exchange, even
+without rows to send or receive.
 
 Shape letters: n rows of this rank, h hidden size, E experts of a layer.
 """
@@ -32,8 +32,7 @@ class ExpertExchange:
     """The exchange of a rank that holds all experts: nothing is sent.
 
     Attributes:
-        adds_output_bias: whether this rank adds the experts' last bias; one of those that add up their slices
-            does.
+        adds_output_bias: whether this rank adds the experts' last bias; one rank along ``emp`` does.
     """
 
     adds_output_bias = True
@@ -52,7 +51,7 @@ class ExpertExchange:
 
         Args:
             rows: ``[n, h]``, sorted by expert.
-            counts: ``[E]``, int64: how many of them each expert gets.
+            counts: ``[E]``, int64: number of rows for each expert.
         """
         return Journey(rows, counts)
 
@@ -79,7 +78,7 @@ class ParallelExperts(ExpertExchange):
     Args:
         ep: ranks among which the experts are divided; None: every rank has all of them.
         emp: ranks that slice each expert's matrices; None: experts are whole.
-        alike: ranks that hold the same rows; None: none do.
+        alike: ranks that hold the same rows; None: there are none.
     """
 
     def __init__(self, *, ep: Any = None, emp: Any = None, alike: Any = None) -> None:
@@ -109,7 +108,7 @@ class _Travel(Journey):
     """A dispatch between ranks."""
 
     def __init__(self, rows: paddle.Tensor, route: Route) -> None:
-        if paddle.is_grad_enabled() and rows.stop_gradient:  # all ranks come by in the backward pass
+        if paddle.is_grad_enabled() and rows.stop_gradient:  # all ranks take part in the backward pass
             rows = rows.detach()
             rows.stop_gradient = False
         self._route, self._message = route, Message()
@@ -126,16 +125,16 @@ class _Travel(Journey):
 
 @dataclass(frozen=True)
 class Route:
-    """Which rows of one dispatch go where.
+    """The route of the rows of one dispatch.
 
-    A rank that would send or receive nothing sends itself a row of zeros, for its last expert: Paddle's
-    exchanges and operators do not take tensors without elements on every device.
+    A rank that would send or receive nothing sends itself a row of zeros for its last expert, because
+    Paddle's exchanges and operators do not accept empty tensors on every device.
 
     Attributes:
         sent: rows for each rank along ``ep``.
         table: ``[emp, ep, experts of this rank]``: the rows that each rank along ``emp`` received from each
             rank along ``ep``.
-        zeros_at: the place of the row of zeros among those sent; None: there is none.
+        zeros_at: index of the row of zeros among the rows sent; None: there is none.
         ep, emp: the groups, or None.
     """
 
@@ -185,7 +184,7 @@ class Route:
 
     @cached_property
     def _order(self) -> paddle.Tensor:
-        """The positions of each expert's rows among those gathered along ``emp``."""
+        """The positions of each expert's rows among the rows gathered along ``emp``."""
         return upload(sorted_by_expert(self.table, self._longest))
 
     @cached_property

@@ -1,6 +1,6 @@
 """Layer factories: plain layers with whole parameters on one card, fleet's sliced layers otherwise.
 
-Blocks ask a factory for their layers and never see a degree; what a plan changes about a layer is here.
+Blocks ask a factory for their layers and never see a degree. All effects of a plan on a layer are here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _KINDS = {"columns": "ColumnParallelLinear", "rows": "RowParallelLinear"}
 
 
 def _matrix_of(linear: nn.Layer) -> ParamSpec:
-    """Return the matrix ``[in, out]`` of a linear, dequantised if need be."""
+    """Return the matrix ``[in, out]`` of a linear, dequantised if necessary."""
     is_quantized = isinstance(linear, QuantizedLinear | QuantizedGroupedLinear)
     return linear.spec if is_quantized else linear.weight.spec
 
@@ -87,8 +87,8 @@ class LocalFactory:
     """The :class:`~ppfleetx.nn.stage.LayerFactory` of a model whose parameters are not sliced.
 
     Attributes:
-        keeps_weights: whether weights stay what and where they are once they have been used.
-        mesh, rank: say which slices of parameters are made here.
+        keeps_weights: whether weights keep their values and memory after their first use.
+        mesh, rank: the mesh, and this rank, which determine the slices of parameters.
     """
 
     keeps_weights = sequence_parallel = False
@@ -173,7 +173,7 @@ class LocalFactory:
         """A norm of the last dimension.
 
         Raises:
-            ConfigError: there is no such norm, or it has other parameters than it was registered with.
+            ConfigError: there is no such norm, or its parameters differ from its registration.
         """
         layer = NORMS.make(spec.kind, spec.size, spec.epsilon, gives=nn.Layer)
         if isinstance(layer, RMSNorm):
@@ -240,7 +240,7 @@ class LocalFactory:
 
 
 class InferenceFactory(LocalFactory):
-    """Layers of a model that is evaluated or generated with, and never trained."""
+    """The factory for evaluation and generation, where the model is not trained."""
 
     linear_cls = InferenceLinear
 
@@ -253,11 +253,11 @@ class TensorParallelFactory(LocalFactory):
 
     Args:
         group: the tensor-parallel ranks.
-        sequence_parallel: outside attention and feed-forward each rank holds its part of the positions.
+        sequence_parallel: whether each rank holds only its part of the positions outside attention and MLP.
 
     Attributes:
         exchange: lets column-parallel layers overlap the sum of their input's gradient with computation;
-            None: they wait for it.
+            None: they do not.
     """
 
     exchange: Exchange | None = None
@@ -269,10 +269,10 @@ class TensorParallelFactory(LocalFactory):
         self.mesh, self.rank = Mesh(ParallelPlan(mp=group.nranks)), group.rank
 
     def local_count(self, count: int, what: str) -> int:
-        """How many of ``count`` things this rank has.
+        """Return how many of ``count`` equal parts this rank has.
 
         Raises:
-            ConfigError: they cannot be divided evenly.
+            ConfigError: the parts cannot be divided evenly.
         """
         if count % self.group.nranks:
             raise ConfigError(
@@ -314,8 +314,8 @@ class TensorParallelFactory(LocalFactory):
         return self._finished(layer, spec)
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> FakeQuantizer:
-        """A quantiser whose maxima, and whose gradients of learned bounds, are reduced over the ranks that
-        slice the tensor."""
+        """Make a quantiser. It reduces maxima and the gradients of learned bounds over the ranks that slice
+        the tensor."""
         has_sliced_input = linear.weight.spec.lies("mp") == Shard(0)
         per_channel = cfg.weight_quantize_type == "channel_wise_abs_max"
         own_channels = per_channel and not has_sliced_input
@@ -335,15 +335,15 @@ class TensorParallelFactory(LocalFactory):
         return maxima
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
-        """An adapter sliced like its linear: with sliced input features A yields partial sums, with sliced
-        output features B is sliced."""
+        """Make an adapter that is sliced like its linear. With sliced input features, A gives partial sums;
+        with sliced output features, B is sliced."""
         cut = _matrix_of(linear).lies("mp")
         join = {Shard(0): self._sum_parts, Shard(1): self._for_sliced_output}.get(cut)
         return self._adapter(linear, cfg, self.dropout(cfg.dropout, inside_heads=cut == Shard(0)), join)
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """A quantised linear: with sliced input features its products are partial sums; with sliced output
-        features the input's gradient is."""
+        """Make a quantised linear. With sliced input features, its products are partial sums; with sliced
+        output features, the gradient of its input is a partial sum."""
         if isinstance(linear, GroupedLinear):
             return super().quantized_linear(linear, form)
         made = partial(QuantizedLinear, linear, form, declare=self.declare)

@@ -1,11 +1,11 @@
 """Fake quantisation: tensors rounded to a grid of integers times a scale, with straight-through gradients.
 
 The grid of b bits is symmetric: the integers from -L to L with L = 2^(b-1) - 1, times ``bound / L``. The
-gradient passes as if nothing had been rounded (Bengio et al., 2013), and is 0 for what lies beyond the bound.
+gradient passes as if nothing had been rounded (Bengio et al., 2013), and is 0 for values beyond the bound.
 
-Nothing here depends on the parallel plan: a bound is a maximum over a whole tensor, and a maximum has no
-order of summation. What a linear's input is rounded with during a step is the moving average that the step
-began with, whatever its micro batches; the maximum of the step's global batch enters it once, at the end.
+Nothing here depends on the parallel plan, because a bound is a maximum over a whole tensor, whatever the
+order. All micro batches of a step round a linear's input with the moving average from the beginning of the
+step. At its end, the maximum of the global batch is added to the average once.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ppfleetx.nn.transforms import quantizer_numbers
 if TYPE_CHECKING:
     from ppfleetx.config.sections.compress import QuantizationConfig
 
-_SMALLEST = 1.1754944e-38  # scale of what is 0 everywhere; smaller ones are no normal numbers
-_LEAST_SHARE = 0.01  # a learned clip never closes
+_SMALLEST = 1.1754944e-38  # scale of an all-zero tensor: the smallest normal number
+_LEAST_SHARE = 0.01  # a learned clip stays above this
 
 Reduce = Callable[[paddle.Tensor], paddle.Tensor]
-"""Largest elements over the ranks that hold parts of a tensor, in place."""
+"""A function that reduces maxima, in place, over the ranks that hold parts of a tensor."""
 
 
 def levels_of(bits: int) -> int:
-    """Largest integer of the grid of ``bits`` bits."""
+    """The largest integer of the grid of ``bits`` bits."""
     return 2 ** (bits - 1) - 1
 
 
 def on_grid(
     x: paddle.Tensor, bound: paddle.Tensor, bits: int, *, reaches_beyond: bool = True
 ) -> paddle.Tensor:
-    """``x`` rounded to the nearest points (ties to even) of the grid up to ``bound``.
+    """Round ``x`` to the nearest points (ties to even) of the grid up to ``bound``.
 
     Args:
         x: any shape and floating type; computed in float32.
@@ -56,8 +56,8 @@ def on_grid(
 
 
 def on_learned_grid(x: paddle.Tensor, bound: paddle.Tensor, share: paddle.Tensor, bits: int) -> paddle.Tensor:
-    """:func:`on_grid` up to ``bound * share``, where ``share [1]`` learns from what is cut off (PACT: Choi et
-    al., 2018)."""
+    """Like :func:`on_grid`, up to ``bound * share``. The gradient of ``share [1]`` comes from clipped values
+    (PACT: Choi et al., 2018)."""
     if _has_no_gradient(x) and _has_no_gradient(share):
         return _rounded(x, bound * share.clip(min=_LEAST_SHARE), bits, True)
     return _LearnedClip.apply(x, share, bound, bits)
@@ -121,16 +121,16 @@ def unreduced(maxima: paddle.Tensor) -> paddle.Tensor:
 class FakeQuantizer(nn.Layer):
     """Rounds the weight and the input of one linear.
 
-    Parameters, where the configuration asks for them: ``input_scale [1]``, the moving average of the input's
-    largest magnitude (0: nothing was seen yet, and inputs are not rounded; it is not trained);
-    ``weight_clip [1]`` and ``input_clip [1]``, the learned shares of the bounds.
+    Parameters, if the configuration asks for them: ``input_scale [1]`` is the moving average of the input's
+    largest magnitude. It is not trained; while it is 0, there was no input yet, and inputs are not rounded.
+    ``weight_clip [1]`` and ``input_clip [1]`` are the learned shares of the bounds.
 
     Args:
         cfg: the section.
-        over_weight: reduces what is reduced over the whole weight, per output channel where ``cfg`` says so.
+        over_weight: reduces a maximum over the whole weight, or over an output channel if ``cfg`` says so.
         over_input: reduces a maximum over the input features of a token.
-        follows: whether training moves the scale; else it stays what a checkpoint brought.
-        keeps: whether weights no longer change once they were used, so that they are rounded once.
+        follows: whether training moves the scale; otherwise the scale of the checkpoint is kept.
+        keeps: whether weights do not change after their first use, so that they are rounded only once.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class FakeQuantizer(nn.Layer):
             return None
         return self.create_parameter([1], dtype="float32", default_initializer=nn.initializer.Constant(value))
 
-    # -- what the linear computes with
+    # -- the tensors that the linear uses
 
     def weight(self, weight: paddle.Tensor) -> paddle.Tensor:
-        """The linear's ``weight [in, out]``, or this rank's part of it, rounded; of experts, ``[experts, in,
-        out]``."""
+        """Round the linear's ``weight [in, out]`` (``[experts, in, out]`` for experts), or this rank's part
+        of it."""
         if self._kept is not None:
             return self._kept
         bound = self._weight_bound(weight)
@@ -178,7 +178,7 @@ class FakeQuantizer(nn.Layer):
         return rounded
 
     def input(self, x: paddle.Tensor) -> paddle.Tensor:
-        """The linear's input ``[..., in]``, or this rank's part of it, rounded."""
+        """Round the linear's input ``[..., in]``, or this rank's part of it."""
         bound = self._input_bound(x)
         if bound is None:
             return x
@@ -205,7 +205,7 @@ class FakeQuantizer(nn.Layer):
         x = x.detach()
         if self.input_scale is None:
             return self._over_input(x.abs().max(axis=-1, keepdim=True).astype("float32"))
-        if self.training and self.follows and x.size:  # no position may have come to the experts here
+        if self.training and self.follows and x.size:  # the experts here may have got no position
             # A maximum may be taken twice: recomputation changes nothing.
             largest = x.abs().max().astype("float32")
             self._largest = largest if self._largest is None else paddle.maximum(self._largest, largest)
@@ -220,7 +220,7 @@ class FakeQuantizer(nn.Layer):
     # -- from step to step
 
     def begin(self) -> None:
-        """Forget the observed maxima, and read the weight again, which may have changed."""
+        """Forget the observed maxima and the rounded weight, which may have changed."""
         self._bound = self._largest = None
 
     def take_largest(self) -> paddle.Tensor:

@@ -1,7 +1,7 @@
-"""Flash attention of Paddle or of a device plugin: when it can be used, and how it is called.
+"""Flash attention of Paddle or of a device plugin: its limits, and its calls.
 
-Shape letters as in :mod:`ppfleetx.nn.kernels`. What does not fit ends in Paddle 3.3.1 with an assertion or an
-external error of the kernel, so it is asked for here first.
+Shape letters as in :mod:`ppfleetx.nn.kernels`. In Paddle 3.3.1, unsupported sizes end in an assertion or an
+external error of the kernel, so they are checked here first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ppfleetx.nn.masks import attention_mask, flash_row_limits
 
 _HALF = (paddle.float16, paddle.bfloat16)
 _LARGEST_HEAD = 256
-# The backward pass keeps more in a card's shared memory, of which not all cards have as much.
+# The backward pass needs more shared memory, and not all cards have enough.
 _LARGEST_HEAD_TRAINED_ANYWHERE = 192
 _CARDS_THAT_TRAIN_LARGER = ((8, 0), (9, 0))
 
@@ -30,10 +30,10 @@ def flash_obstacle(
     """The reason flash attention cannot serve such queries here; None if it can.
 
     Args:
-        dropout: of the attention weights; where it is in training, there will be a backward pass.
-        packed: several documents in a row.
-        fused: fused operators to take; on the device of a plugin that of attention is one of them. None: none
-            (tracing for an export finds no defaults that are names of this file).
+        dropout: dropout of the attention weights; if it is in training mode, a backward pass will follow.
+        packed: whether a row holds several documents.
+        fused: the fused operators in use, which include attention on the device of a plugin. None: none (the
+            default is not a constant of this file, because tracing for an export would not find it).
     """
     if not on_gpu():
         return _plugin_obstacle(query, dropout, NO_FUSED_OPS if fused is None else fused)
@@ -62,16 +62,15 @@ def _plugin_obstacle(query: paddle.Tensor, dropout: nn.Layer, fused: FusedOps) -
 def limit(
     version: int, capability: tuple[int, int], head_size: int, *, drops: bool, trains: bool
 ) -> str | None:
-    """The limit of this flash attention ``version`` that the sizes exceed, in words; None if there is
-    none.
+    """The limit of flash attention ``version`` that the sizes exceed, in words; None if they fit.
 
     The library checks the same: version 2 in ``csrc/capi/flash_attn.cu`` of PaddlePaddle/flash-attention,
     version 3 in Paddle's ``flash_attn_v3_kernel.cu`` and ``nn/functional/flash_attention.py``.
 
     Args:
         capability: compute capability of the card, (major, minor).
-        drops: attention weights are dropped.
-        trains: a backward pass follows.
+        drops: whether attention weights are dropped.
+        trains: whether a backward pass follows.
     """
     card = f"this card has {capability[0]}.{capability[1]}"
     if version == 3 and capability != (9, 0):
@@ -96,8 +95,7 @@ def limit(
 
 
 def flash_version(head_size: int, *, packed: bool) -> int:
-    """The version of flash attention Paddle will run: that of its flag, except in some deterministic
-    cases."""
+    """The version of flash attention that Paddle will run: its flag's, except in some deterministic cases."""
     version = _flag("FLAGS_flash_attn_version", 2)
     takes_other = _flag("FLAGS_cudnn_deterministic", False) and (not packed or head_size > 128)
     return 2 if takes_other else version
@@ -130,7 +128,7 @@ def flash_attention(
         # as in a test, where it draws nothing from the device's generator; a triangular mask.
         context = of_plugin(q_bsnd, k_bsnd, v_bsnd, None, hidden, 0.0, hidden is None, False, True, True)[0]
         return context.transpose([0, 2, 1, 3]).reshape([0, groups, per_group, -1, head_dim])
-    # All that training=False does is to drop nothing; version 3 does not take it.
+    # training=False only switches dropout off; version 3 does not accept it.
     options = {"dropout": dropout.p if dropout.training else 0.0, "causal": True, "training": True}
     with getattr(dropout, "stream", nullcontext)():
         if document_start is None:
@@ -144,7 +142,7 @@ def flash_attention(
 def packed_flash_attention(qkv: paddle.Tensor, dropout: nn.Layer) -> paddle.Tensor:
     """Causal attention of ``qkv [s, b, n, 3, d]``: query, key and value of n heads; gives ``[s, b, n * d]``.
 
-    One copy of it all into the kernel's order, and one back of the gradient, instead of one of each part.
+    It takes one copy to the kernel's order, and one for the gradient, instead of a copy of each part.
     """
     rows = qkv.transpose([1, 0, 3, 2, 4])
     probability = dropout.p if dropout.training else 0.0

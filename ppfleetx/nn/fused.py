@@ -1,12 +1,11 @@
-"""Fused operators: one Paddle kernel in place of several. This is the only table of them, and the only
-place that chooses.
+"""The table of fused operators (one Paddle kernel in place of several), and the choice of operators to use.
 
-What an operator computes is defined by its composite, plain operators that run everywhere. A fused operator
-is taken where this build of Paddle, or the device's plugin, has it for the place and the element type, and
-where a trial on small tensors gives what the composite gives, forward and backward. So an operator that is
-missing, refuses to run or is wrong on some card costs speed and nothing else, and the log says why.
+A composite of plain operators, which run everywhere, defines the result of each fused operator. The fused
+operator is used if this build of Paddle, or the device's plugin, has it for the device and element type, and
+if its results in a small trial, forward and backward, match the composite's. So a fused operator that is
+missing, fails or is wrong on some card only costs speed, and the log says why.
 
-Programs that are exported have composites only.
+Exported programs contain only composites.
 """
 
 from __future__ import annotations
@@ -37,13 +36,14 @@ class FusedOperator:
     """One row of the table.
 
     Attributes:
-        does: what is fused, in words.
-        kernels: Paddle's names of its kernels, backward ones too, which must exist for the element type.
-        trial: ``module:function`` that runs it beside its composite on small tensors of an element type.
-        types: element types it is used with.
-        of_plugin: operator of a device's plugin that does the same; there it takes the kernels' place.
-        exact_on_cpu: its CPU kernel gives the composite's bits, no slower: ``auto`` takes it there, where
-            results are not to change.
+        does: a description of the operator.
+        kernels: Paddle's names of its kernels, including backward kernels, which must exist for the element
+            type.
+        trial: ``module:function`` that runs both it and its composite on small tensors of an element type.
+        types: element types that it is used with.
+        of_plugin: the equivalent operator of a device's plugin, which replaces the kernels there.
+        exact_on_cpu: whether its CPU kernel gives the same bits as the composite and is no slower. On a CPU,
+            ``auto`` uses only such operators, so that results do not change.
     """
 
     does: str
@@ -126,11 +126,11 @@ TABLE: Mapping[FusedName, FusedOperator] = {
 
 
 class FusedOps:
-    """Which fused operators are taken, with which element types.
+    """The fused operators in use, with their element types.
 
     Args:
-        taken: by name.
-        refused: the others, and why.
+        taken: element types of each operator in use, by name.
+        refused: reasons against the other operators, by name.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class FusedOps:
         self._types = {name: {getattr(paddle, t) for t in types} for name, types in self.taken.items()}
 
     def takes(self, name: FusedName, *tensors: paddle.Tensor) -> bool:
-        """Whether the fused operator ``name`` is used for such tensors. Never inside a program that is
-        being exported."""
+        """Whether the fused operator ``name`` is used for such tensors. It never is in an exported
+        program."""
         types = self._types.get(name)
         if types is None or not paddle.in_dynamic_mode():
             return False
@@ -155,7 +155,7 @@ class FusedOps:
 
 
 NO_FUSED_OPS = FusedOps()
-"""Composites everywhere."""
+"""No fused operators: composites everywhere."""
 
 
 def choose(
@@ -167,11 +167,11 @@ def choose(
     """Resolve ``Model.fused_ops`` for this device, identically on all ranks.
 
     Args:
-        setting: its value.
-        types: element types that the run computes in, the first being that of its parameters at O1 and in
-            float32; names as in :attr:`FusedOperator.types`.
+        setting: the value of ``Model.fused_ops``.
+        types: element types of the run's computation, named as in :attr:`FusedOperator.types`. The first one
+            is the type of parameters at O1 and in float32.
         ctx: this process's place.
-        unused: operators that the run has no place for, and why.
+        unused: operators that the run cannot make use of, with the reasons.
 
     Raises:
         ConfigError: a listed operator cannot run here in any of the types.
@@ -204,7 +204,7 @@ def choose(
 
 
 def say(ops: FusedOps) -> None:
-    """Log the operators that are used; on a GPU, warn about those that are missing."""
+    """Log the operators that are used; on a GPU, warn about missing operators."""
     get_logger().info(f"fused operators: {ops}; all else by plain ones (Model.fused_ops)")
     if ops.refused and on_card():
         reasons = "; ".join(f"{name}: {why}" for name, why in ops.refused.items())
@@ -218,7 +218,7 @@ def obstacles(
     can.
 
     Args:
-        by_itself: the user has not asked for the operators; on a CPU only those that change no bit are used.
+        by_itself: whether the user left the choice to us; then a CPU only uses operators that change no bit.
     """
     device = paddle.get_device()
     found = {name: {dtype: _unfit(name, dtype, by_itself, device) for dtype in types} for name in names}
@@ -229,7 +229,7 @@ def obstacles(
 
 
 def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | None:
-    """The reason an operator cannot be used that is known without running it."""
+    """The reason an operator cannot be used, if it is known without a trial."""
     row, on_cpu = TABLE[name], not is_card(device)
     if dtype not in row.types:
         return f"it is not used with {dtype}"
@@ -246,12 +246,11 @@ def _unfit(name: FusedName, dtype: str, by_itself: bool, device: str) -> str | N
 
 
 _results: dict[tuple[str, str, str], str | None] = {}
-"""Of the trials made so far: name, element type and device, and what was wrong."""
+"""Results of trials so far: the failure, or None, by (name, element type, device)."""
 
 
 def _tried(pairs: Sequence[tuple[FusedName, str]], device: str) -> list[str | None]:
-    """Run the trials of the operators; on a card, in another process, because a fault would poison this
-    one."""
+    """Run the trials of the operators; on a card in another process, because a fault would break this one."""
     new = [pair for pair in pairs if (*pair, device) not in _results]
     trials = [(TABLE[name].trial, dtype) for name, dtype in new]
     if not is_card(device):

@@ -142,7 +142,7 @@ def _with_gradients(function: Function, inputs: list[paddle.Tensor]) -> list[pad
 
 
 def _random(dtype: str, *shapes: list[int]) -> list[paddle.Tensor]:
-    """Normal random numbers that leave Paddle's generators, and so the run's random state, alone."""
+    """Normal random numbers that do not affect Paddle's generators, and thus the run's random state."""
     generator = np.random.default_rng(0)
     arrays = (generator.standard_normal(shape).astype(np.float32) for shape in shapes)
     return [paddle.to_tensor(array).astype(dtype) for array in arrays]

@@ -1,8 +1,8 @@
-"""Products of rows that are sorted into groups, each group with a matrix of its own.
+"""Products of rows that are sorted into groups, where each group has its own matrix.
 
 ``x [n, in]`` has ``counts[g]`` rows of group g, and ``weight`` is ``[groups, in, out]``. Products are written
-into the rows of one result, and gradients into the matrices of one gradient: there is memory for rows and for
-weights, and for nothing else. A group without rows gets a gradient of zeros.
+directly into the rows of one result, and gradients into the matrices of one gradient, so there are no
+temporary copies. A group without rows gets a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ Counts = Sequence[int]
 def product(
     x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None, counts: Counts
 ) -> paddle.Tensor:
-    """``x [n, in]`` to ``[n, out]``, in the type that a linear would have here; ``bias [groups, out]``."""
-    # Mixed precision decides by lists and levels: the product of two numbers tells its type.
+    """Multiply ``x [n, in]`` to ``[n, out]``, in the same type as a linear would, and add
+    ``bias [groups, out]``."""
+    # Mixed precision depends on lists and levels, so the product of two numbers shows the type.
     dtype = F.linear(*(paddle.zeros([1, 1], tensor.dtype) for tensor in (x, weight))).dtype
     with paddle.amp.auto_cast(enable=False):
         x, result = _in(x, dtype), paddle.empty([x.shape[0], weight.shape[-1]], dtype)
@@ -34,7 +35,7 @@ def product(
 
 
 def input_gradient(upstream: paddle.Tensor, weight: paddle.Tensor, counts: Counts) -> paddle.Tensor:
-    """The gradient of ``x`` from that of the product."""
+    """The gradient of ``x``, given the gradient of the product."""
     result = paddle.empty([upstream.shape[0], weight.shape[1]], upstream.dtype)
     for group, begin, end in _spans(counts):
         matrix = _in(_of(weight, group), upstream.dtype)

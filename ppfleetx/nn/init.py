@@ -1,8 +1,8 @@
 """Initial weights as a function of (seed, canonical name, global index).
 
-The global array is cut into fixed tiles; each tile is drawn from its own counter range of one Philox
-stream keyed by the seed and the parameter's name. A rank that owns a slice draws the tiles its slice
-touches and nothing else, so step-0 weights are bitwise equal under every parallel plan.
+The global array is cut into fixed tiles. Each tile is drawn from its own counter range of a Philox stream,
+whose key is the seed and the parameter's name. A rank draws only the tiles that its slice touches, so initial
+weights are bitwise equal under every parallel plan.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def draw(
     offset: Sequence[int] | None = None,
     local_shape: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Initial values of one slice of a parameter.
+    """Draw the initial values of one slice of a parameter.
 
     Args:
-        init: what to draw.
+        init: the distribution.
         seed: the run's seed.
         name: canonical name; two names give independent values.
-        global_shape: shape of the whole parameter, one to three dimensions for ``Normal``; of three, each
-            matrix is drawn by itself, by the parameter's name and its number.
+        global_shape: shape of the whole parameter, with one to three dimensions for ``Normal``. With three,
+            each matrix is drawn separately, from the parameter's name and the matrix's number.
         offset: first global index of the slice in each dimension; the origin when None.
         local_shape: shape of the slice; the whole when None.
 

@@ -1,8 +1,8 @@
-"""Attention kernels behind one dispatch.
+"""Attention kernels, and the function that chooses between them.
 
 Shape letters: b batch, q query positions, k key positions, g key/value heads, r query heads per
 key/value head, d head size. Kernels take ``query [b, g, r, q, d]`` and ``key, value [b, g, k, d]`` and
-give ``[b, g, r, q, d]``. Values may be narrower than keys; the result is then as wide as they are.
+give ``[b, g, r, q, d]``. Values may be narrower than keys; the result has the width of the values.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ class KernelOptions:
     """Options of the attention kernels.
 
     Attributes:
-        kernel: one of :data:`KERNELS`. ``auto`` takes flash where it can run, and says once where a GPU
-            cannot.
+        kernel: one of :data:`KERNELS`. ``auto`` uses flash if it can run; if a GPU cannot, it logs this once.
         softmax_in_fp32: softmax in float32 when the scores are 16-bit.
-        qk_scale_guard: in 16 bits, scores are divided by this before and multiplied after the conversion
-            to float32, so that they cannot overflow float16; equal in exact arithmetic.
-        fused: fused operators to take.
+        qk_scale_guard: in 16 bits, scores are divided by this number, and multiplied by it after the
+            conversion to float32, so that they do not overflow float16. In exact arithmetic nothing changes.
+        fused: the fused operators in use.
         softcap: soft limit c of the scores, ``c * tanh(score / c)``; None: none.
     """
 
@@ -56,16 +55,16 @@ def attend(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Causal attention by the kernel that ``options`` ask for.
+    """Compute causal attention with the kernel that ``options`` ask for.
 
-    A ``penalty`` to broadcast against scores ``[b, n, q, k]`` takes the place of the causal mask and of
+    A ``penalty``, which broadcasts against scores ``[b, n, q, k]``, replaces the causal mask and
     ``document_start``.
 
-    Queries that follow cached keys go through the reference whatever is asked for: their causal mask does
-    not begin at the first key, and with so few of them flash has little to save.
+    Queries that follow cached keys always use the reference: their causal mask does not begin at the first
+    key, and flash saves little for so few queries.
 
     Raises:
-        ConfigError: flash is asked for where it cannot run.
+        ConfigError: ``options`` ask for flash, but it cannot run here.
     """
     if options.kernel == "reference":
         return reference_attention(query, key, value, document_start, dropout, options, penalty)
@@ -108,7 +107,8 @@ def reference_attention(
     options: KernelOptions,
     penalty: paddle.Tensor | None = None,
 ) -> paddle.Tensor:
-    """Matrix product, softmax, matrix product: runs everywhere and defines what the others must give."""
+    """Matrix product, softmax, matrix product: runs everywhere and defines the result of the other
+    kernels."""
     _, groups, per_group, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
     half = query.dtype in _HALF
@@ -155,7 +155,7 @@ def _masked_softmax(
 
 
 def _fits_triangle(scores: paddle.Tensor) -> bool:
-    """Whether Paddle's causal softmax takes scores ``[b, n, q, k]``: its blocks have up to 8 rows."""
+    """Whether Paddle's causal softmax accepts scores ``[b, n, q, k]``: its blocks have up to 8 rows."""
     num_queries, num_keys = scores.shape[2:]
     return num_queries == num_keys and 32 <= num_keys <= 8192 and num_keys % 8 == 0
 

@@ -1,7 +1,7 @@
-"""Multi-head latent attention: keys and values made from one compressed vector per position.
+"""Multi-head latent attention: keys and values are made from one compressed vector per position.
 
 Shape letters: s positions, b batch, n heads held here, c width of the compressed keys and values, t features
-that positions turn, p those they do not, v width of a head's value.
+with rotary positions, p features without, v width of a head's value.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ppfleetx.nn.stage import LayerFactory
 class LatentAttention(HeadAttention):
     """Causal self-attention on ``[s, b, h]`` (DeepSeek-AI, "DeepSeek-V2", 2024).
 
-    A cache holds compressed vectors and turned parts of keys, as one key/value head. Positions that follow
-    cached ones attend to them as they are: the projections to keys and to values are linear, so that they
-    can be done to queries and to the context instead.
+    A cache holds the compressed vectors and the rotary parts of keys, as one key/value head. Positions that
+    follow cached ones attend to these vectors directly: the projections to keys and values are linear, so
+    they can be applied to the queries and to the context instead.
     """
 
     def __init__(self, factory: LayerFactory, spec: LatentAttentionSpec, **options: Any) -> None:
@@ -103,7 +103,7 @@ class LatentAttention(HeadAttention):
     def _enter(
         self, query: paddle.Tensor, key: paddle.Tensor, value: paddle.Tensor
     ) -> tuple[paddle.Tensor, paddle.Tensor, paddle.Tensor]:
-        """Exchange heads for positions where ranks hold different positions of the sequences."""
+        """Exchange heads for positions if ranks hold different positions of the sequences."""
         if self.strategy.group is None:
             return query, key, value
         packed = paddle.concat([query.squeeze(2), key, value], axis=-1).transpose([2, 0, 1, 3])
@@ -120,8 +120,8 @@ class LatentAttention(HeadAttention):
         document_start: paddle.Tensor | None,
         penalty: paddle.Tensor | None,
     ) -> paddle.Tensor:
-        """Context ``[b, n, 1, s, v]`` of cached ``compressed [b, 1, k, c]`` and ``turned [b, 1, k, t]``: all
-        queries share one key and one value, which is a part of it."""
+        """Attend to cached ``compressed [b, 1, k, c]`` and ``turned [b, 1, k, t]``: context
+        ``[b, n, 1, s, v]``. All heads share one key, and one value, which is a part of this key."""
         to_keys, to_values = self._projections()
         still, turning = self._cut(query.squeeze(2))
         latent = paddle.matmul(still, to_keys)
@@ -153,7 +153,7 @@ class LatentAttention(HeadAttention):
 
     def _cut_projections(self) -> tuple[paddle.Tensor, paddle.Tensor]:
         spec = self.spec
-        # What the linear does to the unit vectors is its matrix, quantised, adapted or not.
+        # Applied to the unit vectors, the linear gives its matrix, even if quantised or adapted.
         unit = paddle.eye(spec.kv_rank, dtype=self.kv_norm.weight.dtype)
         matrix = self.kv_up(unit.unsqueeze(1)).reshape([spec.kv_rank, self.num_heads, -1])
         to_keys, to_values = matrix.split([spec.nope_head_dim, spec.value_head_dim], axis=-1)

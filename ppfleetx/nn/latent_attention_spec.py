@@ -1,4 +1,4 @@
-"""Declaration of multi-head latent attention: sizes, parameters, and what it costs. No Paddle.
+"""Declaration of multi-head latent attention: sizes, parameters and cost. No Paddle.
 
 Letters: q, k, v bytes of all queries, keys and values on one rank.
 """
@@ -27,9 +27,9 @@ class LatentAttentionSpec:
         num_heads: heads of queries, keys and values.
         q_rank: width of the compressed queries; None: queries are made from the hidden states.
         kv_rank: width of the compressed keys and values.
-        rope_head_dim: features of a head's query and key that positions turn; all heads share those of the
-            key.
-        nope_head_dim: the others.
+        rope_head_dim: features of a head's query and key with rotary positions; all heads share these
+            features of the key.
+        nope_head_dim: features of a head's query and key without positions.
         value_head_dim: width of a head's value.
         norm: kind and epsilon of the norms of compressed vectors.
         down_bias: whether the projections to compressed vectors have a bias.
@@ -37,8 +37,8 @@ class LatentAttentionSpec:
         init: initial values of all projections but the last.
         output_init: initial values of the projection after attention.
         dropout: share of attention weights dropped.
-        window: how many positions before its own a token sees; None: all of them.
-        score_factor: what scores are multiplied by, beside ``1 / sqrt(head_dim)``.
+        window: how many earlier positions a token sees; None: all of them.
+        score_factor: factor of the scores, in addition to ``1 / sqrt(head_dim)``.
         softmax_in_fp32: whether the softmax is in float32 under mixed precision.
     """
 
@@ -68,7 +68,7 @@ class LatentAttentionSpec:
 
     @property
     def score_width(self) -> int:
-        """Features multiplied for one score: the width of all queries plus that of all values."""
+        """Features multiplied for one score: the width of all queries plus the width of all values."""
         return self.num_heads * (self.head_dim + self.value_head_dim)
 
     @property
@@ -109,12 +109,12 @@ class LatentAttentionSpec:
         return LinearSpec(width, self.hidden_size, "rows", self.output_bias, self.output_init)
 
     def _down(self, width: int) -> LinearSpec:
-        """A projection to a compressed vector. All heads share it, so every tensor-parallel rank computes
-        it whole."""
+        """A projection to a compressed vector. All heads share the vector, so every tensor-parallel rank
+        computes all of it."""
         return LinearSpec(self.hidden_size, width, "whole", self.down_bias, self.init, of_trunk=True)
 
     def _up(self, width_in: int, widths: dict[str, int]) -> LinearSpec:
-        """A projection to heads that consist of parts of these widths."""
+        """A projection to heads with parts of these widths."""
         parts, period = parts_of(widths), sum(widths.values())
         width = self.num_heads * period
         return LinearSpec(width_in, width, "columns", bias=False, init=self.init, parts=parts)
@@ -155,7 +155,7 @@ class LatentAttentionSpec:
         yield self.out_proj.operation("output projection", "attention", work)
 
     def tape(self, work: Work, writes: str, reads: str, *, recompute_core: bool = False) -> list[Step]:
-        """Steps of a forward pass; with ``recompute_core`` scores and weights are forgotten in it."""
+        """Steps of a forward pass; with ``recompute_core`` it does not keep scores and weights."""
         q, v = self._bytes(work)
         steps = [*self._up_steps(work, reads), *self._heads(work, keeps_queries=recompute_core)]
         sizes = CoreSizes(self.num_heads, q, q, v, v, self.dropout, self.softmax_in_fp32)

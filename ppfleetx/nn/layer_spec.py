@@ -1,7 +1,7 @@
-"""Declarations of the parts that layers are made of: linears, norms, tables. Plain data, without Paddle.
+"""Declarations of the parts of layers: linears, norms, tables. Plain data, without Paddle.
 
-A declaration says which parameters a layer has and what it costs. The factory makes linears, norms and tables
-from their declarations; the planner and ``--check`` count by them.
+A declaration states the parameters and the cost of a layer. The factory makes linears, norms and tables from
+their declarations; the planner and ``--check`` use them to compute memory and time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Part, Shard, dense
 from ppfleetx.nn.tape import Step
 
 Specs = dict[str, ParamSpec]
-"""Declared parameters by their names within a layer."""
+"""Declared parameters, by their names within a layer."""
 
 
 class LayerSpec(Protocol):
     """Base class of declarations: parameters and cost of a layer.
 
-    Those of whole layers also have ``operations``, of a forward pass on one rank, and ``tape``: what these
-    write, and keep for the backward pass.
+    Declarations of whole layers also have ``operations``, the operations of a forward pass on one rank, and
+    ``tape``, the tensors that these write and keep for the backward pass.
     """
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Its parameters by local name, with global shapes; gradients are those of a plan with or without
-        sequence parallelism."""
+        """The layer's parameters by local name, with global shapes. Their gradients may depend on
+        ``sequence_parallel``."""
 
 
 def within(layer: str, specs: Specs) -> Specs:
@@ -43,14 +43,15 @@ class LinearSpec:
     """``x W + b`` with ``W [in_features, out_features]``.
 
     Attributes:
-        in_features, out_features: of the whole matrix.
-        cut: what tensor parallelism slices: the output features (``columns``; the output stays sliced), the
-            input features (``rows``; the input arrives sliced, the output is whole), or nothing (``whole``).
-        bias: whether there is one.
+        in_features, out_features: sizes of the whole matrix.
+        cut: the features that tensor parallelism slices: the output features (``columns``; the output stays
+            sliced), the input features (``rows``; the input is sliced, the output whole), or none
+            (``whole``).
+        bias: whether there is a bias.
         init: initial values of the matrix.
-        kind: of the matrix; see :class:`ParamSpec`.
-        parts: the matrices that it is made of.
-        of_trunk: of a whole linear: its input is the positions of the hidden states that are here.
+        kind: kind of the matrix, see :class:`ParamSpec`.
+        parts: the matrices that are fused in it.
+        of_trunk: for a whole linear, whether its input is this rank's positions of the hidden states.
     """
 
     in_features: int
@@ -63,7 +64,8 @@ class LinearSpec:
     of_trunk: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """``weight``, and ``bias`` if there is one; behind rows, a bias is added after the sum over ranks."""
+        """``weight``, and ``bias`` if there is one. With sliced rows, the bias is added after the sum over
+        ranks."""
         of_weight, of_bias = {"columns": (Shard(1), Shard(0)), "rows": (Shard(0), REPLICATE)}.get(
             self.cut, (REPLICATE, REPLICATE)
         )
@@ -118,14 +120,14 @@ class NormSpec:
     """A norm over the last dimension.
 
     Attributes:
-        kind: a name of ``Model.normalization``.
-        size: of that dimension.
+        kind: a value of ``Model.normalization``.
+        size: size of this dimension.
         epsilon: added to the variance or mean square.
-        gain: initial value of its weight.
+        gain: initial value of the weight.
         inside_heads: whether its input is sliced over heads.
-        over_heads: whether its dimension is all heads together, which tensor parallelism slices.
-        before_split: whether its input has all positions even where sequence parallelism splits them: it is
-            the embedding's.
+        over_heads: whether its dimension spans all heads, so that tensor parallelism slices it.
+        before_split: whether its input has all positions despite sequence parallelism, like the embedding's
+            norm.
     """
 
     kind: str
@@ -137,8 +139,8 @@ class NormSpec:
     before_split: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """Those of ``weight`` and ``bias`` that the norm was registered with; ranks see other positions, or
-        other heads."""
+        """``weight`` and ``bias``, if the norm was registered with them. Their gradients are partial if ranks
+        see different positions or heads."""
         traits = NORMS.traits(self.kind)
         weight = self.gain - 1.0 if traits.zero_centered else self.gain
         values = {"weight": (Constant(weight), "norm"), "bias": (Constant(0.0), "bias")}
@@ -170,7 +172,7 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """An embedding ``[rows, width]``: of words, whose rows are sliced, or of positions, which is whole."""
+    """An embedding ``[rows, width]``: of words, with sliced rows, or of positions, which is whole."""
 
     rows: int
     width: int
@@ -178,7 +180,7 @@ class TableSpec:
     of_words: bool = True
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """``weight``. Whole positions are summed, whatever the plan."""
+        """``weight``. Its gradient is not partial under any plan, because its output is not split yet."""
         kind, mp = ("word_embedding", Shard(0)) if self.of_words else ("position_embedding", REPLICATE)
         return {"weight": dense((self.rows, self.width), self.init, kind, mp=mp)}
 

@@ -1,4 +1,4 @@
-"""Linear layers of one card: plain ones, and grouped ones with a matrix per group of rows."""
+"""Linear layers that are not sliced: plain ones, and grouped ones with a matrix per group of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Linear(nn.Layer):
     """A linear layer, ``x @ weight + bias`` with ``weight [in, out]``.
 
     Attributes:
-        linear: computes it; what Paddle's own parallel layers call by this name.
+        linear: the function that computes the product. Paddle's own parallel layers have it under the same
+            name.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
@@ -27,7 +28,7 @@ class Linear(nn.Layer):
         self.bias = self.create_parameter([out_features], is_bias=True) if bias else None
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``x [..., in]`` to ``[..., out]``."""
+        """Map ``x [..., in]`` to ``[..., out]``."""
         if self.bias is not None and trains_on_cpu(x) and not bfloat16.are_entered():
             return _add_bias(self.linear(x, self.weight), self.bias)
         return self.linear(x, self.weight, self.bias)
@@ -40,7 +41,7 @@ class GroupedLinear(nn.Layer):
     """A linear layer per group of rows: ``x @ weight[g] + bias[g]`` with ``weight [groups, in, out]``.
 
     Args:
-        weight, bias: their shapes here; None: there is no bias.
+        weight, bias: shapes on this rank; None: there is no bias.
         matmul: multiplies by the weight.
     """
 
@@ -52,7 +53,7 @@ class GroupedLinear(nn.Layer):
         self.bias = None if bias is None else self.create_parameter(list(bias), is_bias=True)
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """``x [n, in]``, in groups of ``counts`` rows, to ``[n, out]``."""
+        """Map ``x [n, in]``, sorted into groups of ``counts`` rows, to ``[n, out]``."""
         return self.matmul.grouped(x, self.weight, self.bias if adds_bias else None, counts)
 
     def extra_repr(self) -> str:
@@ -61,18 +62,18 @@ class GroupedLinear(nn.Layer):
 
 
 def trains_on_cpu(x: paddle.Tensor) -> bool:
-    """Whether to use the formulation with the faster backward pass in Paddle's CPU kernels.
+    """Whether to use the formulation whose backward pass is faster with Paddle's CPU kernels.
 
-    False while a program is exported: there the plain operators are wanted.
+    It is False while a program is exported, which should have plain operators.
     """
     return paddle.in_dynamic_mode() and paddle.is_grad_enabled() and x.place.is_cpu_place()
 
 
 def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
-    """``x + bias``, bit for bit, with the bias spread over the rows by a matrix product.
+    """Compute ``x + bias``, bit for bit, but expand the bias to all rows by a matrix product.
 
-    The gradient of a broadcast sum is a column sum, which Paddle's CPU kernel takes up to half the time
-    of the matrix product for; as the gradient of a product with ones it is a matrix-vector product.
+    The gradient of a broadcast sum is a column sum, for which Paddle's CPU kernel takes up to half as long as
+    for the matrix product. As the gradient of a product with ones, it is a matrix-vector product.
     """
     width = bias.shape[0]
     rows = x.reshape([-1, width])
@@ -83,8 +84,8 @@ def _add_bias(x: paddle.Tensor, bias: paddle.Tensor) -> paddle.Tensor:
 def add_smaller(x: paddle.Tensor, smaller: paddle.Tensor) -> paddle.Tensor:
     """Add ``smaller``, broadcast to the shape of ``x``, in passes without gradients.
 
-    Paddle's CPU kernel takes up to ten times as long to add tensors of different shapes. Its GPU kernel does
-    not, and has no float16 expansion.
+    Paddle's CPU kernel takes up to ten times as long to add tensors of different shapes, so there ``smaller``
+    is expanded first. Its GPU kernel does not, and cannot expand float16.
     """
     if not paddle.in_dynamic_mode() or (x.place.is_cpu_place() and x.shape != smaller.shape):
         smaller = smaller.expand_as(x)

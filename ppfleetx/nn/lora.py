@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al., "LoRA", 2021) beside the frozen linears of a model.
 
-An adapter is a sub-layer ``lora`` of its linear, with parameters ``{linear}.lora.a`` and ``{linear}.lora.b``;
-names and values of the linear itself stay what they are without it.
+An adapter is a sub-layer ``lora`` of its linear, with parameters ``{linear}.lora.a`` and ``{linear}.lora.b``.
+It does not change the names and values of the linear's own parameters.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ppfleetx.nn.stage import LayerFactory, NameOf, Stage, ask_for_gradient
 
 
 class LoraBranch(nn.Layer):
-    """``scale * join(dropout(x) A) B`` of the parts of A ``[in, rank]`` and B ``[rank, out]`` held here.
+    """``scale * join(dropout(x) A) B``, with this rank's parts of A ``[in, rank]`` and B ``[rank, out]``.
 
-    For experts they have a matrix each: ``[experts, in, rank]`` and ``[experts, rank, out]``.
+    Experts have their own matrices, ``[experts, in, rank]`` and ``[experts, rank, out]``.
 
     Args:
-        a, b: shapes of the parts held here.
+        a, b: shapes of this rank's parts.
         scale: factor of the result.
-        dropout: of the input.
-        join: from what A gives here to what B takes here; None: the same.
+        dropout: dropout of the input.
+        join: turns this rank's output of A into this rank's input of B; None: they are the same.
         matmul: multiplies by A and B.
     """
 
@@ -50,7 +50,8 @@ class LoraBranch(nn.Layer):
         self._matmul = matmul or Matmul()
 
     def forward(self, x: paddle.Tensor, counts: Counts | None = None) -> paddle.Tensor:
-        """``scale * dropout(x) A B``, which is added to the linear: ``[..., in]`` to ``[..., out]``.
+        """Compute ``scale * dropout(x) A B``, to be added to the linear's output: ``[..., in]`` to
+        ``[..., out]``.
 
         Args:
             x: the linear's input.

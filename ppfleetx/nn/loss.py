@@ -1,9 +1,10 @@
-"""Token loss in float32; of an evaluation in float64.
+"""Token loss, in float32 for training and in float64 for evaluation.
 
 Paddle's cross entropy on the CPU adds the exponentials of a row one by one in float32. Over 50,000 columns
-the small ones are rounded away, and the loss is some 1e-5 too low. Training keeps that: its gradients are
-wrong by as little. An evaluation puts it right by the softmax of the same kernel. Each of its columns is an
-exponential over that sum, and so they add up to the true sum over it; NumPy adds them, in pairs.
+the small ones are rounded away, and the loss is about 1e-5 too low. Training accepts this, because the error
+of its gradients is just as small. An evaluation corrects it with the softmax of the same kernel: each column
+of it is an exponential divided by the kernel's sum, so all columns add up to the true sum divided by the
+kernel's sum. NumPy adds them pairwise.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ def token_loss(
     The caller divides by the global count, so that neither micro batches nor data ranks change the loss.
 
     Args:
-        logits: ``[s, b, V]``, or what gives them in pieces; columns from ``true_vocab`` on are padding and
-            take no probability.
+        logits: ``[s, b, V]``, or an object that yields them in pieces; columns from ``true_vocab`` on are
+            padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
         loss_mask: ``[b, s]`` float32 weights, usually 0 or 1.
         true_vocab: size of the vocabulary without padding.
 
     Returns:
-        The loss, a float32 scalar, of an evaluation float64; and, if they are asked for, the losses of rows.
+        The loss, a scalar in float32 (in an evaluation float64), and a function for the losses of the rows.
     """
     if isinstance(logits, LogitsInPieces):
         return _in_pieces(logits, labels, loss_mask, partial(token_loss, true_vocab=true_vocab))
@@ -52,7 +53,8 @@ def token_loss(
 
 
 def cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
-    """Cross entropy ``[...]`` of each token; without gradients float64, and NaN where a logit is not finite.
+    """Cross entropy ``[...]`` of each token. Without gradients it is float64, and NaN if a logit is not
+    finite.
 
     Args:
         logits: ``[..., V]`` float32.
@@ -73,10 +75,10 @@ def parallel_token_loss(
     true_vocab: int,
     group: Any,
 ) -> LossOutput:
-    """:func:`token_loss` of logits whose columns are shared out over the ranks of ``group``.
+    """:func:`token_loss` for logits whose columns are divided over the ranks of ``group``.
 
-    ``logits`` is ``[s, b, V / n]``, rank r holding the columns from ``r V / n`` on. The result is the same on
-    all ranks.
+    ``logits`` is ``[s, b, V / n]``; rank r has the columns from ``r V / n`` on. The result is the same on all
+    ranks.
     """
     from paddle import distributed
     from paddle.distributed.fleet.layers.mpu.mp_ops import _c_softmax_with_cross_entropy
@@ -109,7 +111,7 @@ def _in_pieces(
     loss_mask: paddle.Tensor,
     of_piece: Callable[..., LossOutput],
 ) -> LossOutput:
-    """The loss of all pieces, and of each row."""
+    """Compute the loss of all pieces, and of each row."""
     rows: list[Callable[[], Sum]] = []
 
     def loss_of_piece(*piece: paddle.Tensor) -> paddle.Tensor:
@@ -141,8 +143,8 @@ def _row_sums(softmax: paddle.Tensor) -> paddle.Tensor:
 def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
     """Return 0 for each position of ``logits [s, b, V]``, NaN if one of its logits is not finite.
 
-    Paddle's cross entropy on the CPU answers NaN logits with a finite number. In training their gradient
-    tells; an evaluation has none.
+    Paddle's cross entropy on the CPU turns NaN logits into a finite number. In training the gradient shows
+    them, but an evaluation has no gradient.
     """
     return logits.sum(axis=-1) * 0.0
 
@@ -150,7 +152,7 @@ def _nothing_if_finite(logits: paddle.Tensor) -> paddle.Tensor:
 class _HidePadding(PyLayer):
     """Set the padding columns of the logits so low that they get neither probability nor gradient.
 
-    Touches the padding columns only; ``where`` over all of them takes three times as long.
+    It touches only the padding columns; ``where`` over all columns takes three times as long.
     """
 
     @staticmethod

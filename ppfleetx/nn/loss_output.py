@@ -1,7 +1,7 @@
 """The result of a task's loss: a differentiable sum, and metrics as sums with counts.
 
-Neither is a mean. The runner divides the loss by a count that it knows before the first forward pass
-(``BasicModule.count``), and each metric by the sum of its own counts, over all micro batches and ranks. So no
+Both are sums, not means. The runner divides the loss by a count that it knows before the first forward pass
+(``BasicModule.count``), and each metric by the sum of its own counts over all micro batches and ranks. So no
 number depends on the plan.
 """
 
@@ -17,7 +17,7 @@ import paddle
 from ppfleetx.utils.log import get_logger
 
 SAME_ON_MP = ("mp",)
-"""What the factory's functions give is the same on all tensor-parallel ranks."""
+"""Results of the factory's functions are the same on all tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Sum:
     """A metric before division.
 
     Attributes:
-        value: sum over what this rank has of the micro batch, a scalar without a gradient.
-        count: over how much.
-        same_on: axes (``mp``, ``sep``) whose ranks hold the same two numbers, not a share of them: only the
-            first such rank counts. Ranks of all other axes add up.
+        value: sum over this rank's part of the micro batch, a scalar without a gradient.
+        count: number of tokens (or other items) in the sum.
+        same_on: axes (``mp``, ``sep``) whose ranks hold the same two numbers, rather than shares. Only the
+            first such rank counts; ranks along all other axes add up.
     """
 
     value: paddle.Tensor
@@ -41,11 +41,11 @@ class LossOutput:
     """The loss of one micro batch.
 
     Attributes:
-        loss: is differentiated; the sum over what counts, a scalar.
-        metrics: by name; the task declares the names (``BasicModule.metrics``).
-        same_on: of ``loss``, see :class:`Sum`.
-        rows: gives the loss of each row, ``value [b]`` and ``count [b]``, without a gradient; None: the loss
-            is not a sum over rows.
+        loss: the sum over all tokens that count, a scalar with a gradient.
+        metrics: metrics by name; the task declares the names (``BasicModule.metrics``).
+        same_on: axes of ``loss``, see :class:`Sum`.
+        rows: returns the loss of each row, ``value [b]`` and ``count [b]``, without a gradient; None: the
+            loss is not a sum over rows.
     """
 
     loss: paddle.Tensor
@@ -54,7 +54,7 @@ class LossOutput:
     rows: Callable[[], Sum] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Unpack as (loss sum, count), the former result, for one more version."""
+        """Unpack as the former result (loss sum, count), which one more version accepts."""
         _warn("a loss is a LossOutput, and no longer a pair: read its `loss`")
         yield self.loss
         yield None if self.rows is None else self.rows().count.sum()

@@ -1,9 +1,8 @@
-"""Attention masks: the only place that decides which positions see each other, in training, evaluation and
-decoding.
+"""Attention masks, which decide which positions see each other in training, evaluation and decoding.
 
-Shapes: b batch, n heads, q query positions, k key positions. Keys end where queries end: with a cache
-the first ``k - q`` keys are the past, and query row ``i`` stands at position ``i + k - q``.
-Masks are boolean, True where attention is allowed.
+Shapes: b batch, n heads, q query positions, k key positions. Keys end where queries end: with a cache the
+first ``k - q`` keys are the past, and query row ``i`` has position ``i + k - q``. Masks are boolean, True
+where attention is allowed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def attention_mask(num_queries: int, num_keys: int, document_start: paddle.Tenso
 
     Args:
         num_queries: query positions of this call.
-        num_keys: key positions, past ones included.
+        num_keys: key positions, including past ones.
         document_start: ``[b, q]`` first absolute position each query may attend to (documents packed
             into one row; left padding of prompts), or None for no such limit.
 
@@ -49,8 +48,8 @@ def window_start(
     document_start: paddle.Tensor | None,
     num_keys: int | None = None,
 ) -> paddle.Tensor:
-    """The first position each of ``length`` positions may attend to, ``[b, s]`` int32: at most ``window``
-    before itself, and not before ``document_start [b, s]``. The positions are the last of ``num_keys``."""
+    """The first position that each of the last ``length`` of ``num_keys`` positions may attend to, ``[b, s]``
+    int32: at most ``window`` before itself, and not before ``document_start [b, s]``."""
     past = 0 if num_keys is None else num_keys - length
     first = (paddle.arange(length, dtype="int32") + (past - window)).clip(min=0).unsqueeze(0)
     if document_start is None:
@@ -63,10 +62,10 @@ def mask_scores(
 ) -> paddle.Tensor:
     """Set masked scores ``[b, n, q, k]`` so low that they get no probability.
 
-    In dynamic mode the plain causal mask is added as a ``[q, k]`` matrix made once, which is cheaper than
-    ``where`` and its gradient. Exported programs choose by ``where``: there a sum of different shapes is
-    several times slower. Rows without any allowed key (left padding) only arise with ``document_start``;
-    there, too, ``where``: it keeps them finite.
+    In dynamic mode the plain causal mask is added as a cached ``[q, k]`` matrix, which is cheaper than
+    ``where`` and its gradient. Exported programs use ``where``, because in them a sum of different shapes is
+    several times slower. With ``document_start``, rows may have no allowed key (left padding); here too,
+    ``where`` is used, because it keeps them finite.
     """
     if paddle.in_dynamic_mode() and document_start is None:
         return scores + _causal_penalty(num_queries, num_keys, scores.dtype, paddle.get_device())
@@ -89,19 +88,19 @@ def penalty_of(visible: paddle.Tensor, dtype: paddle.dtype = paddle.float32) -> 
 def cached_mask(
     num_queries: int, num_keys: int, visible: np.ndarray, window: int | None = None
 ) -> np.ndarray:
-    """:func:`attention_mask` of queries that follow cached keys, ``[b, 1, q, k]``.
+    """:func:`attention_mask` for queries that follow cached keys, ``[b, 1, q, k]``.
 
     Args:
         num_queries: query positions of this call.
-        num_keys: columns of the cache; those behind the queries' own hold nothing.
-        visible: ``[b, past + q]`` bool, which columns a row may attend to, itself and what is before it.
-        window: of them, each query's own and at most so many before it; None: all.
+        num_keys: columns of the cache; the columns after the queries' own are empty.
+        visible: ``[b, past + q]`` bool, the columns that a row may attend to, apart from causality.
+        window: how many visible columns before its own each query may attend to; None: all.
     """
     allowed = np.zeros((len(visible), num_queries, num_keys), dtype=bool)
     allowed[:, :, : visible.shape[1]] = visible[:, None]
     past = visible.shape[1] - num_queries
     allowed &= np.arange(num_keys) <= past + np.arange(num_queries)[:, None]
-    if window is not None:  # positions are counted along what the row sees: other columns hold nothing of it
+    if window is not None:  # count only columns that the row sees; the others are not part of it
         position = visible.cumsum(axis=1)
         near = position[:, None] >= position[:, past:, None] - window
         allowed[:, :, : visible.shape[1]] &= near

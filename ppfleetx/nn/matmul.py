@@ -1,20 +1,20 @@
-"""The product of activations and a weight, made of parts that combine freely.
+"""The product of activations and a weight, with options that combine freely.
 
-A run's options change four things about a product, each of them on its own:
+A run's options change four things about a product, independently of each other:
 
-- *what is multiplied*: the weight as it is, or its 16-bit copy, made once a step (``cast_to``);
-- *what tensor-parallel ranks exchange* around it while it is computed (:class:`Exchange`);
-- *where the weight's gradient goes*: into ``grad`` or, by one fused kernel, into the float32 ``main_grad``
-  (``fused``);
-- *when*: in the backward pass, or after it, when a pipeline rank would otherwise wait (``defers``; Qi et al.,
-  "Zero Bubble Pipeline Parallelism", 2023).
+- *the factor*: the weight itself, or its 16-bit copy, which is made once per step (``cast_to``);
+- *the communication* of tensor-parallel ranks before and during the product (:class:`Exchange`);
+- *the place of the weight's gradient*: ``grad`` or, with a fused kernel, the float32 ``main_grad``
+(``fused``);
+- *the time of the weight's gradient*: in the backward pass, or after it, when a pipeline rank would
+  otherwise wait (``defers``; Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
-On a CPU, whose Paddle multiplies in float32 alone, :mod:`ppfleetx.nn.cpu_ops.bfloat16` computes the products
-while its ``products`` is entered: of operands in bfloat16, with results and gradients in float32.
+On a CPU, Paddle multiplies only in float32. While ``products`` of :mod:`ppfleetx.nn.cpu_ops.bfloat16` is
+active, that module computes the products, with operands in bfloat16, and results and gradients in float32.
 
-Only the fused sum changes numbers: it rounds nothing to 16 bits on its way. Apart from that each product is
-the one that Paddle's backward pass computes, a bias is added before the product is rounded, and the gradients
-of a weight are added in the order of the micro batches.
+Only the fused sum changes numbers, because it does not round to 16 bits in between. Otherwise each product is
+the same as in Paddle's backward pass, a bias is added before the product is rounded, and the gradients of a
+weight are added in the order of the micro batches.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ppfleetx.nn.cpu_ops import bfloat16
 from ppfleetx.nn.fused import NO_FUSED_OPS, FusedOps
 
 Finish = Callable[[], paddle.Tensor]
-"""Waits for what was started, and gives its result."""
+"""A function that waits for a started operation and returns its result."""
 
 
 class Exchange(Protocol):
     """Communication among tensor-parallel ranks around a column-parallel product.
 
     Attributes:
-        gathers_again: the whole input is not kept for the backward pass.
+        gathers_again: whether the backward pass gathers the whole input again, instead of keeping it.
     """
 
     gathers_again: bool
@@ -55,22 +55,21 @@ class Exchange(Protocol):
         """Start the gather of :meth:`whole`."""
 
     def start_sum(self, gradient: paddle.Tensor) -> Finish:
-        """Start to reduce the input's gradient over the ranks; this rank receives its part of it."""
+        """Start to sum the input's gradient over the ranks; this rank receives its part of the sum."""
 
 
 class Matmul:
-    """Multiplies by the weights of one model.
+    """Computes the products with the weights of one model.
 
     Args:
-        cast_to: keep copies of float32 weights and biases in this type while :meth:`kept` is entered. At O1
-            ``auto_cast`` otherwise converts each of them before every product, in each micro batch and where
-            it is recomputed.
-        fused: fused operators to take; ``linear_grad_add`` is the one that matters here.
-        defers: leave the gradients of weights to :meth:`run_next`.
+        cast_to: keep copies of float32 weights and biases in this type while :meth:`kept` is active. Without
+            it, ``auto_cast`` at O1 converts them before every product, in each micro batch and recomputation.
+        fused: the fused operators in use; only ``linear_grad_add`` matters here.
+        defers: whether to leave the gradients of weights to :meth:`run_next`.
 
     Attributes:
-        uses: how often each option took effect: ``weight_cast``, ``linear_grad_add``, ``overlapped``,
-            ``deferred``; and ``casts``, the copies made.
+        uses: number of times that each option took effect (``weight_cast``, ``linear_grad_add``,
+            ``overlapped``, ``deferred``), and number of copies made (``casts``).
     """
 
     def __init__(
@@ -88,7 +87,8 @@ class Matmul:
     def linear(
         self, x: paddle.Tensor, weight: paddle.Tensor, bias: paddle.Tensor | None = None, name: Any = None
     ) -> paddle.Tensor:
-        """``x [..., in] @ weight [in, out] + bias``; called as ``F.linear`` is, by Paddle's layers too."""
+        """``x [..., in] @ weight [in, out] + bias``, with the signature of ``F.linear``, so that Paddle's
+        layers can call it."""
         return self._multiply(x, weight, bias, False, None)
 
     def transposed(self, x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
@@ -104,13 +104,13 @@ class Matmul:
         *,
         is_transposed: bool = False,
     ) -> paddle.Tensor:
-        """Multiply by this rank's columns. The reduction of the input's gradient overlaps the weight's
-        gradient."""
+        """Multiply by this rank's columns. The sum of the input's gradient over ranks overlaps the
+        computation of the weight's gradient."""
         return self._multiply(x, weight, bias, is_transposed, exchange)
 
     def leaf_value(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """What the leaf of :meth:`apart` holds, detached: :meth:`value`, but on a CPU in bfloat16 the
-        parameter, because the gradient is float32 there."""
+        """The detached values for the leaf of :meth:`apart`: the result of :meth:`value` or, in bfloat16 on a
+        CPU, the parameter itself, because the gradient is float32 there."""
         return parameter.detach() if bfloat16.are_entered() else self.value(parameter)
 
     def apart(
@@ -121,7 +121,8 @@ class Matmul:
         is_transposed: bool,
         parameter: paddle.Tensor,
     ) -> paddle.Tensor:
-        """The product with ``leaf``, which has the values of ``parameter`` and gets the gradient instead."""
+        """The product with ``leaf``, which has the values of ``parameter`` and gets the gradient in its
+        place."""
         if bfloat16.are_entered():
             return _Matmul.apply(
                 x, bias, leaf, _CpuWork(leaf, self.value(parameter), is_transposed, None), None
@@ -177,7 +178,7 @@ class Matmul:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Context manager: 16-bit copies are kept while it is open. No parameter may be updated inside."""
+        """Context manager: keeps 16-bit copies. No parameter may be updated inside it."""
         self._copies = {}
         try:
             yield
@@ -188,8 +189,8 @@ class Matmul:
         """Return the tensor multiplied in place of ``parameter``, detached: its 16-bit copy, or the
         parameter itself.
 
-        Only parameters have copies. What is computed from one (a weight that is rounded) is gone after its
-        product, and the next tensor may be given its ``id``.
+        Only parameters have copies. A tensor that is computed from a parameter (a rounded weight) is freed
+        after its product, and the next tensor may get the same ``id``.
         """
         is_kept = self._dtype is not None and self._copies is not None
         if not is_kept or not isinstance(parameter, EagerParamBase) or parameter.dtype != paddle.float32:
@@ -203,8 +204,8 @@ class Matmul:
         return copy
 
     def _low(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """The tensor of :meth:`value`, through which the gradient still reaches the parameter; in bfloat16 on
-        a CPU the parameter itself."""
+        """Like :meth:`value`, but not detached, so that the gradient reaches the parameter; in bfloat16 on a
+        CPU it is the parameter itself."""
         if self._dtype is None or self._copies is None or bfloat16.are_entered():
             return parameter
         value = self.value(parameter)
@@ -213,12 +214,12 @@ class Matmul:
     # -- gradients in float32
 
     def adds_to_main_gradient(self, weight: paddle.Tensor) -> bool:
-        """Whether gradients of this weight are added straight to its ``main_grad``. A weight computed from
-        a parameter (rounded, cast) is excluded."""
+        """Whether gradients of this weight are added straight to its ``main_grad``. It is not for a weight
+        that was computed from a parameter (rounded, cast)."""
         return weight.is_leaf and self._fused.takes("linear_grad_add", weight)
 
     def add_gradient(self, weight: paddle.Tensor, gradient: paddle.Tensor) -> None:
-        """Add a float32 ``gradient`` computed elsewhere to ``main_grad``."""
+        """Add a float32 ``gradient`` that was computed elsewhere to ``main_grad``."""
         self.uses["linear_grad_add"] += 1
         main = getattr(weight, "main_grad", None)
         weight.main_grad = gradient if main is None else main.add_(gradient)
@@ -234,7 +235,7 @@ class Matmul:
 
     @property
     def num_waiting(self) -> int:
-        """The number of micro batches whose weight gradients are deferred and not computed yet."""
+        """The number of micro batches with deferred weight gradients that are not computed yet."""
         return len(self._waiting)
 
     def begin(self) -> None:
@@ -251,8 +252,8 @@ class Matmul:
     def run_next(self) -> None:
         """Compute the weight gradients of the micro batch that has waited longest.
 
-        A weight may be computed from a parameter (rounded, cast): the rest of the way runs then too. Hooks on
-        parameters are called as in any backward pass.
+        If the weight was computed from a parameter (rounded, cast), the gradient is passed on to the
+        parameter. Hooks on parameters are called as in any backward pass.
         """
         work = self._waiting.popleft()
         with paddle.amp.auto_cast(enable=False):
@@ -260,7 +261,8 @@ class Matmul:
                 work.pop(0)()
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Inside a backward pass: call a function once all weights passed so far have their gradients."""
+        """In a backward pass: call a function once all weights that the pass has reached have their
+        gradients."""
         if self.defers:
             self._open.append(call)
         else:
@@ -303,11 +305,12 @@ class _Work:
         return _product(x, self.weight, bias, self.is_transposed)
 
     def kept(self, x: paddle.Tensor, result: paddle.Tensor) -> paddle.Tensor:
-        """What the gradient of the weight needs of the input."""
+        """The form of the input that the gradient of the weight needs."""
         return _in(x.detach(), result.dtype)
 
     def upstream(self, gradient: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor | None]:
-        """The gradient of the product as it is multiplied; and that of the bias, if it comes with it."""
+        """The product's gradient in the type for multiplication; and the bias gradient, if it is a
+        by-product."""
         return gradient, None
 
     def of_input(self, upstream: paddle.Tensor) -> paddle.Tensor:
@@ -333,7 +336,7 @@ class _CpuWork(_Work):
     """A product in bfloat16 on a CPU. Input, weight and upstream gradient are rounded once each.
 
     Args:
-        value: the weight's copy in bfloat16; in float32 it is rounded for each product.
+        value: the weight's copy in bfloat16, or the weight in float32, which is rounded for each product.
     """
 
     def __init__(
@@ -462,15 +465,15 @@ def _backward(ctx: Any, upstream: paddle.Tensor) -> tuple[paddle.Tensor | None, 
 def _of_bias(
     work: _Work, upstream: paddle.Tensor, dtype: paddle.dtype | None, known: paddle.Tensor | None
 ) -> paddle.Tensor | None:
-    """Return the bias gradient, ``known`` if it is; None if the bias is frozen."""
+    """Return the bias gradient, or ``known`` if it is given; None if the bias is frozen."""
     if dtype is None or known is not None:
         return None if dtype is None else known
     return _in(_in(work.of_bias(upstream), upstream.dtype), dtype)
 
 
 class _Given(PyLayer):
-    """A zero that depends on the weight. Its backward pass delivers the weight's gradient, to whatever the
-    weight was computed from as well."""
+    """A zero that depends on the weight. Its backward pass delivers the weight's gradient, also to the
+    parameter that the weight may have been computed from."""
 
     @staticmethod
     def forward(ctx: Any, weight: paddle.Tensor, rest: _WeightGradient) -> paddle.Tensor:
@@ -487,7 +490,7 @@ def _give_gradient(rest: _WeightGradient) -> None:
     weight = rest.work.weight
     is_away = weight.is_leaf and not weight._is_initialized()  # sharding stage 3: its owner has the values
     if is_away:
-        paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle asks where it lies
+        paddle.empty(weight.shape, weight.dtype)._share_buffer_to(weight)  # Paddle asks for its place
     with paddle.enable_grad():
         _Given.apply(weight, rest).backward()
     if is_away and weight._is_initialized():
@@ -495,8 +498,8 @@ def _give_gradient(rest: _WeightGradient) -> None:
 
 
 class _Holder:
-    """Hides a tensor from autograd, which would take a result that shares memory with an argument for an
-    in-place change of it."""
+    """Hides a tensor from autograd, which takes a result that shares memory with an argument for an in-place
+    change of the argument."""
 
     def __init__(self, copy: paddle.Tensor) -> None:
         self.copy = copy

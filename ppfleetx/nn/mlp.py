@@ -41,7 +41,7 @@ def relu_squared(x: paddle.Tensor) -> paddle.Tensor:
 
 def _gate_and_up(x: paddle.Tensor) -> list[paddle.Tensor]:
     """Gate and up of ``[s, b, 2 * ffn]`` laid out pairwise ``[ffn][gate, up]``, flat."""
-    # One transpose that brings the pairs apart: taking every second column is ten times slower on CPU.
+    # One transpose separates the pairs: taking every second column is ten times slower on CPU.
     return x.reshape([-1, 2]).transpose([1, 0]).unbind(0)
 
 
@@ -60,17 +60,17 @@ def geglu_tanh(x: paddle.Tensor) -> paddle.Tensor:
 
 
 def fused_swiglu(x: paddle.Tensor) -> paddle.Tensor:
-    """:func:`swiglu` with one kernel behind the two copies."""
+    """:func:`swiglu` with two copies and one fused kernel."""
     s, b, width = x.shape
     gate, up = _gate_and_up(x)
     return _C_ops.swiglu(gate, up).reshape([s, b, width // 2])
 
 
 class Activation:
-    """The activation a declaration names, fused where a fused operator is used.
+    """The activation that a declaration names, fused if that fused operator is in use.
 
     Raises:
-        ConfigError: its output does not have the width that it was registered for.
+        ConfigError: the width of its output contradicts its registration.
     """
 
     def __init__(self, factory: LayerFactory, name: str) -> None:
@@ -93,7 +93,7 @@ class MLP(nn.Layer):
         self.fc1, self.fc2 = factory.linear(spec.fc1), factory.linear(spec.fc2)
 
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """``hidden [s, b, h]`` to the same shape."""
+        """Map ``hidden [s, b, h]`` to the same shape."""
         return self.fc2(self.activation(self.fc1(hidden)))
 
 
@@ -101,7 +101,7 @@ def _checked_activation(name: str) -> Callable[[paddle.Tensor], paddle.Tensor]:
     """Check on a small tensor that an activation halves the width if, and only if, it is registered as
     ``gated``.
 
-    A wrong one would fail later, in a product of matrices that says nothing of activations.
+    Otherwise it would fail later, in a matrix product whose message does not mention activations.
     """
     with paddle.no_grad():
         given = ACTIVATIONS.make(name, paddle.zeros([1, 1, _PROBE_WIDTH]), gives=paddle.Tensor)

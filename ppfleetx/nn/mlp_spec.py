@@ -1,4 +1,4 @@
-"""Declaration of a feed-forward block: sizes, parameters, and what it costs. No Paddle."""
+"""Declaration of a feed-forward block: sizes, parameters and cost. No Paddle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ppfleetx.nn.param_spec import Part
 from ppfleetx.nn.tape import Step
 
 GATE_AND_UP = (Part("gate", 1, 2, 0, 1), Part("up", 1, 2, 1, 1))
-"""Columns ``[unit][gate, up]``."""
+"""The parts of a fused gate and up, with columns ``[unit][gate, up]``."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class MLPSpec:
     """``fc2(activation(fc1(x)))``.
 
     Attributes:
-        layer: the layer's class, made with the factory and this; a subclass may name its own.
+        layer: the layer's class, called with the factory and this declaration; a subclass may name its own.
         hidden_size: width of the hidden states, h.
-        ffn_hidden_size: inner width; with a gate fc1 has twice as many outputs, gate and up in pairs, so that
-            any slice of its columns that holds whole pairs is a smaller block of the same kind.
-        activation: a name of ``Model.hidden_act``.
-        bias: whether both linears have one.
+        ffn_hidden_size: inner width. With a gate, fc1 has twice as many outputs, in pairs of gate and up, so
+            that any slice of whole pairs is a smaller block of the same kind.
+        activation: a value of ``Model.hidden_act``.
+        bias: whether both linears have a bias.
         init: initial values of fc1.
         output_init: initial values of fc2.
     """

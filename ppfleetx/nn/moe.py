@@ -1,8 +1,9 @@
-"""Mixture of experts: a router sends each position to a few feed-forward blocks, and adds up what they give.
+"""Mixture of experts: a router sends each position to a few feed-forward blocks and sums their outputs.
 
-The rows of hidden states are gathered for each choice, in the order of the experts. Each expert has its rows
-in one piece, and memory grows with the number of choices, not of experts. What a plan changes is in the
-factory's ``experts``: it brings rows to the ranks of their experts, and back (``nn/expert_exchange.py``).
+One row of hidden states is gathered for each choice, in the order of the experts. So the rows of each expert
+are contiguous, and memory grows with the number of choices, not of experts. The parallel plan only affects
+the factory's ``experts``, which brings rows to the ranks of their experts and back
+(``nn/expert_exchange.py``).
 
 Shape letters: s positions of the hidden states that this rank has, b sequences, h hidden size, n = s b rows,
 E experts, k experts of a position.
@@ -35,8 +36,8 @@ class Router(nn.Layer):
     """Chooses the experts of each position and counts how many positions each expert gets.
 
     Attributes:
-        seen: ``[2, E]``, since it was last cleared: how many of the positions that count in the loss chose
-            each expert, and how many did so as the balancing loss counts them. None: no positions.
+        seen: ``[2, E]``, counts since they were last cleared, for positions that count in the loss: the
+            choices of each expert, and these choices as the balancing loss counts them. None: no positions.
     """
 
     def __init__(self, factory: LayerFactory, spec: MoESpec) -> None:
@@ -122,7 +123,7 @@ class Router(nn.Layer):
             yield AuxLoss("z_loss", choices.z_loss(logits), cfg.z_loss_weight)
 
     def _counted_by_loss(self, chosen: paddle.Tensor, routing: choices.Routing) -> paddle.Tensor:
-        """The choices the balancing loss counts, ``[s, b, E]``: by score alone, without bias or groups;
+        """The choices that the balancing loss counts, ``[s, b, E]``: by score only, without bias or groups;
         for GShard only the first choice."""
         cfg = self.cfg
         if cfg.aux_loss.kind == "gshard":
@@ -133,8 +134,8 @@ class Router(nn.Layer):
 
     @paddle.no_grad()
     def balance(self, loads: paddle.Tensor, shares: paddle.Tensor) -> None:
-        """After a step: move the bias by the ``loads [E]`` of the global batch, and keep its ``shares [E]``
-        for the next loss. A frozen router, below adapters, stays as it is."""
+        """After a step, move the bias according to the ``loads [E]`` of the global batch, and keep
+        ``shares [E]`` for the next loss. A frozen router (with adapters) does not change."""
         if self.weight.stop_gradient:
             return
         rate = self.cfg.bias_update_rate
@@ -154,7 +155,7 @@ class Experts(nn.Layer):
         self.fc1, self.fc2 = factory.grouped_linear(spec.fc1), factory.grouped_linear(spec.fc2)
 
     def forward(self, rows: paddle.Tensor, counts: Counts) -> paddle.Tensor:
-        """``rows [n, h]``, sorted by expert, to the same shape."""
+        """Map ``rows [n, h]``, sorted by expert, to the same shape."""
         inner = self.activation(self.fc1(rows, counts).unsqueeze(0)).squeeze(0)
         return self.fc2(inner, counts, adds_bias=self.exchange.adds_output_bias)
 
@@ -170,7 +171,7 @@ class MoE(nn.Layer):
         self.shared_gate = None if spec.shared_gate is None else factory.linear(spec.shared_gate)
 
     def forward(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """``hidden [s, b, h]`` to the same shape."""
+        """Map ``hidden [s, b, h]`` to the same shape."""
         routing, kept, losses = self.router(hidden)
         result = self._mixed(hidden, routing, kept)
         for loss in losses:
@@ -188,7 +189,7 @@ class MoE(nn.Layer):
         kept = None if kept is None else exchange.own(kept.reshape([-1, kept.shape[-1]]))
         order = Order(choice, self.num_experts, kept)
         journey = exchange.dispatch(order.dispatch(rows), order.counts)
-        shared = self._shared(hidden)  # while rows travel
+        shared = self._shared(hidden)  # while rows are in transit
         outputs = journey.back(self.experts(*journey.arrive()))
         mixed = exchange.whole(order.combine(outputs, weights), hidden.shape[0] * hidden.shape[1])
         mixed = mixed.reshape([*hidden.shape[:-1], width])
@@ -207,8 +208,8 @@ class Order:
 
     Args:
         choice: ``[n, k]`` experts of each position.
-        num_experts: of the layer.
-        kept: ``[n, k]`` 1 or 0: whether a choice is not dropped; None: none is.
+        num_experts: number of experts of the layer.
+        kept: ``[n, k]`` 1 for choices that are kept, 0 for dropped ones; None: all are kept.
 
     Attributes:
         counts: ``[E]`` rows of each expert, int64.
@@ -219,7 +220,7 @@ class Order:
         self._k = choice.shape[1]
         self._kept = kept
         experts = choice.reshape([-1])
-        if kept is not None:  # what is dropped comes last, and is cut off
+        if kept is not None:  # dropped choices come last, and are cut off
             experts = paddle.where(kept.reshape([-1]) > 0, experts, paddle.full([], num_experts, "int64"))
         order = experts.argsort(stable=True)
         place = paddle.empty_like(order)

@@ -1,4 +1,4 @@
-"""Declaration of a mixture of experts: sizes, parameters, and what it costs. No Paddle."""
+"""Declaration of a mixture of experts: sizes, parameters and cost. No Paddle."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from ppfleetx.nn.tape import Step
 
 @dataclass(frozen=True)
 class GroupedLinearSpec:
-    """A linear of each expert, all in one parameter ``[experts, in, out]``."""
+    """The linears of all experts in one parameter ``[experts, in, out]``."""
 
     num_experts: int
     of_one: LinearSpec
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """``weight``, and ``bias`` if there is one; behind rows, one of the ranks that add up adds it."""
+        """``weight``, and ``bias`` if there is one. With sliced rows, one of the ranks that sum their outputs
+        adds the bias."""
         one, experts = self.of_one, self.num_experts
         cut = {"columns": (Shard(2), Shard(1)), "rows": (Shard(1), REPLICATE)}[one.cut]
 
@@ -41,13 +42,13 @@ class GroupedLinearSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts in the place of an MLP.
+    """A mixture of experts in place of an MLP.
 
     Attributes:
-        layer: the layer's class, made with the factory and this.
+        layer: the layer's class, called with the factory and this declaration.
         cfg: the section ``Model.moe``.
-        num_mixtures: mixtures of experts in the whole model.
-        expert: one expert.
+        num_mixtures: number of mixtures of experts in the whole model.
+        expert: declaration of one expert.
         shared: the MLP that every position goes through, or None.
     """
 
@@ -75,14 +76,14 @@ class MoESpec:
 
     @property
     def shared_gate(self) -> LinearSpec | None:
-        """The linear whose sigmoid the shared experts are multiplied by."""
+        """The linear whose sigmoid multiplies the output of the shared experts."""
         if self.cfg.shared_experts is None or not self.cfg.shared_experts.gate:
             return None
         return LinearSpec(self.hidden_size, 1, "whole", False, self.expert.init, "router", of_trunk=True)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics that the layer gives (``nn/aux_loss.py``)."""
+        """Names of the metrics that the layer reports (``nn/aux_loss.py``)."""
         given = {
             "balance_loss": self.cfg.aux_loss.kind != "none",
             "z_loss": self.cfg.z_loss_weight > 0,
@@ -92,8 +93,8 @@ class MoESpec:
         return tuple(name for name, is_given in given.items() if is_given)
 
     def router_parameters(self, *, sequence_parallel: bool = True) -> Specs:
-        """``weight``, and what gradients do not move: ``bias``, and ``load``, the experts' shares of the step
-        before."""
+        """``weight``, and two parameters without gradients: ``bias``, and ``load``, the experts' shares of
+        the previous step."""
         experts, routing = self.cfg.num_experts, self.cfg.router
         shape = (self.hidden_size, experts)
         specs = {"weight": dense(shape, self.expert.init, "router", partial=sequence_parallel)}
@@ -148,8 +149,8 @@ class MoESpec:
         return work.bytes_of(self.hidden_size) * self.cfg.top_k / work.mp
 
     def tape(self, work: Work, writes: str, reads: str) -> list[Step]:
-        """Steps of a forward pass; their names begin with ``writes``. Experts of the rank with most rows are
-        what memory must be there for."""
+        """Steps of a forward pass; their names begin with ``writes``. Memory must suffice for the rank whose
+        experts have the most rows."""
         rows, size = self._rows(work, work.imbalance), work.part_of(self.hidden_size)
         scores = work.tokens / work.split * self.cfg.num_experts * 4
         sent, here = self.sent_bytes(work), rows.bytes_of(self.hidden_size)

@@ -45,7 +45,7 @@ class LayerNormNoBias(LayerNorm):
 
 
 class LayerNorm1P(LayerNorm):
-    """:class:`LayerNorm` with the gain ``1 + weight``, which 16 bits cannot hold: it is float32."""
+    """:class:`LayerNorm` with the gain ``1 + weight``, in float32, because 16 bits cannot hold it."""
 
     def gain(self) -> paddle.Tensor:
         return 1.0 + self.weight.astype("float32")
@@ -60,10 +60,10 @@ class LayerNorm1P(LayerNorm):
 class RMSNorm(nn.Layer):
     """Root-mean-square normalisation (Zhang and Sennrich, 2019) with a gain of shape ``[size]``.
 
-    The mean square is taken in float32 whatever the input's type.
+    The mean square is computed in float32, whatever the input's type.
 
     Attributes:
-        fused: fused operators to take.
+        fused: the fused operators in use.
     """
 
     fused: FusedOps = NO_FUSED_OPS
@@ -88,12 +88,12 @@ class RMSNorm(nn.Layer):
 
 
 class SlicedRMSNorm(RMSNorm):
-    """:class:`RMSNorm` of a dimension of which this rank holds a slice.
+    """:class:`RMSNorm` over a dimension that is sliced over ranks.
 
     Args:
-        size, epsilon: the slice held here.
-        total: the whole dimension.
-        join: sums the ranks' sums of squares, and the gradients of that sum.
+        size, epsilon: size of this rank's slice, and epsilon.
+        total: size of the whole dimension.
+        join: adds up the ranks' sums of squares and, in the backward pass, the gradients of the total.
     """
 
     def __init__(
@@ -121,28 +121,26 @@ class RMSNorm1P(RMSNorm):
 
 
 def rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.Tensor:
-    """``x / sqrt(mean(x²) + epsilon) * weight``; Paddle's own kernel exists on GPU only."""
+    """``x / sqrt(mean(x²) + epsilon) * weight``. Paddle's own kernel only exists on GPUs."""
     x32 = x.astype("float32")
     inverse = paddle.rsqrt(x32.square().mean(-1, keepdim=True) + epsilon)
     return (x32 * inverse).astype(x.dtype) * weight
 
 
 def fused_rms_norm(x: paddle.Tensor, weight: paddle.Tensor, epsilon: float) -> paddle.Tensor:
-    """:func:`rms_norm` of tensors of one type in one kernel; in 16 bits it rounds once, after the gain."""
+    """:func:`rms_norm` in one kernel, for tensors of one type. In 16 bits it rounds once, after the gain."""
     of_plugin = plugin_operator("rms_norm_npu")
-    if (
-        of_plugin is not None
-    ):  # its gradient of the gain is float32; behind the conversion it is the gain's type
+    if of_plugin is not None:  # its gradient of the gain is float32; the conversion gives it the gain's type
         return of_plugin(x, paddle.cast(weight, weight.dtype), epsilon)[0]
     return _C_ops.rms_norm(x, weight, weight.shape, epsilon)[0]
 
 
 class _CpuNorm(PyLayer):
-    """Both norms with a backward pass of matrix-vector products, which takes about half the time on a CPU.
+    """LayerNorm and RMSNorm with matrix-vector products in the backward pass, which halve its time on a CPU.
 
     With x̂ the normalised input, r its inverse deviation and g the gain, the gradients for an upstream
-    dy are  dx = r (dy g - [mean(dy g)] - x̂ mean(dy g x̂)),  dg = Σ dy x̂,  db = Σ dy;  the bracket is
-    there for LayerNorm only, which is the one with a bias.
+    dy are dx = r (dy g - [mean(dy g)] - x̂ mean(dy g x̂)), dg = Σ dy x̂, db = Σ dy; only LayerNorm, which has
+    a bias, has the term in brackets.
     """
 
     @staticmethod

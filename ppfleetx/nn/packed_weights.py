@@ -1,12 +1,11 @@
 """Products of a few rows with a large constant matrix on a CPU: the work of decoding and short prompts.
 
-MKL packs the matrix again in every product, which for few rows costs as much as reading it a second and a
-third time. Cut into panels as narrow as one tile of its kernels it is used where it lies. Measured with
+MKL packs the matrix again in every product, which for few rows takes as long as reading it twice more. If the
+matrix is cut into panels as narrow as one tile of MKL's kernels, they use it without packing. Measured with
 AVX-512: the same result bit for bit, 1.8 times faster for 2 to 64 rows, 1.2 times for 512, no gain from 1024
-on; with AVX2: 1.7 times faster for 8 rows, no gain from 128 on. For a single row the whole matrix is
-faster.
+on; with AVX2: 1.7 times faster for 8 rows, no gain from 128 on. For a single row the whole matrix is faster.
 
-Where our own operator has been compiled, it takes the products that it is faster for.
+If our own operator has been compiled, it computes the products for which it is faster.
 
 Shape letters: m rows, k input features, n output features, p panels of w columns.
 """
@@ -27,8 +26,8 @@ _MEMORY_LEFT = 0.25  # of the machine; with less, the copy is not made
 
 
 def panels_of(weight: paddle.Tensor) -> paddle.Tensor:
-    """Cut ``weight [k, n]`` into panels ``[p, k, w]``, padded with zeros. A constant of a program stays a
-    constant."""
+    """Cut ``weight [k, n]`` into panels ``[p, k, w]``, padded with zeros. In an exported program, a constant
+    stays a constant."""
     rows, columns = weight.shape
     missing = -columns % WIDTH
     if missing:
@@ -54,7 +53,7 @@ class Panels:
         *leading, size = x.shape
         if math.prod(leading) <= cpu_ops.MOST_ROWS and cpu_ops.are_available():
             return cpu_ops.few_rows(x, self.values, bias, self.width)
-        # One position of each row, [1, b, k], goes with all panels as it is.
+        # One position of each row, [1, b, k], is multiplied by all panels without reshaping.
         rows = x if x.ndim == 3 and leading[0] == 1 else x.reshape([-1, size])
         product = times_panels(rows, self.values).reshape([*leading, -1])
         if product.shape[-1] != self.width:
@@ -63,7 +62,7 @@ class Panels:
 
 
 def use_huge_pages(tensor: paddle.Tensor) -> None:
-    """Let the CPU read ``tensor`` faster, see :func:`~ppfleetx.utils.machine.back_by_huge_pages`."""
+    """Speed up reading ``tensor`` on a CPU, see :func:`~ppfleetx.utils.machine.back_by_huge_pages`."""
     if tensor.place.is_cpu_place():
         back_by_huge_pages(tensor.data_ptr(), tensor.size * tensor.element_size())
 
@@ -84,8 +83,8 @@ class PanelMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def operands(self, num_rows: int) -> tuple[str, paddle.Tensor] | None:
-        """The matrix as the fused-block operator takes it for ``num_rows`` rows: one of
-        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`, and its arrays; None if memory does not suffice."""
+        """The matrix in the form for the fused-block operator with ``num_rows`` rows: one of
+        :data:`~ppfleetx.nn.cpu_ops.fused_blocks.FORMATS`, and its array; None if memory does not suffice."""
         if num_rows == 1:
             return "whole", self.weight
         return ("panels", self._panels.values) if self._has_panels() else None

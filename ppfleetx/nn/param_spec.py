@@ -1,8 +1,9 @@
-"""The declaration of a parameter: what it is, where it lies, and everything a plan derives from that.
+"""The declaration of a parameter: its kind, its placement, and everything that a plan derives from them.
 
-A :class:`ParamSpec` says, for each axis of a view of the ranks (``config/mesh.py``), where the value lies and
-what one backward pass leaves of the gradient. Slices, sums of gradients, owners, the norm and who writes a
-checkpoint are derived from that here, and nowhere else. No Paddle: the planner and ``--check`` read it too.
+For each axis of a view of the ranks (``config/mesh.py``), a :class:`ParamSpec` states how the value is
+placed, and what part of the gradient one backward pass gives. This module alone derives the rest: slices,
+sums of gradients, owners, shares of the norm, and the ranks that write a checkpoint. It does not need Paddle,
+because the planner and ``--check`` use it too.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 class Part:
     """One matrix inside a fused parameter: queries, keys, values, gate or up.
 
-    Of every ``period`` consecutive indices of dimension ``dim`` it has ``width``, from ``offset`` on.
+    It has ``width`` of every ``period`` consecutive indices of dimension ``dim``, from ``offset`` on.
     """
 
     name: str
@@ -62,17 +63,17 @@ class ParamSpec:
     """The declaration of one parameter of the whole model.
 
     Attributes:
-        shape: of the whole parameter.
-        init: how its initial values are drawn.
+        shape: shape of the whole parameter.
+        init: distribution of the initial values.
         kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``, ``lora``,
             ``quant``.
-        value: where the value lies along each axis; on axes that are not named every rank has the whole.
-        grad: what a backward pass leaves along each axis; on axes that are not named, the gradient lies where
-            the value does.
-        parts: the matrices that it is made of.
-        tie: the key of the tie by which several stages of the model hold it.
-        trains: whether it has a gradient.
-        dtype: the type that it is stored in, where that is not the model's.
+        value: placement of the value along each axis; along axes without an entry, every rank has the whole.
+        grad: placement of the gradient after a backward pass along each axis; along axes without an entry, it
+            is placed like the value.
+        parts: the matrices that are fused in it.
+        tie: the key of the tie, if several stages of the model share the parameter.
+        trains: whether the parameter has a gradient.
+        dtype: the type in which it is stored, if it differs from the model's.
         name: canonical name, e.g. ``decoder.layers.3.attention.qkv.weight``; empty until the layer is part of
             a stage.
     """
@@ -111,13 +112,14 @@ def dense(
     partial: bool = False,
     parts: tuple[Part, ...] = (),
 ) -> ParamSpec:
-    """Declare a parameter of the dense view, in which all ranks along dp, sharding and sep process
-    different tokens.
+    """Declare a parameter in the dense view, where all ranks along dp, sharding and sep process different
+    tokens.
 
     Args:
         shape, init, kind, parts: see :class:`ParamSpec`.
-        mp: where the value lies along mp.
-        partial: whether ranks along mp, which have the whole, see other positions or other heads.
+        mp: placement of the value along mp.
+        partial: whether ranks along mp have the whole parameter but see different positions or heads, so that
+            their gradients must be summed.
     """
     grad: dict[str, Placement] = dict.fromkeys(("dp", "sharding", "sep"), PARTIAL)
     if partial:
@@ -134,7 +136,7 @@ class ParamInfo:
         global_shape: shape of the whole parameter.
         offset: first global index held here, in each dimension.
         local_shape: shape held here.
-        init: how its initial values are drawn.
+        init: distribution of the initial values.
         kind: see :class:`ParamSpec`.
     """
 
@@ -147,11 +149,10 @@ class ParamInfo:
 
 
 def placed(spec: ParamSpec, mesh: Mesh, rank: int) -> ParamInfo:
-    """Return the slice that ``rank`` holds. Axes that cut the same dimension cut it in the order of the
-    view.
+    """Return the slice that ``rank`` holds. Axes that cut the same dimension do so in the order of the view.
 
     Raises:
-        ValueError: a dimension does not divide.
+        ValueError: a dimension cannot be divided evenly.
     """
     at, count, index = mesh.coordinates(rank), [1] * len(spec.shape), [0] * len(spec.shape)
     for axis in spec.view.axes:
@@ -176,7 +177,7 @@ def owner_axes(spec: ParamSpec, mesh: Mesh) -> Axes:
 def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()) -> dict[str, int]:
     """Assign each parameter an owner, by name: the largest first, each to the rank with the least so far.
 
-    Those named in ``first`` go to rank 0.
+    Parameters named in ``first`` go to rank 0.
     """
     owners = dict.fromkeys((name for name in first if name in sizes), 0)
     loads = [(sum(sizes[name] for name in owners), 0), *((0, rank) for rank in range(1, num_ranks))]
@@ -191,8 +192,9 @@ def deal_out(sizes: Mapping[str, int], num_ranks: int, first: Iterable[str] = ()
 def gradient_sums(spec: ParamSpec, mesh: Mesh) -> tuple[Axes, ...]:
     """The groups over which a gradient is summed, in order, after the reduction to its owner.
 
-    The order decides about bits. Replicas are summed in one group: after two sums, one behind the other,
-    they would hold what was added in two orders. Tied copies come last: a sum of two numbers has one order.
+    The order affects the last bits. Replicas are summed in one group, because two successive sums would add
+    the numbers in different orders on different ranks. Tied copies come last, because a sum of two numbers
+    does not depend on the order.
     """
     done = owner_axes(spec, mesh)
     rounds = ((spec.view.tensor,), spec.view.replicas, ("pp",))
@@ -217,7 +219,7 @@ def may_miss(spec: ParamSpec) -> bool:
 
 
 def norm_axes(view: View, mesh: Mesh) -> Axes:
-    """The axes over which squared gradients are summed: all except those of replicas that have no owner."""
+    """The axes over which squared gradients are summed: all except the axes of replicas without an owner."""
     owners = (view.owners,) if mesh.plan.sharding > 1 else ()
     order = (view.tensor, *(axis for axis in view.axes if axis != view.tensor))
     return tuple(axis for axis in order if axis in owners or not _is_replica(axis, view))
@@ -233,7 +235,7 @@ def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
     Args:
         owns: whether the rank is the owner.
-        first_holder: whether it is in the first stage that holds the parameter.
+        first_holder: whether the rank is in the first stage that holds the parameter.
     """
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     summed = [axis for axis in norm_axes(spec.view, mesh) if axis not in without]
@@ -241,7 +243,7 @@ def counts(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: 
 
 
 def writes(spec: ParamSpec, mesh: Mesh, rank: int, *, owns: bool, first_holder: bool = True) -> bool:
-    """Whether ``rank`` writes its slice into a checkpoint: the first replica of those that count it does."""
+    """Whether ``rank`` writes its slice into a checkpoint: the first of the replicas that count it does."""
     at, without = mesh.coordinates(rank), {"pp", *owner_axes(spec, mesh)}
     copies = [a for a in spec.view.axes if a not in without and spec.lies(a) == REPLICATE]
     return owns and first_holder and all(at[axis] == 0 for axis in copies)

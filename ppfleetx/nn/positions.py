@@ -10,7 +10,7 @@ import paddle
 
 
 class Rotary(Protocol):
-    """Turns queries and keys by their positions; the scores then depend on distances."""
+    """Rotates queries and keys by their positions, so that scores depend on distances."""
 
     def rotate(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
         """Rotate ``x [b, groups, heads, s, head_dim]`` by the positions ``[b, s]``; the shape stays."""
@@ -18,15 +18,16 @@ class Rotary(Protocol):
 
 @dataclass(frozen=True)
 class Positions:
-    """The parts of a position embedding. All None: the model has no position embedding.
+    """The parts of a position embedding. If all are None, the model has no position embedding.
 
     Attributes:
         table_rows: rows of a learned table that is added to the embeddings.
-        offset: the row of position 0.
-        added: ``position_ids [s, b]`` to what is added to the embeddings, ``[s, b, h]``.
-        rotary: turns queries and keys in every block.
-        local_rotary: does so in the layers with a window; None: as in the others.
-        biases: scores get linear biases, which the blocks make.
+        offset: the table's row for position 0.
+        added: a function of ``position_ids [s, b]`` that returns vectors to add to the embeddings,
+            ``[s, b, h]``.
+        rotary: rotates queries and keys in every block.
+        local_rotary: rotates them in layers with a window; None: ``rotary`` does.
+        biases: whether blocks add linear biases to the scores.
     """
 
     table_rows: int | None = None

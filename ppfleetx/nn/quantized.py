@@ -1,13 +1,14 @@
-"""Layers whose weights are stored in 8 or 4 bits: for models that are used, and for adapters that are trained
-beside them (Dettmers et al., "QLoRA", 2023). The weights themselves are not trained.
+"""Layers whose weights are stored in 8 or 4 bits, for inference, and for the training of adapters beside them
+(Dettmers et al., "QLoRA", 2023). The weights themselves are not trained.
 
-A linear ``[k, n]`` has ``weight``, int8 ``[k, n]`` or, of 4 bits, uint8 ``[k / 2, n]`` (input features 2i and
-2i + 1 in the low and the high half of a byte, two's complement), and ``scale [g, n]`` float32, one per group
-of k / g input features and output feature. The word embedding ``[V, h]`` has int8 and ``scale [V, 1]``.
+A linear ``[k, n]`` has ``weight``, int8 ``[k, n]`` or, with 4 bits, uint8 ``[k / 2, n]`` (input features 2i
+and 2i + 1 in the low and the high half of a byte, two's complement), and ``scale [g, n]`` float32, one for
+each output feature and group of k / g input features. The word embedding ``[V, h]`` has ``weight`` int8 and
+``scale [V, 1]``.
 
-On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with what is stored; on a GPU, in 16
-bits, Paddle's ``weight_only_linear`` does, of 8-bit weights. Anywhere else weights are widened once, when
-they are first used. Where the input's gradient is wanted they are widened for each product, and not kept.
+On a CPU the operators of :mod:`ppfleetx.nn.cpu_ops.quantized` multiply with the stored integers. On a GPU,
+with 8-bit weights and 16-bit activations, Paddle's ``weight_only_linear`` does. Otherwise weights are widened
+once, at their first use. If the input needs a gradient, they are widened for each product and not kept.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _ZEROS = nn.initializer.Constant(0.0)
 
 
 def unpack(packed: paddle.Tensor) -> paddle.Tensor:
-    """Pairs ``[k / 2, n]`` uint8 as integers ``[k, n]`` float32."""
+    """Unpack pairs ``[k / 2, n]`` uint8 into integers ``[k, n]`` float32."""
     pairs = paddle.cast(packed, "float32")
     high = (pairs / 16).floor()
     halves = paddle.stack([pairs - high * 16, high], axis=1).reshape([-1, packed.shape[1]])
@@ -53,8 +54,8 @@ class QuantizedMatrix:
     """A constant matrix of 8-bit or 4-bit integers and scales.
 
     Args:
-        weight, scale: as stored; see the module.
-        form: how.
+        weight, scale: the stored tensors, as described for this module.
+        form: bits, groups and rounding of activations.
     """
 
     def __init__(self, weight: paddle.Tensor, scale: paddle.Tensor, form: Form) -> None:
@@ -89,7 +90,7 @@ class QuantizedMatrix:
         return scaled.reshape([-1, self.out_features])
 
     def make_panels(self) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Arrange weights and scales as our CPU operators take them. Constants of a program stay
+        """Arrange weights and scales for our CPU operators. In an exported program, constants stay
         constants."""
         if self.rounds_activations:
             values = cpu_ops.int8_quads(self.weight)
@@ -128,7 +129,7 @@ class QuantizedMatrix:
         return not self.rounds_activations or self.in_features <= cpu_ops.MOST_INPUTS
 
     def linear(self, x: paddle.Tensor, bias: paddle.Tensor | None = None) -> paddle.Tensor:
-        """``x [..., k] @ matrix + bias``; only ``x`` may have a gradient."""
+        """Compute ``x [..., k] @ matrix + bias``; only ``x`` may have a gradient."""
         if _wants_gradient(x):
             product = _FrozenProduct.apply(x, self)
             return product if bias is None else add_smaller(product, bias)
@@ -169,8 +170,8 @@ class QuantizedMatrix:
         return product if bias is None else add_smaller(product, bias)
 
     def _gpu_arch(self, x: paddle.Tensor) -> int | None:
-        """The compute capability as Paddle's kernel for 8-bit weights names it; None if it does not
-        support the card."""
+        """The compute capability for Paddle's kernel for 8-bit weights; None if the kernel does not support
+        the card."""
         fits = self.in_features % _GPU_MULTIPLE == 0 and self.out_features % _GPU_MULTIPLE == 0
         if self.form != Form(8) or not fits or not on_gpu():
             return None
@@ -213,24 +214,25 @@ def _same(x: paddle.Tensor) -> paddle.Tensor:
 
 
 Declare = Callable[[paddle.Tensor, ParamSpec], None]
-"""Says what a new parameter is."""
+"""A function that attaches a declaration to a new parameter."""
 
 
 class QuantizedLinear(nn.Layer):
-    """A linear with a :class:`QuantizedMatrix`; has its parameters ``weight``, ``scale`` and ``bias``.
+    """A linear with a :class:`QuantizedMatrix` and the parameters ``weight``, ``scale`` and ``bias``.
 
     Args:
-        linear: whose place it takes.
-        form: of the matrix.
-        declare: declares a parameter; by default one that this rank has whole.
-        enter: what its input goes through, under a plan that splits it.
-        leave: what the product goes through, before the bias is added; None: nothing.
+        linear: the linear to replace.
+        form: form of the matrix.
+        declare: declares a parameter; the default is for whole parameters.
+        enter: applied to the input, under a plan that slices the linear.
+        leave: applied to the product before the bias is added; None: nothing is.
 
     Attributes:
-        spec: of the matrix ``[k, n]``; that of ``weight`` is of what is stored.
+        spec: declaration of the matrix ``[k, n]``. The declaration of ``weight`` describes the stored
+            integers.
 
     Raises:
-        ConfigError: a group would be shared between tensor-parallel ranks.
+        ConfigError: tensor-parallel ranks would share a group.
     """
 
     def __init__(
@@ -256,7 +258,7 @@ class QuantizedLinear(nn.Layer):
         self.matrix = QuantizedMatrix(self.weight, self.scale, form)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """``x [..., k]`` to ``[..., n]``."""
+        """Map ``x [..., k]`` to ``[..., n]``."""
         if self.leave is None:
             return self.matrix.linear(self.enter(x), self.bias)
         product = self.leave(self.matrix.linear(self.enter(x)))
@@ -266,11 +268,11 @@ class QuantizedLinear(nn.Layer):
 class QuantizedGroupedLinear(nn.Layer):
     """The linears of all experts, each with a :class:`QuantizedMatrix`.
 
-    ``weight`` and ``scale`` are those of :class:`QuantizedLinear`, of all experts.
+    ``weight`` and ``scale`` are as in :class:`QuantizedLinear`, for all experts.
 
     Args:
-        linear: whose place it takes.
-        form: of the matrices.
+        linear: the linears to replace.
+        form: form of the matrices.
         declare: declares a parameter.
     """
 
@@ -289,7 +291,7 @@ class QuantizedGroupedLinear(nn.Layer):
         self._matrices: dict[int, QuantizedMatrix] = {}
 
     def forward(self, x: paddle.Tensor, counts: Counts, *, adds_bias: bool = True) -> paddle.Tensor:
-        """``x [n, k]``, in groups of ``counts`` rows, to ``[n, columns]``."""
+        """Map ``x [n, k]``, sorted into groups of ``counts`` rows, to ``[n, columns]``."""
         if not x.shape[0]:
             return paddle.zeros([0, self.weight.shape[-1]], x.dtype)
         end, parts = 0, []
@@ -309,10 +311,10 @@ class QuantizedGroupedLinear(nn.Layer):
 
 
 class QuantizedEmbedding(nn.Layer):
-    """A word embedding of 8 bits, or this rank's rows of it.
+    """A word embedding in 8 bits, or this rank's rows of it.
 
     Args:
-        embedding: whose place it takes.
+        embedding: the embedding to replace.
         declare: see :class:`QuantizedLinear`.
         join: sums the ranks' parts; None: this rank holds all rows.
     """
@@ -362,8 +364,8 @@ class QuantizedEmbedding(nn.Layer):
 def with_small_weights(
     stages: Sequence[Stage], cfg: WeightsConfig | None, factory: LayerFactory
 ) -> list[Stage]:
-    """Return ``stages`` whose linears and word embedding are stored as ``Compress.Weights`` says;
-    unchanged if None. Adapters are added to the layers that exist then."""
+    """Return ``stages`` with linears and word embedding stored according to ``Compress.Weights``; unchanged
+    if None. Adapters are added to the new layers."""
     if cfg is None:
         return list(stages)
     put = partial(_replace, cfg=cfg, factory=factory)

@@ -1,7 +1,7 @@
 """Recomputation: drop activations in the forward pass, and compute them again in the backward pass.
 
-From least memory to least extra work: ``full`` keeps a layer's input only, ``full_attn`` forgets the
-attention sub-block (projections included), ``core_attn`` forgets scores, softmax and context only.
+From least memory to least extra work: ``full`` keeps only a layer's input, ``full_attn`` drops the attention
+sub-block (including projections), ``core_attn`` drops only scores, softmax and context.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
     random numbers and context variables.
 
     Args:
-        function: pure but for its parameters and random numbers; any callable that takes ``args``.
-        *args: tensors or None, positional; at least one tensor carries a gradient.
+        function: any callable that takes ``args`` and is pure except for its parameters and random numbers.
+        *args: tensors or None, positional; at least one tensor has a gradient.
     """
     from paddle.distributed.fleet.utils import recompute as fleet_recompute
 
@@ -48,5 +48,5 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def may_recompute(layer: paddle.nn.Layer) -> bool:
-    """Whether recomputation applies: there will be a backward pass."""
+    """Whether recomputation applies, because there will be a backward pass."""
     return layer.training and paddle.is_grad_enabled()

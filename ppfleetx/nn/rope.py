@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., 2021).
 
 Feature ``i`` of the first half of a head is paired with feature ``i`` of the second half, as in Llama, or
-feature ``2 i`` with the next one (``Model.rotary_interleaved``). Pair ``i`` is turned by
-``position * base ** (-2 i / head_dim)``, or by what ``Model.rope_scaling`` makes of that frequency.
+feature ``2 i`` with the next one (``Model.rotary_interleaved``). Pair ``i`` is rotated by
+``position * base ** (-2 i / head_dim)``, or with the frequency that ``Model.rope_scaling`` stretches.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class RotaryEmbedding:
     """The cos and sin tables for the positions of a batch, and the rotation.
 
     Args:
-        head_dim: even number of features that are turned: a head's size, or the first part of it.
+        head_dim: even number of features to rotate: a head's size, or the first part of it.
         max_positions: positions the table covers.
         base: the formula's base, 10000 in the paper.
         scaling: how the frequencies are stretched; None: not at all.
-        interleaved: neighbours are pairs, instead of features of the two halves.
+        interleaved: whether pairs are neighbours, rather than one feature of each half.
 
     Attributes:
-        fused: fused operators to take.
+        fused: the fused operators in use.
     """
 
     fused: FusedOps = NO_FUSED_OPS
@@ -75,7 +75,7 @@ class RotaryEmbedding:
         return plugin_operator("fused_rope") is None or x.shape[-1] % 64 == 0
 
     def _rotate_fused(self, x: paddle.Tensor, position_ids: paddle.Tensor) -> paddle.Tensor:
-        """Rotate with the fused kernel, in float32: in 16 bits it would use cos and sin of 16 bits."""
+        """Rotate with the fused kernel, in float32, because in 16 bits it would also round cos and sin."""
         b, groups, heads, s, size = x.shape
         rows = x.transpose([0, 3, 1, 2, 4]).reshape([b, s, groups * heads, size]).astype("float32")
         of_plugin = plugin_operator("fused_rope")
@@ -110,9 +110,9 @@ class RotaryEmbedding:
         return rows.astype(x.dtype).reshape([b, s, groups, heads, size]).transpose([0, 2, 3, 1, 4])
 
     def _rotate_on_cpu(self, x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
-        """The same bits in a sixth of the time: Paddle's kernels that cut and join the last axis, and those
-        that multiply tensors of different shapes, are slow on CPU; copies and a product with a permutation
-        of the columns are not."""
+        """Rotate with copies and a product with a permutation of the columns. This gives the same bits in a
+        sixth of the time, because on CPUs Paddle is slow to split and join the last axis, and to multiply
+        tensors of different shapes."""
         if self.interleaved:
             cos, sin = (table.repeat_interleave(2, axis=-1).expand_as(x) for table in (cos, sin))
         else:

@@ -1,7 +1,7 @@
 """Frequencies of the rotary position embedding, plain or stretched to longer sequences. NumPy only.
 
-All numbers are float64. A frequency is an angle per position; a pair of features that is turned by ``f`` per
-position makes ``length * f / (2 pi)`` turns over a sequence.
+All numbers are float64. A frequency is an angle per position; a pair of features with frequency ``f`` makes
+``length * f / (2 pi)`` turns over a sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RopeScalingConfig |
     Args:
         head_dim: even size of a head.
         base: the formula's base, 10000 in the paper.
-        scaling: how they are stretched; None: not at all.
+        scaling: how the frequencies are stretched; None: not at all.
     """
     plain = base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if scaling is None:
@@ -41,7 +41,8 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 
 
 def score_factor(scaling: RopeScalingConfig | None) -> float:
-    """The factor that DeepSeek's latent attention applies to scores on top of :func:`attention_factor`."""
+    """The factor that DeepSeek's latent attention applies to scores, in addition to
+    :func:`attention_factor`."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _magnitude(scaling, scaling.mscale_all_dim) ** 2
@@ -52,8 +53,8 @@ def _magnitude(scaling: RopeScalingConfig, weight: float) -> float:
 
 
 def _stretched_share(plain: np.ndarray, base: float, scaling: RopeScalingConfig) -> np.ndarray | float:
-    """The share of stretching of each frequency: 0 keeps it, 1 divides it by the factor, values between
-    mix both."""
+    """How much each frequency is stretched: 0 keeps it, 1 divides it by the factor, values in between mix
+    both."""
     if scaling.type == "linear":
         return 1.0
     if scaling.type == "llama3":

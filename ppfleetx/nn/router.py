@@ -20,8 +20,8 @@ class Routing(NamedTuple):
 
     Attributes:
         choice: ``[s, b, k]`` experts of each position, the best one first.
-        weights: ``[s, b, k]`` of their outputs.
-        scores: ``[s, b, E]`` of all experts, their sum being 1.
+        weights: ``[s, b, k]`` weights of the experts' outputs.
+        scores: ``[s, b, E]`` scores of all experts, whose sum is 1.
     """
 
     choice: paddle.Tensor
@@ -33,8 +33,10 @@ def route(logits: paddle.Tensor, top_k: int, cfg: RouterConfig, bias: paddle.Ten
     """Choose the ``top_k`` experts of each position from its ``logits [s, b, E]``.
 
     Args:
-        logits, top_k, cfg: see above.
-        bias: ``[E]``, added to the scores for the choice only.
+        logits: ``[s, b, E]``.
+        top_k: number of experts per position.
+        cfg: the section.
+        bias: ``[E]``, added to the scores only for the choice, not for the weights.
     """
     if cfg.score == "softmax":
         own = shares = F.softmax(logits)
@@ -80,7 +82,7 @@ def chosen_mask(choice: paddle.Tensor, count: int) -> paddle.Tensor:
 def sequence_sums(scores: paddle.Tensor, chosen: paddle.Tensor, counts: paddle.Tensor) -> paddle.Tensor:
     """Statistics of each sequence, ``[b, 2 E + 1]``, over its counted positions on this rank (``counts [s,
     b]``): choices per expert, summed scores per expert, and the number of positions. Ranks that share a
-    sequence add these up."""
+    sequence sum them."""
     of_each = counts.unsqueeze(-1)
     return paddle.concat([(chosen * of_each).sum(0), (scores * of_each).sum(0), of_each.sum(0)], -1)
 
@@ -106,8 +108,8 @@ def z_loss(logits: paddle.Tensor) -> paddle.Tensor:
 
 
 def entropy(scores: paddle.Tensor) -> paddle.Tensor:
-    """The entropy of each position's scores, ``[s, b]``: ``log E`` if all experts are equal, 0 if one has
-    everything."""
+    """The entropy of each position's scores, ``[s, b]``: ``log E`` if all scores are equal, 0 if one expert
+    has the whole score."""
     return -(scores * scores.clip(min=_TINY).log()).sum(-1)
 
 
@@ -115,8 +117,8 @@ def entropy(scores: paddle.Tensor) -> paddle.Tensor:
 
 
 def moved_bias(bias: paddle.Tensor, loads: paddle.Tensor, rate: float) -> paddle.Tensor:
-    """Move ``bias [E]`` by ``rate``: up for experts whose ``loads [E]`` are below the mean, down for those
-    above it."""
+    """Move ``bias [E]`` by ``rate``: up for experts with ``loads [E]`` below the mean, down for experts with
+    loads above it."""
     return bias + rate * (loads.mean() - loads).sign()
 
 
@@ -132,8 +134,8 @@ def within_capacity(
 ) -> paddle.Tensor:
     """The mask ``[s, b, k]`` of choices that are not dropped.
 
-    An expert takes ``ceil(factor k n / E)`` of a sequence's n positions that count; of others nothing is
-    dropped. All positions of the sequences must be here.
+    An expert takes ``ceil(factor k n / E)`` of the n positions of a sequence that count; positions that do
+    not count are never dropped. This rank must have all positions of the sequences.
     """
     chosen = chosen_mask(choice, num_experts) * counts.unsqueeze(-1)
     if policy == "position":

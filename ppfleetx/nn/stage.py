@@ -1,8 +1,8 @@
 """A model as a list of named stages, and parameters that know their global slice.
 
-A stage is a recipe (class and arguments) for one layer. One card builds every stage into a plain
-container; a pipeline builds from the same list those that live on its rank. Nothing about a
-parameter's name, initial value or slice depends on which of the two happened.
+A stage is a recipe (class and arguments) for one layer. A single card builds all stages into a plain
+container; a pipeline rank builds its own stages from the same list. The name, initial value and slice of a
+parameter are the same in both cases.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from ppfleetx.nn.moe_spec import GroupedLinearSpec
 
 NameOf = Callable[[str], str]
-"""Canonical name of what lies at a path within a layer."""
+"""A function that returns the canonical name of the item at a path within a layer."""
 
 _ALONE = Mesh()
 
 Finish = Callable[[nn.Layer, NameOf], None]
-"""Adds to a new layer before its parameters get names and values."""
+"""A function that extends a new layer before its parameters get names and values."""
 
 
 @dataclass(frozen=True)
 class Tie:
     """A sub-layer shared by all stages with the same ``key``: their ``attribute`` is one object.
 
-    ``key`` is also its canonical place: the parameters of the shared sub-layer are named
-    ``{key}.weight`` in whichever stage they are found. The sub-layer holds nothing but what is shared,
-    so that a pipeline's copy on another rank has no parameter without a gradient.
+    ``key`` is also its canonical name: the parameters of the shared sub-layer are named ``{key}.weight`` in
+    every stage. The sub-layer only holds shared parameters, so that a pipeline's copy on another rank has no
+    parameter without a gradient.
     """
 
     key: str
@@ -58,13 +58,13 @@ class Stage:
 
     Attributes:
         name: unique name, e.g. ``decoder.layers.3``.
-        layer_cls: its class. ``forward(state, cache=None)`` maps a tuple of tensors to a tuple of tensors
-            (the last stage: to one tensor).
+        layer_cls: the layer's class. ``forward(state, cache=None)`` maps a tuple of tensors to a tuple of
+            tensors (the last stage: to one tensor).
         kwargs: arguments of the class.
         tie: sub-layer shared with other stages.
-        wraps: the layer holds nothing but a sub-layer of the stage's own name: the parameters of stage
+        wraps: whether the layer only holds a sub-layer with the stage's own name. The parameters of stage
             ``head`` are then named ``head.weight``, not ``head.head.weight``.
-        finish: called with the new layer before its parameters get names and values; may add to it.
+        finish: called with the new layer before its parameters get names and values; may extend it.
     """
 
     name: str
@@ -76,20 +76,21 @@ class Stage:
 
 
 class LayerFactory(Protocol):
-    """Makes the layers whose parameters a parallel plan may slice. Sizes given are global ones.
+    """Makes the layers whose parameters a parallel plan may slice. Callers give global sizes.
 
-    Every parameter made here is declared, without its name (:func:`declare`). Blocks never ask for a degree:
-    they ask :meth:`local_count` how many of a number of equal parts live here.
+    The factory declares every parameter it makes (:func:`declare`), without a name. Blocks never ask for a
+    degree; they ask :meth:`local_count` how many of a number of equal parts this rank has.
 
     Attributes:
-        attention: how attention sees whole sequences.
+        attention: strategy for attention over whole sequences.
         group: ranks that share the columns of logits; None: this rank has all of them.
-        sequence_parallel: whether tensor-parallel ranks see other positions of the hidden states.
-        fused: the fused operators that its layers take.
-        matmul: multiplies by the weights of its layers.
-        keeps_weights: whether weights stay what and where they are once they have been used.
+        sequence_parallel: whether tensor-parallel ranks see different positions of the hidden states.
+        fused: the fused operators that its layers use.
+        matmul: computes the products with the weights of its layers.
+        keeps_weights: whether weights keep their values and memory after their first use.
         experts: brings rows of hidden states to the ranks of their experts, and back.
-        hidden_same_on: of the axes that share a micro batch, those whose ranks hold the same hidden states.
+        hidden_same_on: the axes, among those that share a micro batch, whose ranks hold the same hidden
+            states.
     """
 
     attention: AttentionStrategy
@@ -102,7 +103,7 @@ class LayerFactory(Protocol):
     group: Any
 
     def local_count(self, count: int, what: str) -> int:
-        """The number of ``count`` equal parts (``what``: "key/value heads") on this rank."""
+        """How many of ``count`` equal parts are on this rank; ``what`` names them ("key/value heads")."""
 
     def declare(self, parameter: paddle.Tensor, spec: ParamSpec) -> None:
         """Declare a parameter that a layer created itself, with the shape it has on this rank."""
@@ -116,21 +117,21 @@ class LayerFactory(Protocol):
     def whole_linear(
         self, in_features: int, out_features: int, *, init: Init, bias: bool, of_trunk: bool = False
     ) -> nn.Layer:
-        """Make a linear ``[in, out]`` that every rank holds whole, for whole input; with ``of_trunk`` for
+        """Make a linear ``[in, out]`` that every rank holds whole, for whole input or, with ``of_trunk``, for
         this rank's positions of the hidden states, like a router's."""
 
     def quantizer(self, linear: nn.Layer, cfg: QuantizationConfig, *, follows: bool) -> nn.Layer:
-        """The :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear made here; ``follows``: training
+        """Make the :class:`~ppfleetx.nn.fake_quant.FakeQuantizer` of a linear; with ``follows``, training
         moves its scale."""
 
     def lora(self, linear: nn.Layer, cfg: LoraConfig) -> nn.Layer:
         """Make an adapter, sliced like its linear, that maps the linear's input to its output."""
 
     def quantized_linear(self, linear: nn.Layer, form: Form) -> nn.Layer:
-        """Make the quantised replacement of a linear, its weights stored as ``form`` says."""
+        """Make the quantised replacement of a linear, with weights stored in ``form``."""
 
     def quantized_embedding(self, embedding: nn.Layer) -> nn.Layer:
-        """Make the quantised replacement of a word embedding, its rows stored in 8 bits."""
+        """Make the quantised replacement of a word embedding, with rows stored in 8 bits."""
 
     def embedding(self, spec: TableSpec) -> nn.Layer:
         """Make the declared table; its output is whole."""
@@ -147,7 +148,8 @@ class LayerFactory(Protocol):
         ``s``."""
 
     def leave_trunk(self, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Turn the blocks' output into whole ``[s, b, h]`` for layers that every rank computes alike."""
+        """Turn the blocks' output into whole ``[s, b, h]``, for layers that all ranks compute in the same
+        way."""
 
     def enter_head(self, hidden: paddle.Tensor) -> paddle.Tensor:
         """Turn hidden states ``[s, b, h]`` into the head's input, which has all positions of the rank."""
@@ -159,9 +161,9 @@ class LayerFactory(Protocol):
         """Return the positions of ``[b, s]`` on this rank (its part of ``s`` under sep)."""
 
     def sum_over_positions(self, values: paddle.Tensor) -> paddle.Tensor:
-        """Add sums over this rank's positions up to sums over whole sequences, in float32.
+        """Turn sums over this rank's positions into sums over whole sequences, in float32.
 
-        A loss made of them is the same on the axes ``mp`` and ``sep``.
+        A loss computed from them is the same along the axes ``mp`` and ``sep``.
         """
 
     def all_positions(self, values: paddle.Tensor) -> paddle.Tensor:
@@ -173,13 +175,13 @@ class LayerFactory(Protocol):
     def token_loss(
         self, logits: paddle.Tensor, labels: paddle.Tensor, loss_mask: paddle.Tensor, true_vocab: int
     ) -> LossOutput:
-        """:func:`ppfleetx.nn.loss.token_loss` of logits as the head leaves them: of this rank's positions,
-        with sliced columns. The sum is the same on all ranks that share the columns."""
+        """:func:`ppfleetx.nn.loss.token_loss` for the head's output: logits of this rank's positions, with
+        sliced columns. The sum is the same on all ranks that share the columns."""
 
     def token_scores(
         self, logits: paddle.Tensor, labels: paddle.Tensor, mask: paddle.Tensor, true_vocab: int
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """:func:`ppfleetx.nn.token_scores.token_scores` of logits as the head leaves them, likewise."""
+        """:func:`ppfleetx.nn.token_scores.token_scores` for the head's output, like :meth:`token_loss`."""
 
 
 def build_stage(
@@ -193,9 +195,9 @@ def build_stage(
 
     Args:
         stage: the recipe.
-        seed: seed of the initial weights; None: nothing is drawn, because a checkpoint brings all of them.
-        shared: tied sub-layers built so far in this process, by key; extended by this stage's own. A
-            stage that finds its key here is given that sub-layer instead of making one.
+        seed: seed of the initial weights; None: none are drawn, because a checkpoint provides them.
+        shared: tied sub-layers built so far in this process, by key. A stage uses the sub-layer with its key
+            if there is one, and otherwise adds its own.
         empty: parameters have names, shapes and types, but no memory; nothing is drawn.
 
     Raises:
@@ -257,8 +259,8 @@ def _canonical_name(stage: Stage, path: str) -> str:
 
 
 def ask_for_gradient(layer: nn.Layer, _: Any, state: tuple[paddle.Tensor, ...]) -> tuple[paddle.Tensor, ...]:
-    """A hook for a frozen first layer: its output still asks for a gradient, because recomputation,
-    pipelines and sharding stage 3 rely on one."""
+    """A hook for a frozen first layer: its output still requires a gradient, because recomputation, pipelines
+    and sharding stage 3 rely on it."""
     if layer.training and paddle.is_grad_enabled():
         state[0].stop_gradient = False
     return state

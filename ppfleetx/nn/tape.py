@@ -1,8 +1,8 @@
-"""Memory of a forward and backward pass, found by replaying a list of operations.
+"""Memory of a forward and backward pass, computed by replaying a list of operations.
 
-An operation allocates its result and what it needs for a moment, keeps some tensors for its backward pass,
-and in the backward pass turns the gradient of its result into gradients of what it read. The play gives what
-is kept between the passes and the most that exists at once in each.
+An operation allocates its result and temporary memory, and keeps some tensors for its backward pass, where it
+turns the gradient of its result into gradients of its inputs. The replay gives the memory that is kept
+between the passes, and the peak of each pass.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ class Step:
 
     Attributes:
         writes: name of the result.
-        size: of the result.
-        reads: names of what gets a gradient from it.
+        size: size of the result.
+        reads: names of the inputs that get a gradient.
         keeps: names of results, its own or earlier ones, that its backward pass needs.
-        extra: kept beside named tensors (masks).
-        scratch: needed for a moment in the forward pass.
-        back: needed for a moment in the backward pass, beside the gradients.
-        weights: gradients of its parameters.
-        view: the result is the memory of what was read (its first).
-        reuses: the gradient of the result becomes the gradient of what was read, in the same memory.
-        no_values: it needs no parameters, whose values sharding stage 3 does not hold meanwhile.
-        inner: what is forgotten in the forward pass and done again in the backward pass; ``reads`` are kept.
+        extra: memory kept in addition to named tensors (masks).
+        scratch: temporary memory in the forward pass.
+        back: temporary memory in the backward pass, in addition to the gradients.
+        weights: size of its parameters' gradients.
+        view: whether the result shares the memory of the first input.
+        reuses: whether the gradient of the input reuses the memory of the result's gradient.
+        no_values: whether it needs no parameters, so that sharding stage 3 need not hold their values.
+        inner: steps whose tensors are dropped in the forward pass and recomputed in the backward pass;
+            ``reads`` are kept.
     """
 
     writes: str
@@ -49,11 +50,10 @@ class Tape:
     """Operations in the order of the forward pass.
 
     Attributes:
-        inputs: sizes of what comes from outside, by name; they are alive before and after.
-        steps: the operations; the last one's result is the tape's.
-        low_share: gradients of parameters come in a smaller type before they are added to those that stay:
-        its
-            size as a share of the latter's.
+        inputs: sizes of the tensors from outside, by name; they exist before and after.
+        steps: the operations; the result of the last one is the tape's result.
+        low_share: size of a new parameter gradient, as a share of the size in which gradients are
+            accumulated; 0 if the type is the same.
     """
 
     inputs: dict[str, float]
@@ -89,7 +89,7 @@ class Tape:
 
     @cached_property
     def kept(self) -> float:
-        """Bytes alive after the forward pass: what is kept for the backward pass, and the result."""
+        """Bytes in use after the forward pass: the result, and the tensors kept for the backward pass."""
         extra = sum(step.extra for step in self.steps)
         return sum(self._sizes[name] for name in self._held) + extra
 
@@ -97,7 +97,7 @@ class Tape:
         """The peak of the forward pass in bytes, without the inputs.
 
         Args:
-            values: bytes of fetched parameters, beside the steps that need any.
+            values: bytes of fetched parameters, which are added in steps that use parameters.
         """
         with_values, without = self._forward_peaks
         return max(with_values + values, without)
@@ -132,7 +132,8 @@ class Tape:
         """The peak of the backward pass in bytes: kept tensors, gradients and temporaries.
 
         Args:
-            first: the gradients of parameters stay; later they are added to those that are there.
+            first: whether this is the first micro batch, whose parameter gradients stay; later ones are added
+                to them.
             values: as in :meth:`forward_peak`.
         """
         with_values, without = self._first_backward_peaks if first else self._later_backward_peaks

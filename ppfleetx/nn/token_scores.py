@@ -1,7 +1,7 @@
 """Score the tokens of a text: the log probability of each, and whether it was the likeliest.
 
-Unlike the training loss this is not limited: Paddle's cross entropy on the CPU stops at 64, and answers NaN
-logits with a finite number.
+Unlike the training loss, the values have no limit: Paddle's cross entropy on the CPU stops at 64, and turns
+NaN logits into a finite number.
 
 Shape letters: s positions, b rows, V columns of the logits, n scored positions.
 """
@@ -26,14 +26,14 @@ def token_scores(
     """Log probability of each label, and whether no other token has a higher one.
 
     Args:
-        logits: ``[s, b, V]``; columns from ``true_vocab`` on are padding and take no probability.
+        logits: ``[s, b, V]``; columns from ``true_vocab`` on are padding and get no probability.
         labels: ``[b, s]`` int64, below ``true_vocab`` wherever the mask is not 0.
-        mask: ``[b, s]``; only positions where it is not 0 are looked at.
+        mask: ``[b, s]``; only positions where it is not 0 are scored.
         true_vocab: size of the vocabulary without padding.
 
     Returns:
-        Log probabilities ``[b, s]`` float64, 0 where the mask is; and ``[b, s]`` bool, True where the mask
-        is 0. Of equal logits the first counts as the likeliest. Logits that are NaN or +inf give NaN.
+        Log probabilities ``[b, s]`` float64, and ``[b, s]`` bool. Where the mask is 0, they are 0 and True.
+        Of equal logits, the first counts as the likeliest. Logits that are NaN or +inf give NaN.
     """
     if isinstance(logits, LogitsInPieces):
         return _joined(logits.each(labels, mask, partial(token_scores, true_vocab=true_vocab)))
@@ -47,10 +47,10 @@ def parallel_token_scores(
     true_vocab: int,
     group: Any,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """:func:`token_scores` of logits whose columns are shared out over the ranks of ``group``.
+    """:func:`token_scores` for logits whose columns are divided over the ranks of ``group``.
 
-    ``logits`` is ``[s, b, V / n]``, rank r holding the columns from ``r V / n`` on. The results are the same
-    on all ranks.
+    ``logits`` is ``[s, b, V / n]``; rank r has the columns from ``r V / n`` on. The results are the same on
+    all ranks.
     """
     if isinstance(logits, LogitsInPieces):
         of_piece = partial(parallel_token_scores, true_vocab=true_vocab, group=group)
@@ -79,7 +79,8 @@ class _Columns:
         return rows
 
     def likeliest(self, highest: paddle.Tensor, token: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-        """Reduce the local highest logit and its token to those of the whole vocabulary; each ``[n]``."""
+        """Reduce the highest logits ``[n]`` of this rank, and their tokens ``[n]``, over the whole
+        vocabulary."""
         return highest, token
 
     def total(self, *parts: paddle.Tensor) -> list[paddle.Tensor]:

@@ -1,7 +1,7 @@
-"""Transforms of a model's declaration: adapters, fake quantisation, small weights. No Paddle.
+"""Transforms of a model's declaration: adapters, fake quantisation, quantised weights. No Paddle.
 
-Each maps the parameters of a model, by canonical name, to those that it has then. The layers themselves are
-in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``, and declare parameters with the functions
+Each transform maps the parameters of a model, by canonical name, to its new parameters. The layers themselves
+are in ``nn/lora.py``, ``nn/fake_quant.py`` and ``nn/quantized.py``, and declare parameters with the functions
 at the end of this file.
 """
 
@@ -85,8 +85,8 @@ def _named(layer: str, specs: Specs) -> Specs:
 
 
 def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> Specs:
-    """A low-rank adapter of ``matrix [in, out]``, sliced like it: A with the input features, B with the
-    output features. A starts as N(0, 1 / in), so that x A has the size of x."""
+    """A low-rank adapter of ``matrix [in, out]``, sliced like the matrix: A by input features, B by output
+    features. A starts as N(0, 1 / in), so that x A has the size of x."""
     if len(matrix.shape) == 3:
         return _adapters_of_experts(matrix, rank)
     width_in, width_out = matrix.shape
@@ -101,8 +101,8 @@ def adapter(matrix: ParamSpec, rank: int, *, sequence_parallel: bool = True) -> 
 
 
 def _adapters_of_experts(matrix: ParamSpec, rank: int) -> Specs:
-    """One adapter per expert. Parts that ranks slicing the experts hold whole get a partial gradient on
-    each."""
+    """One adapter per expert. Parts that are whole on ranks with sliced experts get partial gradients
+    there."""
     experts, width_in, width_out = matrix.shape
 
     def of_experts(shape: tuple[int, ...], init: Init, dim: int) -> ParamSpec:
@@ -146,15 +146,15 @@ def _number_of_experts(name: str) -> ParamSpec:
 
 
 def codes(matrix: ParamSpec, per_row: int = 1) -> ParamSpec:
-    """The stored integers of a frozen ``matrix``, ``per_row`` input features to a row."""
+    """The stored integers of a frozen ``matrix``, with ``per_row`` input features in a row."""
     dtype = "int8" if per_row == 1 else "uint8"
     *experts, width_in, width_out = matrix.shape
     return replace(matrix, shape=(*experts, width_in // per_row, width_out), dtype=dtype, trains=False)
 
 
 def scales(matrix: ParamSpec, group_size: int | None) -> ParamSpec:
-    """The scales of a frozen ``matrix``: per group of input features and output feature, or (None) per
-    output feature."""
+    """The scales of a frozen ``matrix``: one for each output feature and group of input features or, if
+    ``group_size`` is None, one for each output feature."""
     if group_size is not None:
         return replace(codes(matrix, group_size), dtype="float32")
     *experts, _, width_out = matrix.shape

@@ -1,9 +1,8 @@
 """Trials of fused operators on a card, run in a child process.
 
-An operator that touches memory it must not touch ends more than its call: the card refuses all that the
-process asks for from then on, or the process is killed. So a child makes the trials, on the same card, and
-says after each what came out of it. Where one of them has cost it the card or its life, the next child goes
-on behind it.
+If an operator accesses invalid memory, the card refuses all further requests of the process, or the process
+is killed. So a child process runs the trials on the same card, and reports the result of each. If a trial
+kills the child or makes it lose the card, the next child continues after this trial.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _READY, _SAID = "trials: ready", "trial: "  # lines among whatever else is print
 _CARD_LOST = 70  # exit code
 
 Pairs = Iterable[tuple[paddle.Tensor, paddle.Tensor]]
-"""What a trial gives: (of the fused operator, of the composite)."""
+"""The results of a trial: pairs (from the fused operator, from the composite)."""
 Trial = tuple[str, str]
 """(``module:function``, element type)"""
 
@@ -37,9 +36,9 @@ def tried_apart(trials: Sequence[Trial], device: str, flags: Mapping[str, Any]) 
     """Return each operator's failure according to its trial; None if it passed.
 
     Args:
-        trials: to be made, in this order.
-        device: of this process, with its number.
-        flags: of Paddle, set by this run.
+        trials: the trials to run, in this order.
+        device: the device of this process, with its number.
+        flags: the Paddle flags that this run has set.
     """
     found: list[str | None] = []
     while len(found) < len(trials):
@@ -136,4 +135,4 @@ def _card_answers() -> bool:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # a card that is lost can make the libraries' own end hang
+    os._exit(code)  # with a lost card, the libraries' own shutdown can hang

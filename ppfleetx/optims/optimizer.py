@@ -73,10 +73,10 @@ class Optimizer:
     """An optimizer: updates parameters by the rules of their groups.
 
     Args:
-        groups: each parameter belongs to the first that takes it.
+        groups: groups of parameters; each parameter belongs to the first group that matches it.
         named_params: (canonical name, parameter) pairs; frozen ones are left out.
         decays: whether weight decay applies to a parameter, by canonical name.
-        weight_decay: until a step brings another.
+        weight_decay: the weight decay, until a step sets another.
         place: where and how it works.
         rate_factor: of a parameter's learning rate, by canonical name, beside its group's.
     """

@@ -57,7 +57,7 @@ class SendOrder:
             parameter._register_backward_hook(lambda *_, p=parameter: self._on_gradient(p))
 
     def begin(self, num_passes: int) -> None:
-        """A step of ``num_passes`` micro batches begins."""
+        """Begin a step of ``num_passes`` micro batches."""
         self._num_passes, self._counts, self._num_sent = num_passes, Counter[int](), 0
 
     def complete(self, parameters: Iterable[paddle.Tensor], passes: int) -> None:
@@ -148,7 +148,7 @@ class BucketSums:
         self._under_way: deque[tuple[Any, Bucket]] = deque()
 
     def begin(self, num_passes: int) -> None:
-        """A step of ``num_passes`` micro batches begins."""
+        """Begin a step of ``num_passes`` micro batches."""
         self._order.begin(num_passes)
 
     def finish(self) -> None:

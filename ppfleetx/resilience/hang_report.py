@@ -298,7 +298,7 @@ def _member(ranks: Sequence[int], index: int) -> int:
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
-    """``[0..3]`` or ``[0, 2]``."""
+    """Format ranks as ``[0..3]`` or ``[0, 2]``."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"[{ranks[0]}..{ranks[-1]}]"
     return f"[{', '.join(map(str, ranks))}]"

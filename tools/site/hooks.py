@@ -1,4 +1,4 @@
-"""What `mkdocs.yml` leaves to a program: pages made from docstrings, and the files of the project's root."""
+"""Hooks for `mkdocs.yml`: pages made from docstrings, and pages for files of the project's root."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LINK_TO_ROOT = re.compile(r"\]\((?:\.\./)*([A-Z]+)\.md\)")
 
 
 def on_config(config: Any) -> Any:
-    """Put the module pages where `nav` says ``modules/``."""
+    """Put the module pages in place of ``modules/`` in `nav`."""
     config.nav = _with_modules(config.nav)
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that no file of docs/ holds."""
+    """Add the pages that are not files in docs/."""
     from mkdocs.structure.files import File
 
     for name, text in generated_pages().items():
@@ -36,18 +36,19 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links to CONTRIBUTING.md and its like lead to their pages here."""
+    """Change links to CONTRIBUTING.md and similar files to their pages on the site."""
     up = "../" * page.file.src_uri.count("/")
     return _LINK_TO_ROOT.sub(lambda match: f"]({up}{match[1].lower()}.md)", markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Docstrings say ``:class:`Name` ``; the word before the name is for other programs."""
+    """Remove roles such as ``:class:`` from ``:class:`Name` `` in docstrings."""
     return _ROLE.sub("", html)
 
 
 def generated_pages() -> dict[str, str]:
-    """Page name to text: each package's module page, and the root's files with links that fit docs/."""
+    """Texts by page name: the module page of each package, and the root's files with links that work in
+    docs/."""
     pages = {module_page(package): _module_text(package) for package in packages()}
     for page, name in ROOT_FILES.items():
         pages[page] = _LINK_INTO_DOCS.sub(r"\1", (ROOT / name).read_text("utf-8"))
@@ -55,7 +56,7 @@ def generated_pages() -> dict[str, str]:
 
 
 def packages() -> list[str]:
-    """The dotted names of all packages of ppfleetx but those of the shipped YAML files."""
+    """The dotted names of all packages of ppfleetx, except packages of shipped YAML files."""
     files = sorted((ROOT / "ppfleetx").rglob("__init__.py"))
     names = [".".join(path.parent.relative_to(ROOT).parts) for path in files]
     return [name for name in names if not name.startswith("ppfleetx.configs")]

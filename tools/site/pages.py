@@ -1,4 +1,4 @@
-"""What the programs share that write the generated parts of the documentation."""
+"""Common functions of the programs that write generated parts of the documentation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BEGIN, _END = "<!-- {name}: made by {tool} -->", "<!-- end of {name} -->"
 
 
 def write_files(texts: Callable[[], Mapping[Path, str]], description: str | None) -> int:
-    """The command of such a program: write the files that have changed.
+    """Run the command of such a program: write the files that have changed.
 
     With ``--check`` it writes nothing, and the exit code is 1 if a file is stale.
     """
@@ -30,13 +30,13 @@ def write_files(texts: Callable[[], Mapping[Path, str]], description: str | None
 
 
 def filled_page(name: str, blocks: Mapping[str, str], tool: str) -> dict[Path, str]:
-    """``docs/NAME`` with its generated blocks, for :func:`write_files`."""
+    """``docs/NAME`` with its generated blocks filled in, for :func:`write_files`."""
     path = ROOT / "docs" / name
     return {path: filled(path.read_text("utf-8"), blocks, tool)}
 
 
 def filled(page: str, blocks: Mapping[str, str], tool: str) -> str:
-    """``page`` with the ``blocks`` that ``tool`` generates written again.
+    """Return ``page`` with the ``blocks`` that ``tool`` generates.
 
     Raises:
         ValueError: a block's marks are missing.

@@ -29,9 +29,9 @@ from ppfleetx.config.fields import (
 from ppfleetx.config.sections.lora import BLOCK_LINEARS
 
 GROUP_MULTIPLE = 8
-"""Input features that kernels read together."""
+"""The number of input features that kernels read together."""
 QUANTIZER = "quant"
-"""Sub-layer of a quantised linear; part of the canonical names of its parameters."""
+"""The name of the quantiser's sub-layer in a linear; part of the canonical names of its parameters."""
 LINEAR_KINDS = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
 _FREQUENCY = 100  # steps from one removal to the next
 _CONVOLUTIONS = ("Conv2D", "Conv2DTranspose")  # FleetX's files name them
@@ -45,8 +45,8 @@ def is_of_quantizer(name: str) -> bool:
 
 
 class QuantizationConfig(Section):
-    """Quantisation-aware training of the linears of the blocks: they compute with weights and inputs that are
-    rounded to a grid of `2^bits - 1` numbers, and gradients pass as if they were not.
+    """Quantisation-aware training of the linears of the blocks. They compute with weights and inputs that are
+    rounded to a grid of `2^bits - 1` numbers; gradients pass as if nothing were rounded.
 
     Embeddings, norms, biases and the head are not quantised.
     """
@@ -54,30 +54,31 @@ class QuantizationConfig(Section):
     enable: Bool = False
     """Train with simulated quantisation."""
     weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "abs_max"
-    """One scale per weight, or one per output channel."""
+    """One scale for each weight matrix (abs_max), or one for each output channel (channel_wise_abs_max)."""
     activation_quantize_type: Literal["moving_average_abs_max", "abs_max"] = "moving_average_abs_max"
     """Scale of a linear's input. moving_average_abs_max: one number, which follows the largest magnitude of
     each step's global batch and is stored with the weights; the first step is not rounded. abs_max: each
     token's own largest magnitude; nothing is stored."""
     moving_rate: Fraction = 0.9
-    """How much of the moving average stays at each step."""
+    """The share of the moving average that each step keeps."""
     weight_preprocess_type: Literal["PACT"] | None = None
-    """Clip weights by a learned bound before quantising: a share of the scale, which starts at 1."""
+    """Clip weights at a learned bound before quantising. The bound is a learned share of the scale, which
+    starts at 1; null: do not clip."""
     activation_preprocess_type: Literal["PACT"] | None = None
-    """Clip activations by a learned bound before quantising, likewise."""
+    """Clip activations in the same way; null: do not clip."""
     weight_bits: Int = 8
     """Bits of weights."""
     activation_bits: Int = 8
     """Bits of activations."""
     quantizable_layer_type: tuple[Text, ...] = ("Linear", "ColumnParallelLinear", "RowParallelLinear")
-    """Kinds of layers that are quantised, whatever the plan. Linear: all; ColumnParallelLinear: those whose
-    outputs tensor parallelism divides (`attention.qkv`, `mlp.fc1`); RowParallelLinear: those whose inputs it
-    divides (`attention.out_proj`, `mlp.fc2`). Convolutions may be named; a GPT has none."""
+    """Kinds of layers to quantise, whatever the plan. Linear: all linears; ColumnParallelLinear: linears
+    whose outputs tensor parallelism divides (`attention.qkv`, `mlp.fc1`); RowParallelLinear: linears whose
+    inputs it divides (`attention.out_proj`, `mlp.fc2`). Convolutions may be listed, but a GPT has none."""
     skip_tensor_map: dict[str, tuple[Literal["linear1", "linear2"], ...]] = Field(default_factory=dict)
-    """Linears that stay unquantised: `block_3: [linear2]` is the second one of layer 3's MLP."""
+    """Linears that are not quantised: `block_3: [linear2]` is the second linear of layer 3's MLP."""
     skip_layers: tuple[Text, ...] = ()
-    """Patterns (`*`, `?`, `[...]`) of linears that stay unquantised, by canonical name, e.g.
-    `decoder.layers.0.*` or `*.mlp.fc2`; each must fit at least one linear of the blocks."""
+    """Patterns (`*`, `?`, `[...]`) for the canonical names of linears that are not quantised, e.g.
+    `decoder.layers.0.*` or `*.mlp.fc2`. Each must match at least one linear of the blocks."""
     freeze_embedding: Bool = False
     """Do not train the embeddings."""
 
@@ -98,8 +99,8 @@ class QuantizationConfig(Section):
                 yield f"*.layers.{int(block.removeprefix('block_'))}.mlp.{_MLP_LINEARS[linear]}"
 
     def check_layers(self, num_layers: int, names: Sequence[str]) -> None:
-        """Raise RuleError (keys relative to this section) when a layer to skip is not one of the model, or a
-        pattern fits none of the linears' ``names``."""
+        """Raise RuleError (keys relative to this section) if the model has no such layer to skip, or if a
+        pattern matches none of the linears' ``names``."""
         for block in self.skip_tensor_map:
             if int(block.removeprefix("block_")) >= num_layers:
                 raise RuleError(
@@ -146,8 +147,8 @@ class Form:
 
     Attributes:
         bits: bits per element, 8 or 4.
-        group_size: input features with one scale; None: all.
-        activation_bits: 8: rows it is multiplied with are rounded to 8 bits first; None: they are not.
+        group_size: number of input features that share a scale; None: all.
+        activation_bits: 8 if activations are rounded to 8 bits before the product; None if not.
     """
 
     bits: int
@@ -159,17 +160,18 @@ class WeightsConfig(Section):
     """How the weights of a quantised checkpoint are stored. `ppfleetx quantize` writes this section; do
     not write it by hand.
 
-    Linears of the blocks have `bits`; the word embedding and the head have 8, with a scale for each row or
-    column."""
+    Linears of the blocks have `bits` bits; the word embedding and the head have 8 bits, with a scale for each
+    row or column."""
 
     bits: Literal[8, 4] = 8
     """Bits of a weight in the blocks."""
     group_size: Size | None = None
-    """Input features that share a scale; null: all of an output feature's."""
+    """Number of input features that share a scale; null: all."""
     activation_bits: Literal[8] | None = None
-    """8: what weights of the blocks are multiplied with is rounded to 8 bits as well; null: it is not."""
+    """8: round the inputs of the blocks' linears to 8 bits, too; null: do not."""
     skip: tuple[Text, ...] = ()
-    """Patterns (`*`, `?`, `[...]`) of the layers that are stored as they were, e.g. `head` or `*.mlp.fc2`."""
+    """Patterns (`*`, `?`, `[...]`) for the names of layers that are not quantised, e.g. `head` or
+    `*.mlp.fc2`."""
 
     def form_of(self, name: str) -> Form | None:
         """How the layer of this canonical name is stored; None: unchanged."""
@@ -197,22 +199,22 @@ class WeightsConfig(Section):
 
 
 class PruneConfig(Section):
-    """Structured pruning while training: attention heads (a key/value head with its query heads) and
-    feed-forward units with the smallest weights become zero, the same number in each layer, and stay so.
-    `ppfleetx prune` takes them out of the checkpoint.
+    """Structured pruning during training: the attention heads (key/value heads with their query heads) and
+    feed-forward units with the smallest weights are set to zero, the same number in each layer, and stay
+    zero. `ppfleetx prune` removes them from the checkpoint.
 
-    Without a schedule all go at once, before the first step. With one, the share after t steps is
+    Without a schedule, all are removed before the first step. With one, the share removed after t steps is
     `ratio * (1 - (1 - (t - begin_step) / (end_step - begin_step))^3)` (Zhu and Gupta, 2017).
     """
 
     enable: Bool = False
-    """Prune while training."""
+    """Prune during training."""
     criterion: Literal["l1_norm", "l2_norm"] = "l1_norm"
-    """The smallest parts are removed: by sum of magnitudes or of squares."""
+    """The measure of a part: the sum of magnitudes, or of squares. The smallest parts are removed."""
     ratio: UnitFloat = 0.125
-    """Share removed in the end; rounded down, as with `ppfleetx prune --ratio`."""
+    """Share to remove in the end; rounded down, as with `ppfleetx prune --ratio`."""
     part: Literal["heads", "mlp", "both"] = "both"
-    """What is pruned."""
+    """The kind of parts to prune."""
     begin_step: CountInt = 0
     """Steps before pruning begins."""
     end_step: CountInt | None = None
@@ -253,20 +255,21 @@ class PruneConfig(Section):
 
 
 def parts_out(total: int, share: float) -> int:
-    """The number of ``total`` equal parts that make up ``share``, rounded down."""
+    """The number of parts that make up ``share`` of ``total`` equal parts, rounded down."""
     return int(total * share + 1e-9)
 
 
 class DistillConfig(Section):
-    """A teacher whose outputs training learns from, beside the text (Hinton et al., 2015).
+    """Distillation: the model learns from the outputs of a teacher as well as from the text (Hinton et al.,
+    2015).
 
     The loss of a token is `hard_weight` times its cross entropy plus `soft_weight` times `temperature^2`
     times the divergence of the student's distribution from the teacher's, both at `temperature`."""
 
     teacher: PathText
-    """Checkpoint of the teacher: any plan, the same tokenizer; its own sizes."""
+    """Checkpoint of the teacher, of any plan and size, with the same tokenizer."""
     temperature: PositiveFloat = 2.0
-    """Divides the logits of both; a higher value gives unlikely tokens more weight."""
+    """Divides the logits of teacher and student; a higher value gives unlikely tokens more weight."""
     hard_weight: NonNegativeFloat = 0.5
     """Weight of the cross entropy."""
     soft_weight: NonNegativeFloat = 0.5
@@ -280,14 +283,14 @@ class DistillConfig(Section):
 
 
 class CompressConfig(Section):
-    """Smaller models."""
+    """Quantisation, pruning and distillation, for smaller models."""
 
     Quantization: QuantizationConfig | None = None
     """Quantisation-aware training; null: none."""
     Weights: WeightsConfig | None = None
     """How the weights of a quantised checkpoint are stored; null: they are not quantised."""
     Prune: PruneConfig | None = None
-    """Pruning while training; null: none."""
+    """Pruning during training; null: none."""
     Distill: DistillConfig | None = None
     """Distillation; null: none."""
 

@@ -31,7 +31,7 @@ GLUE_OUTPUTS = {
     for name in DATASETS.names()
     if DATASETS.traits(name).num_outputs is not None
 }
-"""Classes of each GLUE task; 1: a number is predicted."""
+"""Number of classes of each GLUE task; 1: the task predicts a number."""
 
 _GLUE_PARTS = ("train", "dev", "test")
 _MNLI_PARTS = ("train", "dev_matched", "dev_mismatched", "test_matched", "test_mismatched")
@@ -50,17 +50,17 @@ _SHARES = re.compile(r"\s*(\d+(\.\d*)?|\.\d+)([,/\s]+(\d+(\.\d*)?|\.\d+))*\s*", 
 
 
 class DatasetConfig(Section):
-    """Where samples come from and how they are cut."""
+    """The source of samples, and how they are cut."""
 
     name: Annotated[str, Registered(DATASETS)] = "GPTDataset"
-    """GPTDataset (preprocessed corpora), PromptResponseDataset (jsonl, loss on the response alone),
-    ChatDataset (jsonl, also of ShareGPT and Alpaca, loss on the assistant's turns), a GLUE task, or a data
-    set of your own (docs/extending.md)."""
+    """GPTDataset (preprocessed corpora), PromptResponseDataset (jsonl, loss only on the response),
+    ChatDataset (jsonl, also in the formats of ShareGPT and Alpaca, loss on the assistant's turns), a GLUE
+    task, or a dataset of your own (docs/extending.md)."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
-    """ChatDataset: `chat_template`, the name of one of the tokenizer's templates or a file. A data set of
-    your own: the options it was registered with."""
+    """For ChatDataset: `chat_template`, the name of one of the tokenizer's templates, or a file. For a
+    dataset of your own: the options it was registered with."""
     input_dir: PathText | tuple[PathText, ...] = "./data"
-    """A corpus prefix, a directory of corpora, or a list of these. For other data sets: the directory of the
+    """A corpus prefix, a directory of corpora, or a list of these. For other datasets: the directory of the
     files `{split}.jsonl` (or `.jsonl.gz`, `.jsonl.zst`, `.json`) or `{split}.tsv`."""
     weights: tuple[NonNegativeFloat, ...] | None = None
     """Share of each entry of `input_dir` in the blend, normalised; null: in proportion to its tokens."""
@@ -78,11 +78,11 @@ class DatasetConfig(Section):
     response_field: Text = "response"
     """PromptResponseDataset: field of the response, which is learned."""
     seed: Seed | None = None
-    """Seed of the order of samples; null: `Global.seed`."""
+    """Seed for the order of samples; null: `Global.seed`."""
     reset_position_ids: Bool = False
     """Positions start again at 0 after each end of document."""
     reset_attention_mask: Bool = False
-    """A token attends to its own document only."""
+    """Tokens only attend to their own document."""
     eod_mask_loss: Bool = False
     """No loss where the input is the end-of-document token."""
     eod_id: CountInt | None = None
@@ -90,9 +90,9 @@ class DatasetConfig(Section):
     cache_dir: PathText | None = None
     """Directory of the index maps; null: beside the corpus."""
     verify: Literal["none", "index", "full"] = "index"
-    """What of a corpus is compared with its checksums when a run starts. index: the lengths of both files and
-    all of `.idx`, if the corpus has checksums. full: every token too; a corpus without checksums is refused.
-    A core reads about 1 GB a second, and each node reads once."""
+    """Parts of a corpus to compare with its checksums when a run starts. index: the lengths of both files and
+    the whole `.idx`, if the corpus has checksums. full: also every token; a corpus without checksums is
+    refused. A core reads about 1 GB per second, and each node reads once."""
 
     @model_validator(mode="after")
     def _check(self) -> DatasetConfig:
@@ -115,12 +115,12 @@ class DatasetConfig(Section):
 
     @property
     def is_corpus(self) -> bool:
-        """Whether samples are cut from token corpora rather than being records of a text file."""
+        """Whether samples are cut from token corpora, rather than read from records of a text file."""
         return DATASETS.traits(self.name).kind == "corpus"
 
     @property
     def is_texts(self) -> bool:
-        """Whether samples are records of text files, to be encoded by a tokenizer."""
+        """Whether samples are records of text files, which a tokenizer encodes."""
         return DATASETS.traits(self.name).kind == "texts"
 
     @property
@@ -173,27 +173,27 @@ class DatasetConfig(Section):
 
 
 class SamplerConfig(Section):
-    """Which samples make a batch."""
+    """The choice of samples for batches."""
 
     name: Literal["GPTBatchSampler"] = "GPTBatchSampler"
-    """Walks the data by consumed samples; the same global batches for every parallel plan."""
+    """Goes through the data by consumed samples, with the same global batches under every parallel plan."""
     shuffle: Bool = False
-    """Shuffle again on top of the dataset's own order. Train of a GLUE task or of records is always
-    reshuffled in each pass; Eval and Test of these keep the order of the file."""
+    """Shuffle again, in addition to the dataset's own order. For a GLUE task or records, Train is always
+    reshuffled in each pass, and Eval and Test keep the order of the file."""
     drop_last: Bool = True
-    """Leave out the last incomplete global batch. Eval and Test of a GLUE task or of records are always
-    read whole."""
+    """Leave out the last incomplete global batch. For a GLUE task or records, Eval and Test are always read
+    completely."""
 
 
 class LoaderConfig(Section):
-    """How batches are read."""
+    """The reading of batches."""
 
     num_workers: CountInt = 1
     """Threads that prepare batches ahead of time; 0: the training thread itself."""
 
 
 class DataSplitConfig(Section):
-    """One of Train, Eval and Test."""
+    """One of the sections Train, Eval and Test."""
 
     dataset: DatasetConfig = DatasetConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -211,18 +211,18 @@ class DataSplitConfig(Section):
 
 
 class EvalSetConfig(Section):
-    """One of several evaluation sets: what it has instead of `Data.Eval.dataset`."""
+    """One of several evaluation sets: the keys that replace those of `Data.Eval.dataset`."""
 
     SAYS: ClassVar[str] = "a path, or a mapping with input_dir, weights, split and options"
 
     input_dir: PathText | tuple[PathText, ...] | None = None
-    """As in `dataset`; null: that of `dataset`, with its weights."""
+    """As in `dataset`; null: the same as `dataset`, with its weights."""
     weights: tuple[NonNegativeFloat, ...] | None = None
     """As in `dataset`, for this `input_dir`."""
     split: Text | tuple[NonNegativeFloat, ...] | None = None
-    """As in `dataset`; null: that of `dataset`. `[0, 1, 0]` is all of a corpus."""
+    """As in `dataset`; null: the same as `dataset`. `[0, 1, 0]` is the whole corpus."""
     options: dict[str, Bool | Int | Float | Text] | None = None
-    """As in `dataset`; null: those of `dataset`."""
+    """As in `dataset`; null: the same as `dataset`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -230,7 +230,7 @@ class EvalSetConfig(Section):
         return {"input_dir": value} if isinstance(value, str) else value
 
     def over(self, dataset: DatasetConfig) -> DatasetConfig:
-        """Override ``dataset`` by the values of this set.
+        """Override ``dataset`` with the values of this set.
 
         Raises:
             RuleError: the result breaks a rule of datasets.
@@ -289,7 +289,7 @@ class TokenizerConfig(Section):
     """Byte-level BPE files: `dir`, or `tokenizer_file`, or `vocab_file` with `merges_file`."""
 
     name: Annotated[str, Registered(TOKENIZERS)] = "BPE"
-    """BPE reads the files below; one of your own makes a tokenizer as it likes (docs/extending.md)."""
+    """BPE reads the files below; another name is a tokenizer of your own (docs/extending.md)."""
     dir: PathText | None = None
     """Directory with tokenizer.json, or with vocab.json and merges.txt."""
     tokenizer_file: PathText | None = None
@@ -299,8 +299,8 @@ class TokenizerConfig(Section):
     merges_file: PathText | None = None
     """A GPT-2 style merges.txt."""
     eos_token: Text | None = None
-    """End of document, also padding; null: the `eos_token` that the directory's files name, else
-    `<|endoftext|>`."""
+    """Token for the end of a document and for padding; null: the `eos_token` in the directory's files, or
+    else `<|endoftext|>`."""
 
     @model_validator(mode="after")
     def _check(self) -> TokenizerConfig:
@@ -314,17 +314,18 @@ class TokenizerConfig(Section):
 
 
 class DataConfig(Section):
-    """Corpora by use, and the tokenizer."""
+    """Data for training, evaluation and test, and the tokenizer."""
 
     Train: DataSplitConfig | None = None
     """Training data; needed by `ppfleetx train`."""
     Eval: EvalConfig | None = None
     """Evaluation data; null: no evaluation."""
     Test: DataSplitConfig | None = None
-    """Test data. `ppfleetx eval` predicts it for a GLUE task and `ppfleetx index` prepares it; nothing else
-    reads it."""
+    """Test data. `ppfleetx eval` predicts it for a GLUE task, and `ppfleetx index` prepares it; no other
+    command reads it."""
     tokenizer: TokenizerConfig | None = None
-    """Needed by generation, by datasets of texts, and by `eod_mask_loss`/`reset_*` without `eod_id`."""
+    """The tokenizer. Generation, datasets of texts, and `eod_mask_loss`/`reset_*` without `eod_id` need
+    it."""
 
     def sections(self, *modes: str) -> Iterator[tuple[str, DataSplitConfig]]:
         """The sections among ``modes`` that are set, as (``Train``, ``Eval`` or ``Test``, section); each

@@ -21,58 +21,59 @@ class ShardingConfig(Section):
     sharding_offload: Bool = False
     """Keep optimizer states and master weights in host memory and update there (stages 2 and 3)."""
     reduce_overlap: Bool = True
-    """Sum gradients over replicas, parts of the sequence and sharding ranks while the backward pass still
-    runs; false: after it (of stages 2 and 3: the pass waits for each sum). No number changes."""
+    """Sum gradients over replicas, parts of the sequence and sharding ranks while the backward pass is still
+    running; false: after it (in stages 2 and 3, the pass waits for each sum). No number changes."""
     broadcast_overlap: Bool = True
-    """Send updated parameters while the next forward pass runs (stages 1 and 2), fetch the next layer's while
-    a layer computes (stage 3); false: wait for each. No number changes."""
+    """Send updated parameters while the next forward pass runs (stages 1 and 2), and fetch the parameters of
+    the next layer while a layer computes (stage 3); false: wait for each. No number changes."""
 
 
 class DistributedConfig(Section):
-    """World size = dp x mp x pp x sharding x sep. Experts divide the ranks of a pipeline stage anew."""
+    """World size = dp x mp x pp x sharding x sep. Experts divide the ranks of a pipeline stage
+    independently."""
 
     dp_degree: Degree | None = None
-    """Data parallel replicas; null: what the world size leaves (1 when it is not known)."""
+    """Data-parallel replicas; null: the world size divided by the other degrees (1 if it is not known)."""
     mp_degree: Degree = 1
-    """Tensor parallel ranks of one layer."""
+    """Tensor-parallel ranks of one layer."""
     pp_degree: Degree = 1
     """Pipeline stages."""
     pp_schedule: PipelineSchedule = "1f1b"
-    """Order of a pipeline's passes. `zb_h1` leaves the gradients of weights until a stage would otherwise
-    wait (ZB-H1, Qi et al. 2023), in somewhat more memory than `1f1b`; it needs `Model.virtual_pp_degree` 1.
-    No number changes."""
-    overlap_p2p_comm: Bool = False
-    """Send activations and gradients of a pipeline while the next pass runs, and ask for them early. It needs
+    """Order of a pipeline's passes. `zb_h1` postpones the gradients of weights until a stage would otherwise
+    wait (ZB-H1, Qi et al. 2023). It takes somewhat more memory than `1f1b`, and needs
     `Model.virtual_pp_degree` 1. No number changes."""
+    overlap_p2p_comm: Bool = False
+    """Send activations and gradients of a pipeline while the next pass runs, and start to receive them early.
+    It needs `Model.virtual_pp_degree` 1. No number changes."""
     mp_async_allreduce: Bool = False
-    """Sum the gradient of a column-parallel layer's input over the mp ranks while that of its weight is
-    computed. No number changes."""
+    """Sum the gradient of a column-parallel layer's input over the mp ranks while the gradient of its weight
+    is computed. No number changes."""
     sp_async_reduce_scatter: Bool = False
     """The same with `Model.sequence_parallel`, where the sum is scattered. No number changes."""
     recompute_allgather: Bool = False
-    """With `sp_async_reduce_scatter`: keep a rank's part of the input only, and gather it again while the
-    gradient of the input is computed. No number changes."""
+    """With `sp_async_reduce_scatter`: keep only a rank's part of the input, and gather the whole again while
+    the gradient of the input is computed. No number changes."""
     sep_degree: Degree = 1
     """Ranks that split each sequence."""
     ep_degree: Degree = 1
-    """Ranks among which the experts of a layer (`Model.moe`) are divided; tokens travel to their experts and
-    back. They are ranks of one pipeline stage: `ep_degree` x `expert_mp_degree` divides dp x sharding x sep
-    x mp, and the job needs no more processes."""
+    """Ranks that divide the experts of a layer (`Model.moe`) among them; tokens are sent to their experts and
+    back. They are ranks of one pipeline stage, so the job needs no more processes. `ep_degree` x
+    `expert_mp_degree` must divide dp x sharding x sep x mp."""
     expert_mp_degree: Degree | None = None
-    """Ranks that slice the matrices of each expert; null: `mp_degree`. 1 keeps experts whole where attention
-    is sliced: fewer messages, larger products."""
+    """Ranks that slice the matrices of each expert; null: `mp_degree`. 1 keeps experts whole even if
+    attention is sliced, with fewer messages and larger products."""
     sharding: ShardingConfig = ShardingConfig()
     bucket_size: PositiveFloat = 64.0
-    """MiB of gradients that travel in two messages, one of which fills up while the other is on its way; with
-    sharding stages 2 and 3, and without `sharding.reduce_overlap`, in one. A larger gradient travels alone.
-    Smaller ones begin earlier and cost more messages."""
+    """MiB of gradients in two messages: one fills up while the other is in transit. With sharding stages 2
+    and 3, and without `sharding.reduce_overlap`, it is the size of one message. A larger gradient is sent
+    alone. Smaller buckets start earlier but need more messages."""
     pp_layers: tuple[CountInt | tuple[CountInt, ...], ...] | None = None
-    """Layers of each pipeline stage in model order; null: equal parts. With virtual stages, of each chunk:
-    one number each, or one list per virtual stage with a number per pipeline stage. The first also holds
-    the embedding and the last the head, so that 0 layers can balance a pipeline."""
+    """Number of layers of each pipeline stage in model order; null: equal parts. With virtual stages, give a
+    number for each chunk, or a list per virtual stage with a number per pipeline stage. The first stage also
+    holds the embedding and the last one the head, so 0 layers there can balance a pipeline."""
     noop_layers: tuple[CountInt, ...] | None = None
-    """Places left empty when `num_layers` and these are dealt out in equal parts, counted from 0 in model
-    order: a shorter way to say `pp_layers`. They are not counted in `num_layers`."""
+    """Empty places, counted from 0 in model order, when layers and empty places together are divided into
+    equal parts: a short form of `pp_layers`. `num_layers` does not include them."""
 
     @property
     def bucket_bytes(self) -> int | None:

@@ -35,59 +35,60 @@ class GlobalConfig(Section):
     """
 
     device: Text = "auto"
-    """Where to run: `cpu`, `gpu`, `xpu` (Kunlun), `npu` (Ascend), or another name under which a plugin
-    of Paddle serves a device; `auto` takes the cards that the installed Paddle is for, else the CPU."""
+    """The device: `cpu`, `gpu`, `xpu` (Kunlun), `npu` (Ascend), or the name of another device of a Paddle
+    plugin; `auto` takes the cards that the installed Paddle supports, or else the CPU."""
     seed: Seed = 1024
-    """Decides initial weights, data order and dropout."""
+    """Seed of initial weights, data order and dropout."""
     global_batch_size: PositiveInt | None = None
-    """Sequences per optimizer step over the whole job; null: from the other batch sizes."""
+    """Sequences per optimizer step over the whole job; null: computed from the other batch sizes."""
     local_batch_size: PositiveInt | None = None
-    """Sequences per optimizer step on one data-parallel replica; null: from the other batch sizes."""
+    """Sequences per optimizer step on one data-parallel replica; null: computed from the other batch
+    sizes."""
     micro_batch_size: PositiveInt | None = None
     """Sequences per forward pass; null: `local_batch_size / Engine.accumulate_steps`."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
-    """A batch that grows, as Megatron-LM's `--rampup-batch-size`: [start, increment, samples]. It begins with
-    `start` sequences a step and grows by `increment`, in equal parts of `samples` sequences, to
+    """A growing batch, like Megatron-LM's `--rampup-batch-size`: [start, increment, samples]. It begins with
+    `start` sequences per step and grows by `increment`, at equal intervals over `samples` sequences, to
     `global_batch_size`. Each size must be a multiple of `micro_batch_size` x data ranks."""
     rampup_seq_len: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
-    """Sequences that grow: [start, increment, samples]. Training begins with the first `start` tokens of each
-    sequence, and takes `increment` more in equal parts of `samples` sequences, up to
-    `Data.Train.dataset.max_seq_len`. The tokens left out are not trained on (DeepSpeed's curriculum by
-    length)."""
+    """Growing sequences: [start, increment, samples]. Training begins with the first `start` tokens of each
+    sequence, and takes `increment` more at equal intervals over `samples` sequences, up to
+    `Data.Train.dataset.max_seq_len`. The tokens left out are not trained on (DeepSpeed's sequence-length
+    curriculum)."""
     allow_tf32: Bool = False
     """On NVIDIA GPUs of compute capability 8.0 and above, round the inputs of float32 matrix products to
     TF32: several times faster, with relative errors of about 1e-3 instead of 1e-7. 16-bit products are not
     affected."""
     card: Text | None = None
-    """The card that the run is meant for: a name that `ppfleetx plan` knows (`V100-32GB`, `A100-80GB`, ...)
-    or a YAML file that describes one. `--check` says whether the run fits its memory; the run itself does
-    not depend on it."""
+    """The card for the run: a name that `ppfleetx plan` knows (`V100-32GB`, `A100-80GB`, ...) or a YAML file
+    that describes a card. `--check` says whether the run fits into its memory; the run itself does not depend
+    on this key."""
     peak_tflops: PositiveFloat | None = None
     """Peak of one device for dense matrix products in the type of the run, in TFLOP/s; MFU is relative to it.
-    null: that of `card`, or of the GPU that the run finds, if `ppfleetx plan` knows it."""
+    null: the peak of `card`, or of the GPU in use, if `ppfleetx plan` knows it."""
     flags: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
     """Paddle flags set before the first operation, e.g. `FLAGS_cudnn_deterministic: true`."""
     plugins: tuple[Text, ...] = ()
-    """Modules that this configuration needs, e.g. `[my_package.my_callbacks]`: they register parts that it
-    names. A file cannot make code run: it is refused until the command line (`--plugin`) or
-    `PPFLEETX_PLUGINS` names them too. A run adds the plugins it was given."""
+    """Modules that register parts named in this configuration, e.g. `[my_package.my_callbacks]`. A file must
+    not make code run, so it is refused unless the command line (`--plugin`) or `PPFLEETX_PLUGINS` names the
+    modules, too. A run adds the plugins it was given to this list."""
 
 
 class MixedPrecisionConfig(Section):
     """Computation in 16 bits."""
 
     enable: Literal["auto"] | Bool = False
-    """Compute in `dtype` instead of float32; auto: where the device does, else in float32, and the log says
-    which."""
+    """Compute in `dtype` instead of float32; auto: do so if the device supports it. The log says which."""
     dtype: Literal["float16", "bfloat16"] = "float16"
     """The 16-bit format. CPUs with AVX512-BF16 or AMX have bfloat16."""
     level: Literal["O1", "O2"] = "O2"
     """O1 casts the inputs of listed operations; O2 holds the weights in `dtype` with float32 masters. On a
-    CPU they are the same: products with weights are computed in bfloat16, all else in float32."""
+    CPU they are the same: products with weights are computed in bfloat16, and everything else in float32."""
     scale_loss: PositiveFloat = 32768.0
     """Loss scale at the start (float16)."""
     use_dynamic_loss_scaling: Bool = True
-    """Halve the scale on overflow and double it after a quiet while; false: `scale_loss` throughout."""
+    """Halve the scale on overflow, and double it after a time without overflow; false: always
+    `scale_loss`."""
     incr_every_n_steps: PositiveInt = 1000
     """Steps without overflow before the scale doubles."""
     hysteresis: PositiveInt = 2
@@ -111,7 +112,7 @@ class MixedPrecisionConfig(Section):
 
 
 class SaveLoadConfig(Section):
-    """Checkpoints: when to write them, and what to start from."""
+    """Checkpoints: when to write them, and which one to start from."""
 
     save_steps: OptionalInterval = 1000
     """Optimizer steps between checkpoints; null: save only at the end. In run mode `epoch` it applies when
@@ -120,40 +121,41 @@ class SaveLoadConfig(Section):
     """Epochs between checkpoints in run mode `epoch`; null: save every `save_steps` steps."""
     output_dir: PathText = "./output"
     """Directory of checkpoints, metrics.jsonl and the resolved config.yaml, for one run. A new run is refused
-    in the directory of another, unless it resumes or overwrites that one (see `resume` and `overwrite`)."""
+    in the directory of another run, unless it resumes or overwrites it (see `resume` and `overwrite`)."""
     overwrite: Bool = False
     """Start over in the directory of another run: its checkpoints, metrics and configuration are deleted once
-    this run is ready to train. What this run starts from is not deleted, nor are files that no run wrote."""
+    this run is ready to train. The checkpoint that this run starts from is kept, and so are other files."""
     async_save: Bool = False
     """Write checkpoints in the background: training waits at most for a copy of the state in host memory.
-    Each rank holds one more copy of what it saves. One save runs at a time; the next waits for it."""
+    Each rank holds one more copy of its part of the checkpoint. One save runs at a time; the next one waits
+    for it."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """What to do when a checkpoint cannot be written (disk full, no permission): `stop` with an error, or
-    report it and `continue` training. Earlier checkpoints stay as they are. A failure of the last save is
-    always an error."""
+    """What to do if a checkpoint cannot be written (disk full, no permission): `stop` with an error, or
+    report it and `continue` training. Earlier checkpoints are kept. A failure of the last save is always an
+    error."""
     ckpt_dir: PathText | None = None
     """Checkpoint to resume or evaluate: its step directory, an output directory or a rank directory."""
     init_from: PathText | None = None
-    """Checkpoint whose weights start a new run (step 0, new optimizer, new data order)."""
+    """Checkpoint with the initial weights of a new run (step 0, new optimizer, new data order)."""
     resume: Literal["auto"] | Bool = False
     """`auto`: continue from the newest good checkpoint of `output_dir` if there is one, so that the same
     command continues after every interruption; true: the same, but an error if there is none or it is
-    damaged; false: do not look there. If nothing is continued, `ckpt_dir` or `init_from` decides, or the run
-    is new."""
+    damaged; false: ignore checkpoints there. If no run is continued, `ckpt_dir` or `init_from` decides, or
+    the run is new."""
     keep_max: PositiveInt | None = None
     """Keep only this many of the newest checkpoints of this run (and the best, see `keep_best`); null: all.
-    Checkpoints of other runs, and what this run started from, are never deleted."""
+    Checkpoints of other runs, and the checkpoint that this run started from, are never deleted."""
     keep_best: Literal["metric", "loss"] | None = None
-    """Save after each evaluation that is the best so far, by the GLUE task's `metric` or by `loss` (of the
-    first of several sets). The file `best` in `output_dir` names that checkpoint, and `keep_max` keeps it.
-    `ckpt_dir` may be that file."""
+    """Save after each evaluation with the best result so far, by the GLUE task's `metric` or by `loss` (of
+    the first of several sets). The file `best` in `output_dir` names this checkpoint, and `keep_max` keeps
+    it. `ckpt_dir` may be this file."""
     allow_missing: Bool = False
     """Let parameters that the checkpoint lacks keep their initial values, instead of an error."""
     allow_extra: Bool = False
-    """Ignore parameters that the checkpoint has and the model does not, instead of an error."""
+    """Ignore parameters of the checkpoint that the model does not have, instead of an error."""
     allow_other_shapes: Bool = False
-    """Let parameters keep their initial values where the checkpoint's shape or vocabulary differs, instead of
-    an error."""
+    """Let parameters keep their initial values if their shape or vocabulary differs in the checkpoint,
+    instead of an error."""
     load_optim: Bool = True
     """Restore the optimizer's state on resume."""
     load_rng: Bool = True
@@ -161,8 +163,8 @@ class SaveLoadConfig(Section):
     reset_data: Bool = False
     """Start the data from the beginning on resume (for another corpus)."""
     lr_schedule: Literal["strict", "checkpoint", "config"] = "strict"
-    """Which schedule applies on resume: the checkpoint's, this file's, or `strict`: an error if they
-    differ."""
+    """The learning-rate schedule on resume: the checkpoint's, this configuration's, or `strict`: an error if
+    they differ."""
     verify: Bool = True
     """Compare every file's checksum with the manifest when loading."""
 
@@ -176,28 +178,27 @@ class SaveLoadConfig(Section):
 
 
 class SpikeConfig(Section):
-    """Steps whose loss or gradient norm jumps above that of the last ones."""
+    """Steps whose loss or gradient norm is far above the values of the last steps."""
 
     action: Literal["off", "skip", "rewind", "stop"] = "off"
-    """What to do with a spike, before the step changes any weight. `skip`: drop the step and its samples.
-    `rewind`: go back to the last checkpoint and continue with the samples after these; without a checkpoint,
-    skip. `stop`: end the run with exit code 2. The same on all ranks."""
+    """Reaction to a spike, before the step changes any weight. `skip`: drop the step and its samples.
+    `rewind`: go back to the last checkpoint and continue with the samples after the spike; without a
+    checkpoint, skip. `stop`: end the run with exit code 2. All ranks do the same."""
     window: PositiveInt = 128
-    """Steps that are remembered; a jump is measured from their median."""
+    """Number of last steps whose median a new value is compared with."""
     min_steps: PositiveInt = 32
-    """Steps that must be remembered before anything counts as a jump."""
+    """Steps before the first one that can count as a spike."""
     loss_deviations: NonNegativeFloat = 10.0
-    """Deviations above the median from which a loss is a spike; 0: ignore the loss. A deviation is 1.4826
-    times the median absolute deviation, and at least 1% of the median."""
+    """A loss is a spike if it is this many deviations above the median; 0: ignore the loss. A deviation is
+    1.4826 times the median absolute deviation, and at least 1% of the median."""
     grad_norm_deviations: NonNegativeFloat = 20.0
     """The same for the gradient norm before clipping."""
     replay: Bool = True
     """Compute a spike again with the same weights and samples. Equal numbers mean that data or model are the
-    cause, different ones that the machine is; if the new numbers are no spike, the step is taken with
-    them."""
+    cause, different numbers that the machine is. If the new numbers are not a spike, they are used."""
     max_in_a_row: PositiveInt = 5
-    """End the run when more steps in a row than this are spikes, or when it goes back to the same checkpoint
-    more often than this."""
+    """End the run if more than this many steps in a row are spikes, or if it goes back to the same checkpoint
+    more than this many times."""
 
 
 class CallbackConfig(Section):
@@ -217,7 +218,7 @@ class CallbackConfig(Section):
 
 
 class LoggerConfig(Section):
-    """One place that the numbers of a run are written to."""
+    """One destination for the numbers of a run."""
 
     SAYS: ClassVar[str] = "a name, or a mapping with name and options"
 
@@ -250,7 +251,7 @@ class EngineConfig(Section):
     """Count logging, evaluation and saving in optimizer steps or in epochs."""
     accumulate_steps: PositiveInt | None = None
     """Micro batches per optimizer step; null: `local_batch_size / micro_batch_size`. A value that contradicts
-    them is replaced, with a warning, if it comes from a file, and is an error on the command line."""
+    them is replaced, with a warning, if it comes from a file; on the command line it is an error."""
     logging_freq: PositiveInt = 1
     """Optimizer steps between log lines."""
     log_source_loss: Bool = False
@@ -268,26 +269,26 @@ class EngineConfig(Section):
     weights, for less than 1% of the time; `full` checks every tensor, sample and copy after every step.
     docs/parallelism.md describes both."""
     hang_timeout: NonNegativeFloat = 600.0
-    """Seconds that training, evaluation or generation may go without progress. Then every rank writes what it
-    waits for to `output_dir/hang`, one sentence says which rank is missing and where, and `on_hang` decides;
-    0: do not watch. Each micro batch is progress. A rank that is still computing or writing on the CPU counts
-    as slow, not as hung."""
+    """Seconds that training, evaluation or generation may go without progress; 0: do not watch. After that,
+    every rank writes to `output_dir/hang` what it is waiting for, one sentence says which rank is missing and
+    where, and `on_hang` decides. Each micro batch is progress. A rank that is still computing or writing on
+    the CPU counts as slow, not as hung."""
     hang_start_timeout: NonNegativeFloat = 300.0
-    """The same before the first step is done or the checkpoint is loaded; 0: watch only after that."""
+    """The same limit until the first step is done or the checkpoint is loaded; 0: watch only after that."""
     on_hang: Literal["stop", "wait"] = "stop"
-    """`stop`: all ranks end with exit code 4, after which `ppfleetx supervise` starts them again; `wait`:
+    """`stop`: all ranks end with exit code 4, so that `ppfleetx supervise` can start them again; `wait`:
     report and keep waiting."""
     straggler_freq: IntervalOrZero = 100
-    """Optimizer steps between checks of how long each rank itself works. Ranks that cost the job more than 5%
-    of its time are named in the log and in metrics.jsonl; 0: never. On GPUs only the times of data loading
+    """Optimizer steps between checks of the working time of each rank; 0: never. Ranks that cost the job more
+    than 5% of its time are named in the log and in metrics.jsonl. On GPUs only the times of data loading
     differ."""
     spike: SpikeConfig = SpikeConfig()
     progress_bar: Literal["auto"] | Bool = "auto"
     """A progress bar instead of a stream of lines; `auto`: on a terminal."""
     loggers: tuple[LoggerConfig, ...] = ()
-    """Where the records of metrics.jsonl are also written; each item is a name or `{name: ..., options:
-    {...}}`: tensorboard, wandb (offline by default), visualdl, csv, mlflow, or one of your own
-    (docs/logging.md). `jsonl` is metrics.jsonl itself, which is always written."""
+    """Further destinations for the records of metrics.jsonl; each item is a name or
+    `{name: ..., options: {...}}`: tensorboard, wandb (offline by default), visualdl, csv, mlflow, or one of
+    your own (docs/logging.md). `jsonl` is metrics.jsonl itself, which is always written."""
     callbacks: tuple[CallbackConfig, ...] = (CallbackConfig(name="default"),)
     """Callbacks, called in this order; each item is a name or `{name: ..., options: {...}}`. The list
     replaces the default one. `default` stands for progress, train_log, metrics, memory, forecast, visual_dl,
@@ -329,7 +330,7 @@ class ProfilerConfig(Section):
     enable: Bool = False
     """Profile the steps of `scheduler`."""
     scheduler: tuple[CountInt, CountInt] = (1, 5)
-    """First step profiled and the step before which it ends."""
+    """First step to profile, and the step before which profiling ends."""
     profiler_log: PathText = "profiler_log"
     """Directory of the chrome trace, within `Engine.save_load.output_dir`."""
     detailed: Bool = False

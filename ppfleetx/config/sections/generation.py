@@ -29,7 +29,7 @@ READ_BY = {
     "sampling": ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed"),
     "beam_search": ("num_beams", "num_beam_groups", "diversity_rate", "length_penalty", "early_stopping"),
 }
-"""Keys that one ``decode_strategy`` alone reads."""
+"""Keys that only one ``decode_strategy`` reads."""
 
 
 def _id_of_text(value: Any) -> Any:
@@ -45,15 +45,15 @@ JsonSchema = Annotated[dict[str, Any], Says("a JSON schema (a mapping)")]
 
 
 class StructuredOutputs(Section):
-    """The form that a continuation must have: exactly one of these. It needs the package llguidance
+    """The form that a continuation must have; give exactly one key. It needs the package llguidance
     (`pip install 'ppfleetx[structured]'`)."""
 
     json_schema: JsonSchema | None = None
-    """JSON that this schema describes. Requests may call it `json`, as in vLLM."""
+    """JSON that conforms to this schema. Requests may call this key `json`, as in vLLM."""
     json_object: Bool = False
     """Any JSON object."""
     regex: Text | None = None
-    """A text that the whole of this regular expression matches."""
+    """A text that as a whole matches this regular expression."""
     choice: tuple[Text, ...] | None = None
     """One of these texts."""
     grammar: Text | None = None
@@ -76,7 +76,7 @@ class StructuredOutputs(Section):
 
 
 class TokenOptions(Section):
-    """How each token is chosen: keys of section `Generation`, and fields of the server's requests."""
+    """The choice of each token: keys of section `Generation`, and fields of the server's requests."""
 
     temperature: NonNegativeFloat = 1.0
     """Sampling: logits are divided by this; 0: the most likely token."""
@@ -87,26 +87,28 @@ class TokenOptions(Section):
     min_p: UnitFloatOrZero = 0.0
     """Sampling: only tokens with at least this share of the most likely token's probability; 0: all."""
     typical_p: UnitFloat = 1.0
-    """Sampling: only the tokens that are nearest to the entropy in what they tell, and that together have
-    this probability (locally typical sampling)."""
+    """Sampling: only the tokens whose information is nearest to the entropy, and which together have this
+    probability (locally typical sampling)."""
     repetition_penalty: PenaltyFactor = 1.0
-    """Divides the (positive) logits of tokens already present; 1: none."""
+    """Divides the positive logits, and multiplies the negative logits, of tokens that have occurred; 1: no
+    penalty."""
     presence_penalty: Float = 0.0
-    """Subtracted from the logits of generated tokens."""
+    """Subtracted from the logits of tokens that have been generated."""
     frequency_penalty: Float = 0.0
-    """Subtracted from the logits of generated tokens, once for each occurrence."""
+    """Subtracted from the logits of tokens that have been generated, once for each occurrence."""
     no_repeat_ngram_size: CountInt = 0
-    """No sequence of this many tokens occurs twice, the prompt included; 0: it may."""
+    """No sequence of this many tokens occurs twice, including the prompt; 0: no limit."""
     bad_words: tuple[Text | tuple[CountInt, ...], ...] = ()
-    """Texts that do not occur, or lists of token ids. A text is meant at the start of a word and inside."""
+    """Texts or lists of token ids that must not occur. A text is excluded at the start of a word and inside
+    it."""
     suppress_tokens: tuple[CountInt, ...] = ()
-    """Token ids that do not occur."""
+    """Token ids that must not occur."""
     logit_bias: dict[TokenId, Float] = Field(default_factory=dict)
-    """Token id: a number added to its logit."""
+    """For each token id, a number to add to its logit."""
     stop_token_ids: tuple[CountInt, ...] = ()
     """Further tokens that end a continuation."""
     ignore_eos: Bool = False
-    """The model's end tokens do not end a continuation; those of `stop_token_ids` still do."""
+    """The model's end tokens do not end a continuation; tokens of `stop_token_ids` still do."""
     structured_outputs: StructuredOutputs | None = None
     """The form that a continuation must have; null: any."""
 
@@ -118,47 +120,47 @@ class TokenOptions(Section):
 
 
 class GenerationConfig(TokenOptions):
-    """How text is continued."""
+    """The continuation of texts."""
 
     decode_strategy: Literal["greedy_search", "sampling", "beam_search"] = "sampling"
-    """Take the most likely token, sample one, or search."""
+    """Take the most likely token, sample a token, or run beam search."""
     min_dec_len: CountInt = 0
-    """New tokens before the end token may come."""
+    """The smallest number of new tokens before an end token."""
     max_dec_len: PositiveInt = 20
-    """Most new tokens."""
+    """The most new tokens."""
     num_return_sequences: PositiveInt = 1
     """Continuations per prompt."""
     num_beams: PositiveInt = 1
-    """Beam search: beams."""
+    """Beam search: number of beams, in all groups together."""
     num_beam_groups: PositiveInt = 1
-    """Beam search: groups the beams are split into, which are kept apart by `diversity_rate`."""
+    """Beam search: number of groups of beams, which `diversity_rate` makes different."""
     diversity_rate: NonNegativeFloat = 0.0
-    """Beam search in groups: what a token's log-probability loses for each beam of an earlier group that
-    took it in the same step (Hugging Face's diversity_penalty)."""
+    """Beam search in groups: penalty on a token's log-probability for each beam of an earlier group that took
+    the token in the same step (Hugging Face's diversity_penalty)."""
     length_penalty: Float = 0.0
-    """Beam search: exponent of the length by which scores are divided."""
+    """Beam search: scores are divided by the length to the power of this number."""
     early_stopping: Bool | Literal["never"] = False
-    """Beam search: true stops when `num_beams` sequences are finished; false stops when the best beam, ended
-    now, would not be among the results; never stops when no length could bring it there."""
+    """Beam search: true stops when `num_beams` sequences are finished; false stops when the best beam would
+    not be among the results if it ended now; `never` stops when this holds for every length."""
     eos_token_id: CountInt | tuple[CountInt, ...] | None = None
-    """The token that ends a continuation, or a list of them; an empty list: only the length ends it. null:
-    the tokenizer's end token, and those that the `generation_config.json` beside it names."""
+    """The token that ends a continuation, or a list of such tokens; an empty list: only the length ends it.
+    null: the tokenizer's end token, and the end tokens in the `generation_config.json` beside it."""
     forced_bos_token_id: CountInt | None = None
     """The first new token; null: not forced."""
     forced_eos_token_id: CountInt | None = None
     """The last token of a continuation that reaches `max_dec_len`; null: not forced."""
     prompt_lookup_num_tokens: CountInt = 16
     """Greedy search for at most 3 prompts at a time: guess up to this many tokens of each from earlier text
-    and check them in one pass. It changes the speed, not the text; 0: no guesses. An exported program guesses
-    for a prompt that is alone in its batch, after `min_dec_len` and without a `repetition_penalty`; the
-    server follows `Serve.prompt_lookup_num_tokens`."""
+    and check them in one pass; 0: no guesses. It changes the speed, not the text. An exported program guesses
+    if its batch has one prompt, after `min_dec_len` and without a `repetition_penalty`; the server uses
+    `Serve.prompt_lookup_num_tokens`."""
     assistant_model: PathText | None = None
     """Greedy search: a smaller model with the same tokenizer, which proposes tokens that this model checks in
     one pass; null: none. It changes the speed, not the text. A directory, a GGUF file or `hf:ORG/NAME`."""
     num_assistant_tokens: PositiveInt = 20
-    """The most tokens that the assistant proposes for one pass. Fewer while its proposals are wrong."""
+    """The most tokens that the assistant proposes for one pass. It proposes fewer after wrong proposals."""
     use_cache: Bool = True
-    """Keep keys and values of past tokens; false recomputes them, for comparison."""
+    """Keep keys and values of past tokens; false: recompute them, for comparison."""
     seed: Seed | None = None
     """Seed of sampling; null: `Global.seed`."""
     prompt: Text | tuple[Text, ...] | None = None
@@ -168,7 +170,7 @@ class GenerationConfig(TokenOptions):
     stop: Text | tuple[Text, ...] | None = None
     """Generation ends before any of these texts."""
     logprobs: CountInt | None = None
-    """Also give the log-probability of each new token, and this many of the most likely ones at its place, by
+    """Return the log-probability of each new token, and of this many most likely tokens at its position, in
     the model's own distribution; null: none."""
 
     @property
@@ -180,7 +182,7 @@ class GenerationConfig(TokenOptions):
     def unread(self, keys: Iterable[str]) -> tuple[str, str] | None:
         """Find the first of ``keys`` that is set but used only by another strategy, and that strategy.
 
-        A seed asks for nothing by itself: without sampling every seed gives the same.
+        A seed alone does not count, because without sampling every seed gives the same result.
         """
         readers = {key: strategy for strategy, read in READ_BY.items() for key in read if key != "seed"}
         for key in keys:
@@ -257,9 +259,9 @@ class TensorRTConfig(Section):
     workspace_size: PositiveInt = 1 << 30
     """Bytes TensorRT may use."""
     min_subgraph_size: PositiveInt = 3
-    """Smaller subgraphs stay with Paddle."""
+    """Paddle runs smaller subgraphs itself."""
     precision: Literal["fp32", "fp16", "int8"] = "fp16"
-    """Computation of the subgraphs."""
+    """Precision of the subgraphs."""
     use_static: Bool = False
     """Store the built engine beside the model."""
     use_calib_mode: Bool = False
@@ -279,27 +281,27 @@ class TensorRTConfig(Section):
 
 
 class InferenceConfig(Section):
-    """How `ppfleetx infer` runs an exported model. What the `Generation` section does not say is taken over
+    """How `ppfleetx infer` runs an exported model. Keys that the `Generation` section does not set are taken
     from the export."""
 
     model_dir: PathText = "./output"
-    """What `ppfleetx export` wrote: its output directory, or `rank_0` in it."""
+    """The output directory of `ppfleetx export`, or `rank_0` in it."""
     mp_degree: PositiveInt | None = None
-    """Tensor parallel ranks of the exported model: 1, because an export holds the whole model; null: 1."""
+    """Tensor-parallel ranks of the exported model: 1, because an export holds the whole model; null: 1."""
     verify: Bool = True
     """Compare the checksums of all files of the export before it runs; sizes are always compared."""
     cpu_threads: NumThreads | None = None
-    """Threads of the math library (CPU); null: those of the process, which are the CPUs it may run on shared
-    among the processes of the machine, or OMP_NUM_THREADS."""
+    """Threads of the math library (CPU); null: OMP_NUM_THREADS or, if it is not set, this process's share of
+    the available CPUs."""
     ir_optim: Bool = True
     """Let Paddle Inference fuse operators."""
     onednn: Bool = False
-    """Use oneDNN's kernels where there are any (CPU). In float32, MKL, which runs the rest, is as fast."""
+    """Use oneDNN's kernels for the operations that have them (CPU). In float32, MKL is as fast."""
     panels: Bool = True
-    """For `ppfleetx export` on a CPU: the program makes a second copy of its matrices when it is loaded,
+    """For `ppfleetx export` on a CPU: when it is loaded, the program makes a second copy of its matrices,
     which speeds up batches, and guesses for a single prompt; false: half the memory."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Computation on the CPU. bf16 needs `onednn` and a CPU with avx512_bf16 or amx_bf16."""
+    """Precision on the CPU. bf16 needs `onednn` and a CPU with avx512_bf16 or amx_bf16."""
     TensorRT: TensorRTConfig | None = None
     """Use TensorRT (GPU); null: do not."""
 
@@ -313,25 +315,25 @@ class InferenceConfig(Section):
 
 
 class OfflineEvalConfig(Section):
-    """What `ppfleetx eval` measures with `Model.module: GPTEvalModule`: perplexity of a text, or accuracy
-    of last words (cloze)."""
+    """Evaluation by `ppfleetx eval` with `Model.module: GPTEvalModule`: perplexity of a text, or accuracy of
+    last words (cloze)."""
 
     eval_path: PathText | None = None
-    """The text file (perplexity), or a jsonl file of objects with a text under `text` (cloze)."""
+    """A text file (perplexity), or a jsonl file of objects with a key `text` (cloze)."""
     cloze_eval: Bool = False
     """Accuracy of the last word of each text, instead of perplexity."""
     cloze_strict: Bool = True
-    """Cloze: all tokens of the last word must be the likeliest; false: the last token of the text alone."""
+    """Cloze: all tokens of the last word must be the likeliest; false: only the last token must."""
     detokenizer: Literal["wikitext", "ptb", "lambada", "none"] | None = None
-    """Perplexity: rules that undo the benchmark's spaces around signs (lambada and none change nothing);
-    null: wikitext or ptb when the file's name holds `wiki` or `ptb`, else none."""
+    """Perplexity: rules that remove the benchmark's spaces around punctuation (lambada and none change
+    nothing); null: wikitext or ptb if the file's name contains `wiki` or `ptb`, else none."""
     overlapping_eval: PositiveInt = 32
-    """Perplexity: tokens each window moves; only they are scored, so that smaller means more context and more
-    time."""
+    """Perplexity: number of tokens by which the window moves. Only these are scored, so a smaller number
+    gives more context and takes more time."""
     batch_size: PositiveInt = 8
     """Windows per forward pass, on each data rank; no effect on the result."""
     max_seq_len: PositiveInt = 1024
-    """Tokens per window; of a longer cloze context the end."""
+    """Tokens per window. Of a longer cloze text, only the end is used."""
     logging_freq: PositiveInt = 10
     """Batches between log lines."""
 
@@ -352,47 +354,47 @@ API_KEY_VARIABLE = "PPFLEETX_API_KEY"
 
 
 class ServeConfig(Section):
-    """The HTTP server of `ppfleetx serve`. How a text is continued comes with each request, and what a
-    request leaves out has the default of OpenAI's interface; of section `Generation`, `eos_token_id` alone is
-    used."""
+    """The HTTP server of `ppfleetx serve`. Each request brings its own options for generation, with the
+    defaults of OpenAI's interface. Of section `Generation`, only `eos_token_id` is used."""
 
     host: Name = "127.0.0.1"
     """Address to listen on; `0.0.0.0` is every address of the machine."""
     port: Port = 8000
-    """Port to listen on; 0: one that is free, which the log names."""
+    """Port to listen on; 0: any free port, which the log names."""
     model_name: Name = "gpt"
     """Name of the model in requests and answers."""
     adapters: dict[Name, PathText] = Field(default_factory=dict)
     """Checkpoints with adapters (`Model.lora`) for this model, by the name that requests give as `model`.
-    Sequences of one adapter grow together, and after those of the others."""
+    Each step computes the sequences of one adapter together, and adapters one after another."""
     api_key_env: Text = API_KEY_VARIABLE
-    """Environment variable with the key that requests must bring (`Authorization: Bearer KEY`). No key is
-    needed when the default variable is not set; another one must be."""
+    """Environment variable with the key that requests must send (`Authorization: Bearer KEY`). If the default
+    variable is not set, no key is needed; a variable named here must be set."""
     parse_special_tokens: Bool = True
-    """Special tokens that a prompt's text holds, such as `<|endoftext|>`, become their ids, as with OpenAI's
-    completions and vLLM; false: they are text like any other, for prompts of people who are not trusted."""
+    """Special tokens in the text of a prompt, such as `<|endoftext|>`, become their ids, as with OpenAI's
+    completions and vLLM; false: they are ordinary text, for prompts from untrusted users."""
     max_batch_size: PositiveInt = 16
-    """Sequences that grow at the same time; it bounds the memory of keys and values."""
+    """The most sequences that grow at the same time, which limits the memory for keys and values."""
     max_waiting: CountInt = 256
-    """Sequences that wait for a place in the batch; a request beyond is answered 429."""
+    """The most sequences that wait for a place in the batch; further requests are answered with 429."""
     max_prefill_tokens: PositiveInt = 2048
-    """Prompt tokens, padding included, that are run in one step; a longer prompt is run alone."""
+    """The most prompt tokens, including padding, to run in one step; a longer prompt is run alone."""
     prefix_cache_tokens: CountInt = 4096
     """Positions whose keys and values are kept after their sequence has ended, for prompts that begin in the
     same way: shared system messages, further turns of a chat. The base and each of `adapters` have an equal
     part of them. 0: none."""
     prompt_lookup_num_tokens: CountInt = 16
-    """While at most 3 sequences grow, up to so many tokens of each are guessed from its earlier text and
-    checked in one pass. It changes the speed, not the text; 0: no guesses."""
+    """While at most 3 sequences grow, up to this many tokens of each are guessed from its earlier text and
+    checked in one pass; 0: no guesses. It changes the speed, not the text."""
     chat_template: PathText | None = None
-    """Chat template: a name of one of those that lie with the tokenizer, or a file; null: the default one,
-    or a plain one where the model has none."""
+    """Chat template: the name of a template in the tokenizer's directory, or a file; null: the model's
+    default template, or a plain one if the model has none."""
     allowed_origins: tuple[Text, ...] = ()
     """Origins, such as `https://example.org`, whose web pages may use the server from a browser (CORS); `*`:
-    all of them."""
+    all origins."""
     max_body_bytes: PositiveInt = 1 << 20
-    """Largest request body; a larger one is answered 413."""
+    """Size of the largest request body; larger ones are answered with 413."""
     request_timeout: PositiveFloat = 300.0
-    """Seconds from a request to the end of its answer; then 504, or an error at the end of a stream."""
+    """The most seconds from a request to the end of its answer; after that the answer is 504, or an error at
+    the end of a stream."""
     shutdown_timeout: PositiveFloat = 10.0
-    """Seconds that requests under way have to finish after SIGINT or SIGTERM."""
+    """Seconds for running requests to finish after SIGINT or SIGTERM."""

@@ -17,31 +17,31 @@ BLOCK_LINEARS = (
     *("attention.q_down", "attention.q_up", "attention.kv_down", "attention.kv_up"),
     *("mlp.experts.fc1", "mlp.experts.fc2", "mlp.shared.fc1", "mlp.shared.fc2"),
 )
-"""Linears that blocks can have, for adapters and quantisation; canonical names without
+"""The linears that blocks can have, for adapters and quantisation, as canonical names without
 ``decoder.layers.{i}.``."""
 
 
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al., 2021): a linear `x W` becomes `x W + alpha / rank * x A B`.
 
-    A and B train, as does a new classification head; everything else is frozen. A `[in, rank]` starts
-    N(0, 1 / in), B `[rank, out]` at 0, so that the model begins as what it was.
+    A and B are trained, and so is a new classification head; everything else is frozen. A `[in, rank]` starts
+    as N(0, 1 / in) and B `[rank, out]` as 0, so the model does not change at first.
     """
 
     rank: Size = 8
     """Columns of A and rows of B."""
     alpha: PositiveFloat = 16.0
-    """The adapters' part is multiplied by `alpha / rank`."""
+    """The output of adapters is multiplied by `alpha / rank`."""
     dropout: Fraction = 0.0
     """Dropout on the adapters' input."""
     targets: tuple[Text, ...] = tuple(f"*.{name}" for name in BLOCK_LINEARS)
-    """Patterns (`*`, `?`, `[...]`) of the linears with an adapter, by canonical name, e.g.
-    `decoder.layers.*.attention.qkv`; each must fit at least one linear of the blocks. By default they
-    are all of them. Each expert has an adapter of its own."""
+    """Patterns (`*`, `?`, `[...]`) for the canonical names of the linears with an adapter, e.g.
+    `decoder.layers.*.attention.qkv`. Each must match at least one linear of the blocks. By default, all of
+    these have an adapter. Each expert has its own adapter."""
     base: PathText | None = None
-    """Checkpoint of the frozen weights (any plan; also converted from Hugging Face, or of FleetX).
-    Checkpoints of the run then hold what trains alone, and the fingerprint of this one. null: frozen weights
-    come from `Engine.save_load` like all others, and checkpoints hold everything."""
+    """Checkpoint of the frozen weights (of any plan; also converted from Hugging Face, or from FleetX).
+    Checkpoints of the run then only hold the trained weights and the fingerprint of this checkpoint. null:
+    frozen weights come from `Engine.save_load` like the others, and checkpoints hold all weights."""
 
     @property
     def scale(self) -> float:
@@ -53,8 +53,8 @@ class LoraConfig(Section):
         return name.endswith(BLOCK_LINEARS) and _any_of(self.targets).match(name) is not None
 
     def check_targets(self, names: Sequence[str]) -> None:
-        """Raise RuleError (keys relative to this section's parent) when a pattern fits none of the linears'
-        ``names``; of the default, one that fits is enough."""
+        """Raise RuleError (keys relative to this section's parent) if a pattern matches none of the linears'
+        ``names``. Of the default patterns, only one has to match."""
         if self.targets == LoraConfig.model_fields["targets"].default:
             return
         for pattern in self.targets:
@@ -76,5 +76,5 @@ class LoraConfig(Section):
 
 @lru_cache
 def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """Matches a whole name that fits one of the patterns."""
+    """A regular expression for whole names that match one of the patterns."""
     return re.compile("|".join(map(translate, patterns)))

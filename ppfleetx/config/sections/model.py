@@ -48,15 +48,14 @@ FusedName = Literal[
     "linear_grad_add",
     "weight_cast",
 ]
-"""Fused operators that ``Model.fused_ops`` may list; ``ppfleetx.nn.fused`` says what each does and where it
-runs."""
+"""The fused operators that ``Model.fused_ops`` may list; ``ppfleetx.nn.fused`` describes them."""
 
 
 class LatentAttentionConfig(Section):
     """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024).
 
-    Keys and values of all heads are made from one compressed vector per position; a further part of each key,
-    the same in all heads, carries the position. Decoding caches these two vectors alone.
+    Keys and values of all heads are made from one compressed vector per position. A further part of each key,
+    which all heads share, carries the position. Decoding caches only these two vectors.
     """
 
     q_rank: Size | None = None
@@ -64,14 +63,14 @@ class LatentAttentionConfig(Section):
     kv_rank: Size
     """Width of the compressed keys and values."""
     rope_head_dim: Size
-    """Features of each head's query and key that rotary positions turn, an even number."""
+    """Features of each head's query and key with rotary positions, an even number."""
     nope_head_dim: Size
-    """Features of each head's query and key that carry no position."""
+    """Features of each head's query and key without positions."""
     value_head_dim: Size
     """Width of each head's value."""
     norm_epsilon: PositiveFloat = 1e-6
-    """Added to the mean square in the norms of compressed vectors. DeepSeek's programs take 1e-6 whatever the
-    epsilon of the other norms is."""
+    """Added to the mean square in the norms of compressed vectors. DeepSeek's programs use 1e-6, whatever the
+    epsilon of the other norms."""
 
     @property
     def head_dim(self) -> int:
@@ -86,17 +85,18 @@ class LatentAttentionConfig(Section):
 
 
 class ModelConfig(Section):
-    """Shape of the GPT and of its computation. Lengths count tokens, widths count features."""
+    """The GPT and its computation. Lengths are in tokens, widths in features."""
 
     module: Annotated[str, Registered(MODULES)] = "GPTModule"
-    """What is done with the model: pretraining, offline evaluation, generation or finetuning, or a task of
-    your own (docs/extending.md)."""
+    """The task of the model: pretraining, offline evaluation, generation or finetuning, or a task of your own
+    (docs/extending.md)."""
     name: Annotated[str, Registered(ARCHITECTURES)] = "GPT"
     """Architecture: GPT, or one of your own (docs/extending.md)."""
     vocab_size: Size
-    """True number of token ids. The table is padded (see the next key); padding never gets probability."""
+    """Number of token ids without padding. The table is padded (see the next key); padding never gets
+    probability."""
     vocab_size_divisible_unit: Size = 128
-    """The vocabulary is padded to a multiple of this, whatever `Distributed.mp_degree` is."""
+    """The vocabulary is padded to a multiple of this number, whatever `Distributed.mp_degree`."""
     hidden_size: Size
     """Width of the residual stream."""
     num_layers: NumLayers
@@ -111,7 +111,7 @@ class ModelConfig(Section):
     """Inner width of the MLP; null: `4 * hidden_size`, with swiglu `int(8/3 * hidden_size / 64) * 64`."""
     hidden_act: Annotated[str, Registered(ACTIVATIONS)] = "gelu"
     """Activation of the MLP. `gelu` is the tanh form, `quick_gelu` is `x * sigmoid(1.702 x)`, `relu2` squares
-    the ReLU, `swiglu` has a gate, and so has `geglu_tanh`, the tanh form of GELU times the rest."""
+    the ReLU, `swiglu` and `geglu_tanh` have a gate, through SiLU or the tanh form of GELU."""
     moe: MoEConfig | None = None
     """Mixtures of experts in place of MLPs; null: none."""
     hidden_dropout_prob: Fraction = 0.1
@@ -121,51 +121,51 @@ class ModelConfig(Section):
     attention_probs_dropout_prob: Fraction = 0.1
     """Dropout on attention probabilities."""
     max_position_embeddings: Size = 1024
-    """Longest sequence the model may see; rows of the table with learned positions."""
+    """Length of the longest sequence; with learned positions, the rows of the table."""
     position_embedding_type: Annotated[str, Registered(POSITIONS)] = "learned_absolute"
-    """How positions enter: a learned table, rotary embedding of queries and keys, a bias of the scores that
-    grows with the distance (alibi), or not at all."""
+    """Position embedding: a learned table, rotary positions of queries and keys (rope), a bias of the scores
+    that grows with the distance (alibi), or none."""
     position_offset: CountInt = 0
-    """Learned positions: the first token takes this row of the table, which has as many rows more (OPT)."""
+    """Learned positions: the table's row for the first token. The table has this many more rows (OPT)."""
     embedding_norm: Bool = False
     """Normalise the word embeddings (BLOOM)."""
     embedding_multiplier: PositiveFloat = 1.0
-    """What word embeddings are multiplied by: Gemma's `sqrt(hidden_size)`, Granite's, MiniCPM's."""
+    """Factor of the word embeddings, e.g. `sqrt(hidden_size)` for Gemma."""
     residual_multiplier: PositiveFloat = 1.0
-    """What the output of attention and of the MLP is multiplied by, before it joins the layer's input."""
+    """Factor of the outputs of attention and of the MLP, before they are added to the layer's input."""
     attention_multiplier: PositiveFloat | None = None
-    """What scores are multiplied by before the softmax; null: `1 / sqrt(head_dim)`."""
+    """Factor of the scores before the softmax; null: `1 / sqrt(head_dim)`."""
     logits_multiplier: PositiveFloat = 1.0
-    """What logits are multiplied by."""
+    """Factor of the logits."""
     attn_logit_softcapping: PositiveFloat | None = None
-    """Soft limit c of the scores, `c * tanh(score / c)` (Gemma 2); null: none. Flash attention has none."""
+    """Soft limit c of the scores, `c * tanh(score / c)` (Gemma 2); null: none. Flash attention does not
+    support it."""
     final_logit_softcapping: PositiveFloat | None = None
-    """The same of the logits; null: none."""
+    """Soft limit of the logits; null: none."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     local_rotary_base: PositiveFloat | None = None
-    """Base in the layers with a window, which `rope_scaling` does not stretch (Gemma 3); null: as in the
-    others."""
+    """Base of the rotary frequencies in layers with a window, where `rope_scaling` has no effect (Gemma 3);
+    null: as in the other layers."""
     rotary_layers: tuple[CountInt, ...] | None = None
-    """The layers (from 0) whose queries and keys rotary positions turn; null: all. SmolLM3 leaves some
-    out."""
+    """The layers (from 0) with rotary positions; null: all. SmolLM3 leaves out some layers."""
     rotary_percent: UnitFloat = 1.0
-    """Part of each head that is turned by its position: its first `int(rotary_percent * head_dim)` features,
-    an even number; the others carry no position."""
+    """Share of each head with rotary positions: its first `int(rotary_percent * head_dim)` features, an even
+    number."""
     rotary_interleaved: Bool = False
-    """Rotary positions turn neighbouring features (0 and 1, 2 and 3, ...) as pairs, as in DeepSeek and GPT-J;
-    false: feature `i` of the first half of a head with feature `i` of the second half."""
+    """Rotary positions rotate pairs of neighbouring features (0 and 1, 2 and 3, ...), as in DeepSeek and
+    GPT-J; false: feature `i` of the first half of a head is paired with feature `i` of the second half."""
     rope_scaling: RopeScalingConfig | None = None
-    """Stretch the rotary frequencies to longer sequences; null: as they are."""
+    """Stretch the rotary frequencies to longer sequences; null: do not."""
     normalization: Annotated[str, Registered(NORMS)] = "LayerNorm"
-    """Kind of every norm. RMSNorm has no bias; LayerNormNoBias is LayerNorm without one. Of RMSNorm1P and
-    LayerNorm1P the stored gain is the difference from 1 (Gemma)."""
+    """Kind of all norms. RMSNorm has no bias; LayerNormNoBias is LayerNorm without a bias. RMSNorm1P and
+    LayerNorm1P store the gain minus 1 (Gemma)."""
     norm_epsilon: PositiveFloat = 1e-5
-    """Added to the variance in every norm."""
+    """Added to the variance or mean square in all norms."""
     tie_word_embeddings: Bool = True
-    """The output head is the word embedding."""
+    """The output head shares the matrix of the word embedding."""
     add_bias_linear: Bool = True
-    """Biases in all linears; the next three keys decide per place, null follows this one."""
+    """Biases in all linears. The next three keys override this for single places; null: as here."""
     add_qkv_bias: Bool | None = None
     """Bias of the query/key/value projection."""
     add_out_proj_bias: Bool | None = None
@@ -175,21 +175,21 @@ class ModelConfig(Section):
     add_head_bias: Bool | None = None
     """Bias of an untied output head; null: none."""
     qk_layernorm: Literal["all_heads"] | Bool = False
-    """Normalise the query and the key of each head before positions turn them, with one gain for all heads;
-    `all_heads` (OLMo 2): the queries of all heads are one vector with a gain for each element, and so are the
-    keys. That needs `normalization: RMSNorm`."""
+    """Normalise the query and the key of each head before rotary positions, with one gain for all heads;
+    `all_heads` (OLMo 2): normalise the queries of all heads as one vector with a gain for each element, and
+    the keys likewise, which needs `normalization: RMSNorm`."""
     latent_attention: LatentAttentionConfig | None = None
-    """Make keys and values from one compressed vector per position, as DeepSeek-V2 and V3 do; null: ordinary
-    heads. Needs rotary positions."""
+    """Make keys and values from one compressed vector per position, like DeepSeek-V2 and V3; null: ordinary
+    heads. It needs rotary positions."""
     parallel_residual: Bool = False
-    """Attention and the MLP both read the layer's input, each through a norm of its own, and both are added
-    to it; false: the MLP reads what attention has been added to."""
+    """Attention and the MLP both read the layer's input, each through its own norm, and both outputs are
+    added to it; false: the MLP reads the sum of the input and attention's output."""
     shared_input_norm: Bool = False
     """With `parallel_residual`: one norm for both (GPT-J, Falcon, Cohere)."""
     sandwich_norm: Bool = False
     """A further norm after attention and after the MLP, before the residual addition."""
     pre_norm: Bool = True
-    """Normalise what attention and the MLP read; false (OLMo 2): only what they add, which needs
+    """Normalise the inputs of attention and the MLP; false (OLMo 2): only their outputs, which needs
     `sandwich_norm`."""
     attn_post_norm_scale: NonNegativeFloat = 1.0
     """Initial gain of the norm after attention (with `sandwich_norm`)."""
@@ -198,8 +198,8 @@ class ModelConfig(Section):
     initializer_range: NonNegativeFloat = 0.02
     """Standard deviation of the initial weights."""
     embedding_initializer_range: NonNegativeFloat | None = None
-    """Standard deviation of the initial word and position embeddings; null: `initializer_range`. A head of
-    its own (`tie_word_embeddings: False`) starts at `initializer_range`."""
+    """Standard deviation of the initial word and position embeddings; null: `initializer_range`. A head with
+    its own matrix (`tie_word_embeddings: False`) starts at `initializer_range`."""
     mup_base_width: Size | None = None
     """Width at which rate and initial values were tuned (muP; Yang et al., 2022); null: this width. For m =
     `hidden_size / mup_base_width`, the matrices of blocks start at `initializer_range / sqrt(m)` and have
@@ -208,39 +208,42 @@ class ModelConfig(Section):
     scale_output_init: Bool = True
     """Attention output and second MLP linear start at `initializer_range / sqrt(2 * num_layers)`."""
     scale_qk_by_layer_num: Bool = True
-    """Scores are computed divided by the number of layers and multiplied back in the softmax: keeps fp16
-    from overflowing, changes nothing in exact arithmetic, and is not done in fp32."""
+    """Divide the scores by the number of layers, and multiply them again in the softmax, so that fp16 does
+    not overflow. It changes nothing in exact arithmetic, and is not done in fp32."""
     softmax_in_fp32: Bool = True
     """Attention softmax in float32 under mixed precision."""
     attention_window: Size | None = None
-    """A position attends to itself and at most so many positions before it; null: to all before it."""
+    """A position attends to itself and to at most this many positions before it; null: to all of them."""
     attention_window_layers: tuple[CountInt, ...] | None = None
     """The layers (from 0) that have the window; null: all."""
     attention_kernel: Literal["auto", "reference", "flash"] = "auto"
-    """`reference` is plain matmul-softmax-matmul, `flash` a fused kernel (an error where it cannot run;
-    decoding after cached keys takes the reference), `auto` takes flash where it can run and says where not.
-    It can in 16 bits on GPUs of compute capability 8.x and 9.0, with head sizes that are multiples of 8, up
-    to 256 (to train above 192: capability 8.0 and 9.0)."""
+    """`reference` is plain matmul-softmax-matmul; `flash` is a fused kernel (an error if it cannot run;
+    decoding after cached keys uses the reference); `auto` uses flash if it can run, and logs if not. Flash
+    runs in 16 bits on GPUs of compute capability 8.x and 9.0, with head sizes that are multiples of 8, up to
+    256 (training above 192 needs capability 8.0 or 9.0)."""
     use_flash_attn: Bool = False
-    """FleetX's switch: true asks for the flash kernel where the device has one."""
+    """FleetX's switch: true uses the flash kernel if the device has one."""
     fused_linear: Bool = False
-    """Matrix product and bias in one kernel. Either value changes nothing: Paddle always does so on a GPU,
-    and has no such kernel on a CPU."""
+    """Matrix product and bias in one kernel. This key has no effect: Paddle always does so on a GPU, and has
+    no such kernel on a CPU."""
     fused_ops: Literal["auto", "none"] | tuple[FusedName, ...] = "auto"
-    """Fused operators, one kernel in the place of several: `auto` takes those that this device has and that
-    give what plain operators give (on a CPU to the last bit), tried at the start and said in the log; `none`
-    takes plain operators only; a list takes these, and is refused where one of them cannot run.
+    """Fused operators, one kernel in place of several. `auto` uses all operators that this device has and
+    that match plain operators (on a CPU to the last bit) in a trial at the start, and logs them; `none` uses
+    only plain operators; a list uses exactly these, and is an error if one of them cannot run.
     docs/numerics.md, "Fused operators", has the table."""
     fuse_attn_qkv: Bool = True
-    """Queries, keys and values are one weight, grouped per key/value head. Always so; false only warns."""
+    """Queries, keys and values are one weight, grouped per key/value head. This is always so; false only
+    warns."""
     loss_chunks: PositiveInt = 1
-    """Compute output head and loss in so many pieces of the positions, so that the logits never exist whole:
-    saves most of `4 x positions x vocabulary` bytes three to four times over, and costs a gradient of the
-    head's weight more between the passes. 1: whole. 4 to 16 are useful. Losses differ by rounding only."""
+    """Compute output head and loss in this many pieces of the positions, so that the logits never exist as a
+    whole. This saves most of 3 to 4 tensors of `4 x positions x vocabulary` bytes, and keeps one more
+    gradient of the head's weight between the passes. 1: as a whole. 4 to 16 are useful. Losses differ only by
+    rounding."""
     use_recompute: Bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = None
-    """What is recomputed: a whole layer, its attention, or only scores-softmax-context; null: full."""
+    """The part to recompute: a whole layer, its attention, or only scores, softmax and context; null:
+    full."""
     recompute_layers: tuple[CountInt, ...] | None = None
     """Recompute only these layers (numbered from 0); null: all."""
     no_recompute_layers: tuple[CountInt, ...] | None = None
@@ -252,8 +255,8 @@ class ModelConfig(Section):
     virtual_pp_degree: NumLayers = 1
     """Model chunks per pipeline stage (interleaved schedule)."""
     num_classes: PositiveInt | None = None
-    """Classes of the finetuning head (GPTFinetuneModule), 1 for a task that predicts a number; null: the
-    task's own number."""
+    """Number of classes of the finetuning head (GPTFinetuneModule), 1 for a task that predicts a number;
+    null: as the task has."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and freeze the rest; null: train all weights."""
 
@@ -264,7 +267,7 @@ class ModelConfig(Section):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP's activation has a gate, so that its first linear is twice as wide."""
+        """Whether the MLP's activation has a gate, which makes the first linear twice as wide."""
         return ACTIVATIONS.traits(self.hidden_act).gated
 
     @property
@@ -311,7 +314,7 @@ class ModelConfig(Section):
 
     @property
     def ffn_size(self) -> int:
-        """The inner width of the MLP (of each of gate and up with swiglu)."""
+        """The inner width of the MLP; with a gate, the width of gate and up each."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.is_gated:
@@ -378,7 +381,7 @@ class ModelConfig(Section):
 
     @property
     def not_pruned(self) -> tuple[str, str] | None:
-        """A key with which the network cannot be pruned, and why; None: it can."""
+        """A key that prevents pruning of the network, and the reason; None if it can be pruned."""
         reasons = {
             "moe": "models with mixtures of experts are not pruned",
             "latent_attention": "such layers cannot be pruned",
@@ -473,7 +476,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_variants(self) -> ModelConfig:
-        """Keys that belong to another key."""
+        """Check keys that need another key."""
         rotates, has_table = self.positions.rotates, self.positions.has_table
         for key, wants, is_there in (
             ("shared_input_norm", "parallel_residual", self.parallel_residual),
@@ -515,7 +518,7 @@ class ModelConfig(Section):
         return self.attention_window if chosen is None or layer in chosen else None
 
     def rotates_in(self, layer: int) -> bool:
-        """Whether rotary positions turn queries and keys of a layer."""
+        """Whether a layer has rotary positions."""
         return self.positions.rotates and (self.rotary_layers is None or layer in self.rotary_layers)
 
     @model_validator(mode="after")

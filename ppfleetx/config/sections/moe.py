@@ -20,12 +20,12 @@ from ppfleetx.config.fields import (
 )
 
 BATCH_LOSSES = ("switch", "gshard", "pooled")
-"""Balancing losses whose loads are those of a whole step."""
+"""Balancing losses with the loads of a whole step."""
 
 
 def is_router_load(name: str) -> bool:
-    """Whether a parameter, by its canonical name, holds the experts' shares of the previous step; only
-    runs with one of :data:`BATCH_LOSSES` have it."""
+    """Whether the parameter of this canonical name holds the experts' shares of the previous step. Only runs
+    with one of :data:`BATCH_LOSSES` have it."""
     return name.endswith(".mlp.router.load")
 
 
@@ -41,11 +41,11 @@ class RouterConfig(Section):
     scale: PositiveFloat = 1.0
     """Multiply the weights by this (DeepSeek's `routed_scaling_factor`)."""
     bias: Bool = False
-    """A number for each expert that is added to its score for the choice, and never to its weight
+    """A number for each expert that is added to its score for the choice, but not to its weight
     (DeepSeek-V3). It has no gradient; `Model.moe.bias_update_rate` moves it."""
     num_groups: Size | None = None
-    """Experts form this many equal groups, and a position chooses among those of its best groups; null: among
-    all."""
+    """Experts form this many equal groups, and a position chooses among the experts of its best groups; null:
+    among all."""
     top_groups: Size | None = None
     """Number of best groups (with `num_groups`)."""
     group_score: Literal["max", "top2"] = "top2"
@@ -55,8 +55,8 @@ class RouterConfig(Section):
 
 
 class SharedExpertsConfig(Section):
-    """An MLP that every position goes through, beside its experts. Several shared experts are one MLP as wide
-    as all of them."""
+    """An MLP for every position, in addition to its experts. Several shared experts are one MLP with the sum
+    of their widths."""
 
     ffn_size: Size
     """Inner width."""
@@ -67,28 +67,30 @@ class SharedExpertsConfig(Section):
 class BalanceLossConfig(Section):
     """A loss that grows when few experts do most of the work.
 
-    With E experts, k choices of a position, f an expert's share of the choices and P its mean score, it is
-    `E * sum(f * P)` of each layer, 1 where all experts do the same. Layers add up.
+    Let E be the number of experts, k the choices of a position, f an expert's share of the choices and P its
+    mean score. The loss of a layer is `E * sum(f * P)`, which is 1 if all experts get the same share. The
+    losses of all layers are added.
     """
 
     kind: Literal["sequence", "switch", "gshard", "pooled", "none"] = "sequence"
-    """`sequence`: f and P are those of each sequence: the loss is the same under every plan and micro batch
-    size. The others need f of the global batch, which is known only after it; so they take f of the step
-    before, and `1 / E` in the first step. `switch`: f of each layer. `gshard`: f of each layer, of first
-    choices only. `pooled`: f is the mean over all layers, and the loss is k times the mean over them (Hugging
-    Face)."""
+    """`sequence`: f and P are computed for each sequence, so that the loss is the same under every plan and
+    micro batch size. The other kinds need f of the global batch, which is only known after the step; so they
+    use f of the previous step, and `1 / E` in the first step. `switch`: f of each layer. `gshard`: f of each
+    layer, from first choices only. `pooled`: f is the mean over all layers, and the loss is k times the mean
+    over the layers (Hugging Face)."""
     weight: NonNegativeFloat = 0.01
     """Factor of the loss."""
 
 
 class CapacityConfig(Section):
-    """The most positions of a sequence that an expert takes in training. Those beyond it keep their other
-    experts only. Evaluation and generation drop nothing."""
+    """The most positions of a sequence that an expert takes in training. Further positions only keep their
+    other experts. Evaluation and generation drop nothing."""
 
     factor: PositiveFloat
     """An expert takes `ceil(factor * top_k * positions / num_experts)` positions of a sequence."""
     policy: Literal["probs", "position"]
-    """Who stays: the positions with the largest weights, or the first ones."""
+    """The positions that an expert keeps: those with the largest weights (probs), or the first ones
+    (position)."""
 
 
 class MoEConfig(Section):
@@ -101,17 +103,17 @@ class MoEConfig(Section):
     num_experts: Size
     """Number of experts of a layer."""
     top_k: Size = 2
-    """Number of experts that a position is sent to."""
+    """Number of experts for each position."""
     expert_ffn_size: Size | None = None
     """Inner width of an expert; null: `Model.ffn_hidden_size`."""
     first_dense_layers: CountInt = 0
-    """The first layers have an ordinary MLP."""
+    """Number of layers at the beginning with an ordinary MLP."""
     layer_freq: PositiveInt = 1
     """From layer `first_dense_layers` on, every n-th layer is a mixture; the others have an ordinary MLP."""
     layers: tuple[CountInt, ...] | None = None
     """Exactly these layers are mixtures (numbered from 0); null: see the two keys above."""
     router: RouterConfig = RouterConfig()
-    """How positions choose."""
+    """The choice of experts."""
     shared_experts: SharedExpertsConfig | None = None
     """An MLP for all positions; null: none."""
     aux_loss: BalanceLossConfig = BalanceLossConfig()
@@ -120,10 +122,10 @@ class MoEConfig(Section):
     """Factor of the mean of `logsumexp(logits)^2`, which keeps the router's logits small (Zoph et al.,
     2022)."""
     bias_update_rate: NonNegativeFloat = 0.0
-    """After each step, raise `router.bias` of experts with less than the mean load by this, and lower it for
-    those with more (needs `router.bias`; 0.001 in DeepSeek-V3): balances without a loss."""
+    """After each step, raise `router.bias` by this number for experts with less than the mean load, and lower
+    it for experts with more. This balances without a loss (needs `router.bias`; 0.001 in DeepSeek-V3)."""
     capacity: CapacityConfig | None = None
-    """Limit an expert's positions; null: nothing is dropped."""
+    """Limit on an expert's positions; null: nothing is dropped."""
 
     def __repr__(self) -> str:
         """The section as it could be written in YAML."""
@@ -136,7 +138,7 @@ class MoEConfig(Section):
         return tuple(range(self.first_dense_layers, num_layers, self.layer_freq))
 
     def of_network(self, num_layers: int, ffn_size: int) -> MoEConfig:
-        """The part that affects the output of given weights: equal for sections that differ only in
+        """The keys that affect the output of given weights. They are equal if sections differ only in
         spelling or training."""
         default = type(self).model_fields
         return self.model_copy(
@@ -152,7 +154,7 @@ class MoEConfig(Section):
         )
 
     def check_layers(self, num_layers: int) -> None:
-        """Raise RuleError (keys relative to this section's parent) when the layers do not fit the model."""
+        """Raise RuleError (keys relative to this section's parent) if the layers do not fit the model."""
         if outside := [layer for layer in self.layers or () if layer >= num_layers]:
             raise RuleError(
                 ("moe.layers", "num_layers"),

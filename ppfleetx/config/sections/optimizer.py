@@ -29,14 +29,14 @@ _STYLE_OF_NAME = {"CosineAnnealingWithWarmupDecay": "cosine", "LinearDecayWithWa
 class LRConfig(Section):
     """Learning rate as a function of the optimizer step n = 1, 2, ...
 
-    Warm-up is linear to `max_lr` (`max_lr * n / warmup`), then `decay_style` leads to `min_lr` at
-    `decay_steps`, where it stays. `constant` stays at `max_lr` instead. `inverse_square_root` is
-    `max_lr * sqrt(warmup / n)`, at least `min_lr`; if it is still above that at `decay_steps`, it falls to it
-    in one step.
+    Warm-up is linear to `max_lr` (`max_lr * n / warmup`). Then `decay_style` leads to `min_lr` at
+    `decay_steps`, and the rate stays there. `constant` stays at `max_lr` instead. `inverse_square_root` is
+    `max_lr * sqrt(warmup / n)`, but at least `min_lr`; if it is still higher at `decay_steps`, it falls to
+    `min_lr` in one step.
     """
 
     name: Literal["CosineAnnealingWithWarmupDecay", "LinearDecayWithWarmup"] | None = None
-    """FleetX's name of a schedule; decides `decay_style` when that is not given."""
+    """FleetX's name of a schedule; determines `decay_style` if that is not given."""
     decay_style: Annotated[str, Registered(SCHEDULES)] = "cosine"
     """Course after the warm-up. `wsd`: warm-up, stable, decay over the last `wsd_decay_steps`."""
     max_lr: PositiveFloat = 5e-5
@@ -103,7 +103,7 @@ class GradClipConfig(Section):
     """Gradient clipping."""
 
     name: Literal["ClipGradByGlobalNorm"] = "ClipGradByGlobalNorm"
-    """Scale all gradients when their joint L2 norm exceeds `clip_norm`."""
+    """Scale all gradients if their joint L2 norm exceeds `clip_norm`."""
     clip_norm: NonNegativeFloat = 1.0
     """Largest norm; 0 turns clipping off."""
 
@@ -111,7 +111,7 @@ class GradClipConfig(Section):
 class WeightDecayScheduleConfig(Section):
     """Weight decay that changes over all steps of the run.
 
-    The course begins at step 0, which is never taken: of N steps, the first is 1/N on the way.
+    The course begins at step 0, before the first step: of N steps, the first one is 1/N of the way.
     """
 
     start: NonNegativeFloat
@@ -143,17 +143,17 @@ class MuonConfig(Section):
     nesterov: Bool = True
     """Orthogonalise (1 - momentum) g + momentum m; False: m."""
     scale: MuonScale = "match_rms_adamw"
-    """Factor of the change of a matrix [out, in]. `match_rms_adamw`: 0.2 sqrt(max(out, in)), with which rates
-    of AdamW carry over; `original`: sqrt(max(1, out / in)); `spectral`: sqrt(max(out, in)); `unit_rms_norm`:
-    sqrt(out / in)."""
+    """Factor of the update of a matrix [out, in]. `match_rms_adamw`: 0.2 sqrt(max(out, in)), so that learning
+    rates for AdamW can be kept; `original`: sqrt(max(1, out / in)); `spectral`: sqrt(max(out, in));
+    `unit_rms_norm`: sqrt(out / in)."""
     steps: PositiveInt = 5
     """Newton-Schulz iterations."""
     coefficients: Coefficients = "simple"
-    """Table of the iterations' coefficients. `polar_express` wants 8 steps or more, `quintic` a multiple of
-    5, `aol` of 4."""
+    """Table of the iterations' coefficients. `polar_express` needs 8 steps or more, `quintic` a multiple of 5
+    steps, and `aol` a multiple of 4."""
     split: Literal["parts", "heads", "none"] = "parts"
-    """How a fused weight is split into matrices. `parts`: queries, keys, values, gate and up, each as a
-    whole; `heads`: each head of queries, keys and values; `none`: not at all."""
+    """Split of fused weights into matrices. `parts`: queries, keys, values, gate and up, each as a whole;
+    `heads`: each head of queries, keys and values separately; `none`: no split."""
     epsilon: PositiveFloat = 1e-7
     """Smallest norm that a matrix is divided by."""
 
@@ -171,22 +171,23 @@ class MuonConfig(Section):
 
 
 class ParamGroupConfig(Section):
-    """Parameters with their own training settings. A parameter belongs to the first group that takes it."""
+    """Parameters with their own training settings. A parameter belongs to the first group that matches it."""
 
     parameters: Text | tuple[Text, ...] | None = None
-    """Patterns of canonical names, with `*` and `?`, e.g. `decoder.layers.*.attention.*`."""
+    """Patterns for canonical names, with `*` and `?`, e.g. `decoder.layers.*.attention.*`; null: all
+    names."""
     kinds: tuple[ParamKind, ...] | None = None
-    """Kinds of parameters; with `parameters` both must fit."""
+    """Kinds of parameters; if `parameters` is also given, both must match."""
     lr_factor: NonNegativeFloat = 1.0
     """Factor of the learning rate."""
     weight_decay: NonNegativeFloat | None = None
-    """Weight decay in every step, of biases and norms too; null: as for the others."""
+    """Weight decay in every step, also of biases and norms; null: as for other parameters."""
     optimizer: Annotated[str, Registered(OPTIMIZERS)] | None = None
     """Another optimizer; null: `Optimizer.name`."""
     beta1: Fraction | None = None
-    """AdamW's; null: `Optimizer.beta1`."""
+    """AdamW's beta1; null: `Optimizer.beta1`."""
     beta2: Fraction | None = None
-    """AdamW's; null: `Optimizer.beta2`."""
+    """AdamW's beta2; null: `Optimizer.beta2`."""
 
     @model_validator(mode="after")
     def _check(self) -> ParamGroupConfig:
@@ -196,11 +197,11 @@ class ParamGroupConfig(Section):
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns of names; none: every name."""
+        """The patterns of names; an empty tuple matches every name."""
         return (self.parameters,) if isinstance(self.parameters, str) else self.parameters or ()
 
     def takes(self, name: str, kind: ParamKind) -> bool:
-        """Whether a parameter belongs to the group, if no earlier group takes it."""
+        """Whether a parameter belongs to the group, if no earlier group matches it."""
         if self.kinds and kind not in self.kinds:
             return False
         return not self.patterns or any(fnmatchcase(name, pattern) for pattern in self.patterns)
@@ -213,7 +214,7 @@ def is_hidden(name: str, kind: ParamKind) -> bool:
 
 
 class OptimizerConfig(Section):
-    """Update rule."""
+    """Update rule and its settings."""
 
     name: Annotated[str, Registered(OPTIMIZERS)] = "AdamW"
     """AdamW with decoupled weight decay; Muon for the matrices of the blocks and AdamW for the rest; plain
@@ -227,13 +228,14 @@ class OptimizerConfig(Section):
     epsilon: PositiveFloat = 1e-8
     """AdamW: added to the root of the second moment."""
     options: dict[str, Bool | Int | Float | Text] = Field(default_factory=dict)
-    """Further options of an optimizer of your own, as it was registered with."""
+    """Options of an optimizer of your own, as it was registered with."""
     muon: MuonConfig = MuonConfig()
     groups: tuple[ParamGroupConfig, ...] = ()
-    """Parameters with rates, decays or optimizers of their own."""
+    """Groups of parameters with their own rates, decays or optimizers."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Layer-wise decay of the learning rate, for finetuning: of L blocks, block i (from 0) has the rate times
-    layer_decay ** (L - i), the embedding layer_decay ** (L + 1), what follows the blocks 1."""
+    """Layer-wise decay of the learning rate, for finetuning. With L blocks, the rate is multiplied by
+    layer_decay ** (L - i) in block i (from 0), by layer_decay ** (L + 1) in the embedding, and by 1 after the
+    blocks."""
     lr: LRConfig = LRConfig()
     grad_clip: GradClipConfig | None = GradClipConfig()
     weight_decay_schedule: WeightDecayScheduleConfig | None = None
@@ -245,12 +247,13 @@ class OptimizerConfig(Section):
 
     @property
     def num_states(self) -> int:
-        """The largest number of float32 tensors that the optimizer keeps per parameter, each of its shape."""
+        """The largest number of float32 tensors, in the parameter's shape, that an optimizer keeps per
+        parameter."""
         return max(OPTIMIZERS.traits(name).states for name in self.names)
 
     def states_of(self, name: str, kind: ParamKind) -> int:
-        """The number of float32 tensors that the optimizer of parameter ``name`` keeps for it, each of its
-        shape."""
+        """The number of float32 tensors, in the parameter's shape, that the optimizer keeps for parameter
+        ``name``."""
         own = next((group.optimizer for group in self.groups if group.takes(name, kind)), None)
         traits = OPTIMIZERS.traits(own or self.name)
         few = traits.matrix_states if is_hidden(name, kind) else None

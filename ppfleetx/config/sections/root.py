@@ -24,8 +24,8 @@ from ppfleetx.config.sections.optimizer import OptimizerConfig
 
 
 class RunConfig(Section):
-    """One run. Made by :func:`ppfleetx.config.loader.load_config`, which also fills what follows from the
-    rest: batch sizes, ``dp_degree``, ``accumulate_steps``, ``decay_steps``, ``test_iters``."""
+    """One run. :func:`ppfleetx.config.loader.load_config` makes it, and fills in values that follow from
+    others: batch sizes, ``dp_degree``, ``accumulate_steps``, ``decay_steps``, ``test_iters``."""
 
     Global: GlobalConfig = GlobalConfig()
     Engine: EngineConfig = EngineConfig()
@@ -81,7 +81,7 @@ class RunConfig(Section):
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def __eq__(self, other: object) -> bool:
-        """Compare values, wherever they were written."""
+        """Compare values, regardless of where they were written."""
         if not isinstance(other, RunConfig):
             return NotImplemented
         return self.model_dump() == other.model_dump()
@@ -90,7 +90,7 @@ class RunConfig(Section):
 
 
 def plan_of(cfg: RunConfig) -> ParallelPlan:
-    """The parallel plan of a configuration; an open ``dp_degree`` is taken as 1."""
+    """The parallel plan of a configuration; an unset ``dp_degree`` counts as 1."""
     distributed, sharding = cfg.Distributed, cfg.Distributed.sharding
     return ParallelPlan(
         dp=distributed.dp_degree or 1,

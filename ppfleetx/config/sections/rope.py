@@ -33,54 +33,55 @@ REFUSED_TYPES = {
     "longrope": "it has two sets of frequencies and changes from one to the other in the middle of a "
     "sequence, where cached keys keep the first",
 }
-"""Types that other programs have and this one has not, and why."""
+"""Types that other programs support and we do not, with the reason."""
 
 
 class RopeScalingConfig(Section):
-    """How the rotary frequencies are stretched, so that a model reads longer sequences than before.
+    """Stretching of the rotary frequencies, so that a model can read longer sequences than before.
 
-    The names, the meaning and the defaults are those of `rope_scaling` (`rope_parameters`) in a `config.json`
-    of Hugging Face. `Model.max_position_embeddings` is the length after stretching and changes no frequency.
+    Names, meanings and defaults are the same as for `rope_scaling` (`rope_parameters`) in a `config.json` of
+    Hugging Face. `Model.max_position_embeddings` is the length after stretching and does not affect
+    frequencies.
     """
 
     type: Literal["linear", "yarn", "llama3"]
     """`linear` divides all frequencies by `factor` (position interpolation, Chen et al., 2023); `llama3`
-    divides the low ones only (Llama 3.1); `yarn` likewise, and scales the attention scores (Peng et al.,
+    divides only the low ones (Llama 3.1); `yarn` does so too, and scales the attention scores (Peng et al.,
     2023)."""
     factor: FloatFromOne
-    """How many times longer sequences become; low frequencies are divided by it."""
+    """Factor by which sequences become longer; low frequencies are divided by it."""
     original_max_position_embeddings: Size | None = None
-    """Longest sequence before stretching (yarn and llama3, which need it)."""
+    """Longest sequence before stretching (required for yarn and llama3)."""
     low_freq_factor: PositiveFloat | None = None
     """llama3: a frequency that makes fewer turns than this in the original length is divided by `factor`."""
     high_freq_factor: PositiveFloat | None = None
-    """llama3: one that makes more turns than this stays; between the two bounds, in part."""
+    """llama3: a frequency that makes more turns than this stays; between the two bounds, it is divided in
+    part."""
     beta_fast: PositiveFloat | None = None
-    """yarn: a frequency that makes more turns than this in the original length stays; null: 32."""
+    """yarn: a frequency that makes more turns than this in the original length does not change; null: 32."""
     beta_slow: PositiveFloat | None = None
-    """yarn: one that makes fewer turns than this is divided by `factor`; null: 1."""
+    """yarn: a frequency that makes fewer turns than this is divided by `factor`; null: 1."""
     attention_factor: PositiveFloat | None = None
-    """yarn: cos and sin are multiplied by it, and so are scores by its square; null: `0.1 ln(factor) + 1`, or
-    what the next two keys say."""
+    """yarn: factor of cos and sin, so that scores are multiplied by its square; null: `0.1 ln(factor) + 1`,
+    or the value from the next two keys."""
     mscale: NonNegativeFloat | None = None
     """yarn, with the next key: the attention factor is `(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
     ln(factor) + 1)`."""
     mscale_all_dim: NonNegativeFloat | None = None
     """See `mscale`."""
     truncate: Bool | None = None
-    """yarn: the bounds between frequencies that stay and those that are divided are whole numbers; null:
-    true."""
+    """yarn: round the bounds between unchanged and divided frequencies to whole indices; null: true."""
 
     def __repr__(self) -> str:
-        """The section as YAML, and after `-o Model.rope_scaling=`."""
+        """The section in the notation of YAML, which is also valid after `-o Model.rope_scaling=`."""
         given = self.model_dump(mode="json", exclude_none=True)
         return "{" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in given.items()) + "}"
 
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Refuse unsupported types with the reason, and fill in defaults, so that equal functions are
-        equal sections."""
+        """Refuse unsupported types with the reason, and fill in defaults, so that sections with the same
+        effect are equal."""
         if not isinstance(values, dict) or not isinstance(values.get("type"), str):
             return values
         if values["type"] in REFUSED_TYPES:

@@ -23,16 +23,17 @@ def hf_config(
     original: Mapping[str, Any] | None = None,
     token_ids: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The configuration under which ``transformers`` computes what `model` computes.
+    """The configuration with which ``transformers`` computes the same as `model`.
 
     Args:
         model: the network.
         dtype: element type of the weights, as in safetensors files.
-        original: the configuration the weights once came with; kept if it describes the same network.
+        original: the configuration that the weights once came with; it is kept if it describes the same
+            network.
         token_ids: `bos_token_id` and `eos_token_id`, for a new configuration.
 
     Raises:
-        CheckpointError: none of Hugging Face's networks is this one; names the keys that differ.
+        CheckpointError: no network of Hugging Face matches. The message names the keys that differ.
     """
     if original is not None and describes(original, model):
         config = {key: value for key, value in original.items() if key != "dtype"}
@@ -42,7 +43,7 @@ def hf_config(
 
 
 def describes(config: Mapping[str, Any], model: ModelConfig) -> bool:
-    """Whether a Hugging Face configuration and a ``Model`` section are the same function."""
+    """Whether a Hugging Face configuration and a ``Model`` section describe the same function."""
     try:
         return not differences(config, model)
     except UserError:
@@ -71,7 +72,7 @@ def _made(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_experts_width(model: ModelConfig) -> ModelConfig:
-    """The same network if every layer is a mixture: nothing has the dense width then."""
+    """If every layer is a mixture, use the experts' width as the MLP's width, which has no effect then."""
     moe = model.moe
     if moe is None or len(moe.mixture_layers(model.num_layers)) < model.num_layers:
         return model
@@ -79,10 +80,10 @@ def _with_experts_width(model: ModelConfig) -> ModelConfig:
 
 
 def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """The keys of ``Model`` in which a Hugging Face configuration is another network, with their values.
+    """The keys of ``Model`` in which a Hugging Face configuration differs, with their values.
 
     Raises:
-        UserError: the configuration is of no network of ours.
+        UserError: the configuration is for a network that we do not support.
     """
     other = section_of(ModelConfig, model_keys(config) | {"vocab_size_divisible_unit": 1})
     theirs = network(other)
@@ -97,6 +98,6 @@ def differences(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _as_stored(model: ModelConfig) -> ModelConfig:
-    """The network without vocabulary padding and without what training alone keeps."""
+    """The network without vocabulary padding and without keys that only affect training."""
     moe = model.moe and model.moe.model_copy(update={"aux_loss": BalanceLossConfig(kind="none")})
     return model.model_copy(update={"vocab_size_divisible_unit": 1, "moe": moe})

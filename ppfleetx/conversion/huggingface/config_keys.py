@@ -1,8 +1,8 @@
 """Every key of a Hugging Face ``config.json``: mapped to our ``Model`` section, ignored, or refused.
 
-A key is mapped to one of ours, or has no effect on what the network computes, or belongs to other networks
-and is accepted only at the value that switches it off. Any other key is ignored, as in transformers, and
-:func:`unknown_keys` names it for a warning. null means "not given".
+A key is mapped to one of ours, or has no effect on the network's output, or belongs to other networks and is
+only accepted with the value that switches it off. Any other key is ignored, as in transformers, and
+:func:`unknown_keys` lists it for a warning. null means "not given".
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ _REFUSED = {
     "gpt_oss": "each of its attention heads has a sink, a learned logit that takes part of the softmax; its "
     "experts clamp what goes into their gate; and every second layer has a window. None of these is built",
 }
-"""Networks that are often asked for, and why they are not read."""
+"""Networks that users often ask for, with the reason why we do not read them."""
 
 
 _Count = Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE), Says("an integer of at least 0, below 2^31")]
@@ -145,7 +145,8 @@ _READ_TYPES: dict[str, Any] = {
     "layer_types": Annotated[list[Any], Says("a list")],
     **dict.fromkeys(PLACES, Annotated[dict[str, Any], Says("an object")]),
 }
-"""Types of the keys that decide one of ours together with others; the rest have the types of ours."""
+"""Types of keys that only together with others determine a key of ours. Other keys have the type of our
+key."""
 
 
 def model_keys(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,17 +197,17 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def of_paddle(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration says that PaddleNLP or PaddleFormers wrote it."""
+    """Whether PaddleNLP or PaddleFormers wrote a configuration, according to its keys."""
     return any(mark in config for mark in ("paddlenlp_version", "paddleformers_version"))
 
 
 def without_paddle(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` for transformers: without the keys of Paddle's libraries, and with those they leave
-    out.
+    """Return a ``config.json`` for transformers: without keys of Paddle's libraries, and with the keys they
+    omit.
 
     Args:
-        config: one that :func:`model_keys` accepts.
-        keys: its result.
+        config: a configuration that :func:`model_keys` accepts.
+        keys: result of :func:`model_keys`.
     """
     if _OF_PADDLE.isdisjoint(config):
         return dict(config)
@@ -236,7 +237,7 @@ _OF_FAMILIES = {key for family in FAMILIES.values() for key in (*family.mapped, 
 
 
 def _classify(config: Mapping[str, Any], kind: str, family: Family) -> None:
-    """Raise CheckpointError for a key that makes this a network that is not supported."""
+    """Raise CheckpointError if a key shows that this network is not supported."""
     off = _SWITCHED_OFF | family.off
     for key, value in config.items():
         if key in family.mapped:

@@ -84,7 +84,7 @@ def read_hf(directory: str | Path) -> Weights:
 
 
 def _notes(config: Mapping[str, Any]) -> list[str]:
-    """What to warn of about a ``config.json``."""
+    """Warnings about a ``config.json``."""
     notes = rope_notes(config) if config["model_type"] != "gpt2" else []
     if unknown := unknown_keys(config):
         notes.append(
@@ -97,7 +97,7 @@ def _notes(config: Mapping[str, Any]) -> list[str]:
 def _model_keys(
     config: Mapping[str, Any], stored: Mapping[str, LazyTensor], directory: Path
 ) -> dict[str, Any]:
-    """Keys of the `Model` section, checked."""
+    """Return the keys of the `Model` section, after checks."""
     try:
         keys = model_keys(config)
     except CheckpointError as error:
@@ -124,15 +124,15 @@ def write_hf(
     """Write a directory that ``transformers`` loads.
 
     Args:
-        tensors: all parameters of `model` by canonical name, vocabulary padding included.
+        tensors: all parameters of `model` by canonical name, including vocabulary padding.
         model: the network.
         source: ``Weights.source`` of :func:`read_hf`, if the weights came from there.
         tokenizer_dir: the tokenizer to copy.
         token_ids: `bos_token_id` and `eos_token_id` of that tokenizer.
-        max_file_bytes: weights beyond this go into several files with an index.
+        max_file_bytes: larger weights are split into several files with an index.
 
     Raises:
-        CheckpointError: none of Hugging Face's networks can express this one.
+        CheckpointError: no network of Hugging Face can express this one.
     """
     directory = Path(directory)
     (dtype, _), *_ = Counter(tensor.dtype for tensor in tensors.values()).most_common()
@@ -190,7 +190,7 @@ _WITHOUT_NEXT_TOKENS = (
 
 
 def _of_next_tokens(names: set[str], config: Mapping[str, Any], keys: Mapping[str, Any]) -> set[str]:
-    """The tensors of layers that stand behind the last one and predict several tokens."""
+    """The tensors of layers after the last one, which predict several tokens."""
     further = FAMILIES[config["model_type"]].without_aliases(config).get(NEXT_TOKENS) or 0
     layers = tuple(f"model.layers.{keys['num_layers'] + number}." for number in range(further))
     return {name for name in names if name.startswith(layers)}

@@ -1,4 +1,4 @@
-"""The supported networks of Hugging Face: each row maps keys of ``config.json`` and names of tensors to ours.
+"""The supported networks of Hugging Face. Each row maps keys of ``config.json`` and names of tensors to ours.
 
 To add a network, add a :class:`Family` to :data:`FAMILIES`.
 """
@@ -75,7 +75,7 @@ def _qwen(config: Config) -> dict[str, Any]:
 
 
 def _qwen_window(config: Config) -> dict[str, Any]:
-    """The window, and the layers that have it unless all have."""
+    """The window, and the layers with a window unless all layers have it."""
     layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
     kinds = [_KINDS[window is not None and layer >= first] for layer in range(layers)]
@@ -195,7 +195,7 @@ _DENSE: dict[str, Family] = {
 }
 
 FAMILIES = _DENSE | MIXTURES
-"""By ``model_type``."""
+"""All families by ``model_type``."""
 
 
 def candidates(model: ModelConfig) -> dict[str, Family]:

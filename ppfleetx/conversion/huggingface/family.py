@@ -1,4 +1,5 @@
-"""How a network of Hugging Face maps to ours (:class:`Family`), and what Llama and its relatives share."""
+"""The mapping of a Hugging Face network to ours (:class:`Family`), and common parts of Llama and its
+relatives."""
 
 from __future__ import annotations
 
@@ -12,34 +13,34 @@ from ppfleetx.conversion.huggingface.rope import PLACES, hf_rope, rope_keys
 
 Config = Mapping[str, Any]
 NEEDED = object()
-"""The default of a key that must be given."""
+"""The default of required keys."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``.
+    """The mapping for one ``model_type``.
 
     Attributes:
-        architecture: the class in transformers.
-        keys: key of ``config.json`` -> keys of our ``Model`` section (one, or several separated by spaces,
-            dotted where they are in a section of it) and the default in transformers: a value, a function of
-            the configuration, or NEEDED.
-        fixed: keys of ours that all networks of this type have alike.
+        architecture: name of the class in transformers.
+        keys: key of ``config.json`` -> keys of our ``Model`` section (one, or several separated by spaces;
+            dotted in subsections) and the default in transformers: a value, a function of the configuration,
+            or NEEDED.
+        fixed: keys of ours with the same value in all networks of this type.
         names: our layers -> its layers, or our parameters -> its tensors. ``{}`` is the number of a block.
             ``{expert}`` and ``{part}`` stand for the number of an expert and for the parts of a fused layer
-            (q, k, v; gate, up), where they are tensors of their own.
-        other_names: those that depend on the ``config.json``.
-        part_names: its names of parts, where they are not ours.
-        read: further keys of ours, from a ``config.json`` without nulls.
-        write: further keys of a ``config.json``, from a ``Model`` section.
-        also_read: the keys that ``read`` looks at.
-        aliases: other names of keys, which transformers reads as well -> the names in this row.
-        has_in_out_linears: linears are stored as ``[in, out]``, like ours; else as ``[out, in]``.
-        has_parts_in_a_row: a fused layer has all queries, then all keys, then all values; else they are
+            (q, k, v; gate, up), if these are separate tensors.
+        other_names: further names, which depend on the ``config.json``.
+        part_names: its names of parts, if they differ from ours.
+        read: returns further keys of ours for a ``config.json`` without nulls.
+        write: returns further keys of a ``config.json`` for a ``Model`` section.
+        also_read: the keys that ``read`` uses.
+        aliases: other names of keys that transformers accepts -> the names in this row.
+        has_in_out_linears: whether linears are stored as ``[in, out]``, like ours, rather than ``[out, in]``.
+        has_parts_in_a_row: whether a fused layer has all queries, then all keys, then all values, rather than
             interleaved per head, like ours.
-        required: keys that must be there, if only as null, because their default in transformers is a size of
-            one particular model.
-        off: keys that are accepted at these values only, beside those of all families.
+        required: keys that must be present (null is allowed), because their default in transformers is a size
+            of one particular model.
+        off: keys that are only accepted with these values, in addition to the keys for all families.
     """
 
     architecture: str
@@ -59,7 +60,7 @@ class Family:
 
     @property
     def mapped(self) -> set[str]:
-        """The keys of ``config.json`` that decide something here."""
+        """The keys of ``config.json`` that this row uses."""
         return {*self.keys, *self.also_read, *self.aliases}
 
     def without_aliases(self, config: Config) -> dict[str, Any]:
@@ -75,7 +76,7 @@ class Family:
         """Keys of our ``Model`` section for a ``config.json`` without nulls.
 
         Raises:
-            CheckpointError: a key is missing, or says what our layers cannot do.
+            CheckpointError: a key is missing, or our layers do not support its value.
         """
         made = dict(self.fixed)
         for theirs, (ours, default) in self.keys.items():
@@ -91,7 +92,7 @@ class Family:
         Args:
             model_type: the family's name.
             model: the network.
-            values: what its keys stand for where they are null (``resume_policy.network``).
+            values: the effective values of keys that are null (``resume_policy.network``).
         """
         made = {"architectures": [self.architecture], "model_type": model_type}
         for theirs, (ours, _) in self.keys.items():
@@ -102,7 +103,7 @@ class Family:
 
 
 def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A section from the dotted names of its keys."""
+    """Build a section from dotted keys."""
     made: dict[str, Any] = {}
     for name, value in keys.items():
         *sections, last = name.split(".")
@@ -114,7 +115,7 @@ def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_at(section: Any, name: str) -> Any:
-    """The value of a dotted key; None where a section on its way is null or absent."""
+    """The value of a dotted key; None if a section in its path is null or absent."""
     for part in name.split("."):
         section = section.get(part) if isinstance(section, Mapping) else getattr(section, part, None)
     return section
@@ -137,7 +138,7 @@ ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
     "relu": "relu",
 }
-"""Activations without a gate: transformers' name to ours."""
+"""Activations without a gate: transformers' name -> our name."""
 
 
 def activation(config: Config, key: str, default: str) -> dict[str, Any]:
@@ -207,7 +208,8 @@ def llama_like(config: Config) -> dict[str, Any]:
 
 
 def window_keys(config: Config, window: int | None) -> dict[str, Any]:
-    """``attention_window``: theirs counts the position itself, ours those before it."""
+    """``attention_window`` for their window, which includes the position itself; ours only counts positions
+    before it."""
     if window is None or window >= config["max_position_embeddings"]:
         return {"attention_window": None}
     return {"attention_window": _our_window(window)}
@@ -221,7 +223,7 @@ def _our_window(window: int | None) -> int:
 
 
 def pattern_keys(config: Config, every: int) -> dict[str, Any]:
-    """``attention_window`` and the layers that have it: those of ``layer_types``, or all but each
+    """``attention_window`` and the layers that have it: as in ``layer_types``, or all but every
     ``every``-th."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")

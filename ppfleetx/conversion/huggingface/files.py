@@ -33,9 +33,9 @@ class Stored:
     """The tensors of a directory as they are stored.
 
     Attributes:
-        tensors: by the names in the files.
-        formats: `format` in the metadata of the files: `pt`, `np`, ..., None if it is missing; `pdparams` for
-            pickles of Paddle.
+        tensors: tensors by their names in the files.
+        formats: values of `format` in the metadata of the files: `pt`, `np`, ..., None if it is missing;
+            `pdparams` for pickles of Paddle.
     """
 
     tensors: dict[str, LazyTensor]
@@ -43,25 +43,25 @@ class Stored:
 
     @property
     def is_paddle(self) -> bool:
-        """Whether the files say that PaddleNLP or PaddleFormers wrote them."""
+        """Whether PaddleNLP or PaddleFormers wrote the files, according to their formats."""
         return not self.formats.isdisjoint(PADDLE_FORMATS | {PADDLE_PICKLE_FORMAT})
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """`config.json`, or `model_config.json` of an older PaddleNLP. Raises CheckpointError."""
+    """Read `config.json`, or `model_config.json` of an older PaddleNLP. Raises CheckpointError."""
     if not (directory / CONFIG).exists() and (directory / PADDLE_CONFIG).is_file():
         return _flattened(read_json(directory / PADDLE_CONFIG, max_bytes=_MAX_CONFIG_BYTES))
     return read_json(directory / CONFIG, max_bytes=_MAX_CONFIG_BYTES)
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """`generation_config.json`, if there is one. Raises CheckpointError if it is damaged."""
+    """Read `generation_config.json`, if there is one. Raises CheckpointError if it is damaged."""
     path = directory / GENERATION_CONFIG
     return read_json(path, max_bytes=_MAX_CONFIG_BYTES) if path.is_file() else None
 
 
 def read_stored(directory: Path) -> Stored:
-    """All tensors of a directory. Raises CheckpointError."""
+    """Read all tensors of a directory, lazily. Raises CheckpointError."""
     for index, single, read, format_of in (
         (INDEX, SINGLE, read_safetensors, safetensors_format),
         (PICKLE_INDEX, PICKLE, _read_pickle, lambda path: "pt"),
@@ -113,7 +113,7 @@ def _indexed(
 
 
 def _flattened(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested arguments of an older PaddleNLP as one object; outer values of a key take precedence."""
+    """Flatten the nested arguments of an older PaddleNLP; of equal keys, the outer one takes precedence."""
     flat = {key: value for key, value in content.items() if key not in ("init_args", "init_class")}
     inner = content.get("init_args")
     for arguments in inner if isinstance(inner, list) else ():

@@ -1,8 +1,8 @@
 """Every key of a Hugging Face ``generation_config.json`` and its counterpart here.
 
 transformers reads these keys from ``generation_config.json`` or, for older models without it, from
-``config.json``. A key becomes one of our ``Generation`` section, or does not affect which tokens are
-generated, or is left out with a warning.
+``config.json``. A key becomes a key of our ``Generation`` section, or does not affect the generated tokens,
+or is left out with a warning.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class GenerationKey:
 
     Attributes:
         ours: the equivalent key of our ``Generation`` section.
-        loses: the effect of leaving it out; None: there is none.
-        idle: values at which it has no effect.
-        when: ``sampling`` or ``search``: it only has an effect when tokens are sampled, or with beams.
+        loses: the effect of leaving out the key; None: no effect.
+        idle: values with which the key has no effect.
+        when: ``sampling`` or ``search`` if the key only affects sampling or beam search.
     """
 
     ours: str | None = None
@@ -100,21 +100,21 @@ KEYS: dict[str, GenerationKey] = {
     "force_words_ids": GenerationKey(loses="no word has to come", idle=([],)),
     "num_return_sequences": GenerationKey(loses="one continuation, unless a call asks for more", idle=(1,)),
 }
-"""By transformers' name."""
+"""Keys by their name in transformers."""
 DEFAULTS = {"top_k": 50, "length_penalty": 1.0}
-"""Keys of ours that have another default in transformers."""
+"""Our keys whose default differs in transformers, with that default."""
 
 
 def generation_defaults(
     own: Mapping[str, Any] | None, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Keys of our `Generation` section for a Hugging Face directory, and notes on what is left out.
+    """Keys of our `Generation` section for a Hugging Face directory, and notes on keys that are left out.
 
-    End tokens go with the tokenizer.
+    End tokens are left out, because the tokenizer provides them.
 
     Args:
-        own: its ``generation_config.json``, if it has one.
-        config: its ``config.json``, which counts where it has none.
+        own: the directory's ``generation_config.json``, if it has one.
+        config: its ``config.json``, which is used if it has no ``generation_config.json``.
     """
     keys, lost = _translated(config if own is None else own, is_own_file=own is not None)
     valid, errors = valid_generation_keys(keys)
@@ -125,11 +125,11 @@ def generation_defaults(
 
 
 def _translated(said: Mapping[str, Any], *, is_own_file: bool) -> tuple[dict[str, Any], list[str]]:
-    """Keys of our ``Generation`` section, and what is left out, in words.
+    """Return keys of our ``Generation`` section, and a description of each key that is left out.
 
     Args:
         said: a ``generation_config.json``, or the ``config.json`` of a model without one.
-        is_own_file: whether it is the former, of which unknown keys are reported.
+        is_own_file: whether ``said`` is a ``generation_config.json``, whose unknown keys are reported.
     """
     given = {key: value for key, value in said.items() if value is not None}
     samples, searches = given.get("do_sample") is True, _above_one(given.get("num_beams"))

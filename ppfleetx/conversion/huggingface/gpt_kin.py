@@ -1,4 +1,4 @@
-"""Relatives of GPT: MLPs without a gate, LayerNorm, and most of them with biases."""
+"""Relatives of GPT, with LayerNorm, MLPs without a gate and, in most of them, biases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TURNING = ROPE | {"rope_theta", "partial_rotary_factor"}
 def _names(
     row: str, words: str, final: str, head: str, layers: dict[str, str], others: dict[str, str] | None = None
 ) -> dict[str, str]:
-    """Names of tensors, those of a layer behind ``row``."""
+    """The names of tensors; the names of a layer's tensors begin with ``row``."""
     of_layers = {f"{_ROW}{ours}": f"{row}.{theirs}" for ours, theirs in layers.items()}
     return {"embedding.word_embeddings": words, **of_layers, "decoder.final_norm": final, "head": head} | (
         others or {}

@@ -1,4 +1,4 @@
-"""Relatives of Llama: gated MLPs without biases, rotary positions, RMSNorm or LayerNorm."""
+"""Relatives of Llama, with gated MLPs without biases, rotary positions, and RMSNorm or LayerNorm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TIED = {"tie_word_embeddings": ("tie_word_embeddings", True)}
 
 
 def _with_epsilon(name: str) -> dict[str, Any]:
-    """Llama's keys with another name of the norms' epsilon."""
+    """Llama's keys, with another name for the epsilon of the norms."""
     return {key: row for key, row in LLAMA_KEYS.items() if key != "rms_norm_eps"} | {
         name: ("norm_epsilon", 1e-5)
     }
@@ -81,7 +81,7 @@ _COHERE_KEYS["logit_scale"] = ("logits_multiplier", 0.0625)
 
 
 def _cohere2(config: Config) -> dict[str, Any]:
-    """Layers with a window turn, the others have no positions."""
+    """Only layers with a window have rotary positions; the others have no positions."""
     every = config.get("_sliding_window_pattern", config.get("sliding_window_pattern", 4))
     pattern = pattern_keys({"sliding_window": 4096, **config}, every)
     return llama_like(config) | pattern | {"rotary_layers": pattern.get("attention_window_layers", ())}

@@ -1,4 +1,4 @@
-"""Hugging Face's mixtures of experts, one row each."""
+"""Hugging Face's mixtures of experts, with one row for each."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ppfleetx.conversion.huggingface.family import (
 from ppfleetx.conversion.huggingface.rope import hf_partial_rope, rope_keys
 
 NEXT_TOKENS = "num_nextn_predict_layers"
-"""How many layers that predict several tokens stand behind the last one, which are not read."""
+"""The key for the number of layers after the last one that predict several tokens. They are not read."""
 
 # ---- which layers are mixtures
 
 
 def _all_layers_but(dense: Iterable[int], config: Config) -> dict[str, Any]:
-    """``moe.layers``, or ``moe.first_dense_layers`` where only the first layers are dense."""
+    """``moe.layers``, or ``moe.first_dense_layers`` if only the first layers are dense."""
     layers, without = config["num_hidden_layers"], set(dense)
     mixtures = [layer for layer in range(layers) if layer not in without]
     if mixtures == list(range(layers - len(mixtures), layers)):
@@ -54,7 +54,7 @@ def _qwen_layers(config: Config) -> dict[str, Any]:
 
 
 def _pooled_loss(config: Config, weight: float) -> dict[str, Any]:
-    """transformers adds its balancing loss where ``output_router_logits`` is set, and nowhere else."""
+    """The balancing loss of transformers, which it only adds if ``output_router_logits`` is set."""
     if not config.get("output_router_logits", False):
         return {"moe.aux_loss.kind": "none"}
     return {"moe.aux_loss.kind": "pooled", "moe.aux_loss.weight": config.get("router_aux_loss_coef", weight)}
@@ -166,7 +166,7 @@ _QWEN2_MOE = Family(
     },
     _qwen2_moe,
     _write_qwen2_moe,
-    _QWEN_READ | {"sliding_window"},  # which is in force with use_sliding_window only, and that is refused
+    _QWEN_READ | {"sliding_window"},  # only in effect with use_sliding_window, which is refused
     required=("num_key_value_heads",),
     off=SILU,
 )
@@ -218,7 +218,7 @@ def _deepseek_moe(config: Config) -> dict[str, Any]:
 
 
 def _sequence_loss(config: Config) -> dict[str, Any]:
-    """DeepSeek's own balancing loss, of which transformers knows nothing."""
+    """DeepSeek's own balancing loss, which transformers does not have."""
     weight = config.get("aux_loss_alpha", 0.0) if config.get("seq_aux", True) else 0.0
     return {"moe.aux_loss.kind": "sequence" if weight else "none", "moe.aux_loss.weight": weight}
 
@@ -296,7 +296,7 @@ _LATENT_NAMES = {
     "decoder.layers.{}.attention.kv_up": "model.layers.{}.self_attn.kv_b_proj",
 }
 _WIDTHS_OF_HEADS = {"head_dim", "qk_head_dim"}
-"""What follows from the keys of latent attention."""
+"""Keys that follow from the keys of latent attention."""
 
 
 def _q_up(config: Config) -> dict[str, str]:
@@ -392,4 +392,4 @@ MIXTURES = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v2": _DEEPSEEK_V2,
 }
-"""By ``model_type``."""
+"""The mixtures by ``model_type``."""

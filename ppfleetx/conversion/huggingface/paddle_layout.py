@@ -1,9 +1,9 @@
-"""Llamas as PaddleNLP and PaddleFormers store them.
+"""Llama models in the layout of PaddleNLP and PaddleFormers.
 
-Their linears are ``[in, out]``, Hugging Face's ``[out, in]``, and the names are the same (PaddleNLP says
-``llama.`` for ``model.``). The shapes of linears that are not square tell which a directory has. If all are
-square, its metadata does: ``format: np``, ``paddle`` or ``pd``, or pickles of Paddle. A file without these is
-Hugging Face's.
+Their linears are ``[in, out]``, unlike Hugging Face's ``[out, in]``, but the names are the same (PaddleNLP
+has ``llama.`` instead of ``model.``). The shapes of linears that are not square show the layout of a
+directory. If all are square, its metadata does: ``format: np``, ``paddle`` or ``pd``, or pickles of Paddle.
+Otherwise it has Hugging Face's layout.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ _HEAD = "lm_head.weight"
 def in_hf_layout(
     stored: Stored, config: Mapping[str, Any], keys: Mapping[str, Any], directory: Path
 ) -> dict[str, LazyTensor]:
-    """The tensors of a directory as Hugging Face would have stored them.
+    """Return the tensors of a directory in Hugging Face's layout.
 
     Args:
-        stored: the tensors as they lie in the files.
+        stored: the tensors in the files.
         config: its configuration.
-        keys: the same as keys of our `Model` section.
-        directory: where they are; used in messages.
+        keys: the configuration as keys of our `Model` section.
+        directory: the directory, for messages.
 
     Raises:
-        CheckpointError: projections are fused, nothing says how a matrix is stored, or it is no Llama.
+        CheckpointError: projections are fused, the layout of a matrix is unknown, or the model is not a
+            Llama.
     """
     is_paddle = stored.is_paddle or (stored.formats == {None} and of_paddle(config))
     kind = config["model_type"]
@@ -74,7 +75,7 @@ def in_hf_layout(
 
 
 def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
-    """Name -> shape [out, in] of each linear of the layers."""
+    """The shape [out, in] of each linear of the layers, by name."""
     return {
         name: shape
         for rule in rules(config)
@@ -85,7 +86,7 @@ def _linears(config: Mapping[str, Any]) -> dict[str, Index]:
 
 
 def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index], directory: Path) -> bool:
-    """Whether the linears are [in, out]; true where all of them are square."""
+    """Whether the linears are [in, out]; true if all of them are square."""
     found: dict[bool, str] = {}
     for name, (rows, columns) in linears.items():
         if rows != columns and name in tensors and sorted(tensors[name].shape) == sorted((rows, columns)):
@@ -99,7 +100,7 @@ def _are_in_out(tensors: Mapping[str, LazyTensor], linears: Mapping[str, Index],
 
 
 def _is_head_in_out(shape: Index, keys: Mapping[str, Any], is_of_nlp: bool, directory: Path) -> bool:
-    """Whether the head is [hidden, vocabulary]. PaddleNLP's is, of PaddleFormers' only the older ones."""
+    """Whether the head is [hidden, vocabulary], as in PaddleNLP and older versions of PaddleFormers."""
     vocab, hidden = keys["vocab_size"], keys["hidden_size"]
     if vocab == hidden and not keys["tie_word_embeddings"]:
         if is_of_nlp:

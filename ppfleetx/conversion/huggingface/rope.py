@@ -1,8 +1,9 @@
 """Rotary settings between a Hugging Face ``config.json`` and our ``Model`` section.
 
-transformers 4 writes ``rope_theta`` and ``rope_scaling``, transformers 5 one ``rope_parameters`` with the
-base inside. If both are there, they are read as in transformers 5: ``rope_scaling`` takes precedence unless
-it is empty, and a ``rope_theta`` inside over the one outside. :func:`rope_notes` reports what was ignored.
+transformers 4 writes ``rope_theta`` and ``rope_scaling``; transformers 5 writes ``rope_parameters``, which
+includes the base. If both are present, they are read as in transformers 5: ``rope_scaling`` takes precedence
+unless it is empty, and an inner ``rope_theta`` takes precedence over an outer one. :func:`rope_notes` reports
+the settings that were ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _TURNED_PART = {
     "gpt_neox": 0.25, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "phi": 0.5, "phi3": 1.0, "stablelm": 0.25,
 }  # fmt: skip
-"""The part of each head that is turned where config.json does not say."""
+"""The default share of each head with rotary positions, if config.json does not give it."""
 # Keys that transformers knows; those of another type of scaling have no effect.
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL, "attention_factor",
@@ -60,10 +61,10 @@ def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_notes(config: Mapping[str, Any]) -> list[str]:
-    """Warnings about how the rotary settings of a ``config.json`` were read, one sentence each.
+    """Warnings about the reading of rotary settings in a ``config.json``, one sentence each.
 
     Args:
-        config: one that :func:`rope_keys` accepts, or one with settings by kind of layer.
+        config: a configuration that :func:`rope_keys` accepts, or one with settings by kind of layer.
     """
     if any("full_attention" in (config.get(place) or {}) for place in PLACES):
         return []
@@ -93,7 +94,7 @@ def rope_notes(config: Mapping[str, Any]) -> list[str]:
 
 
 def hf_rope(model: ModelConfig) -> dict[str, Any]:
-    """The keys of a ``config.json`` for the rotary settings of ``model``, as both versions read them."""
+    """The keys of a ``config.json`` for the rotary settings of ``model``, for transformers 4 and 5."""
     if model.rope_scaling is None:
         return {"rope_theta": model.rotary_base}
     given = model.rope_scaling.model_dump(mode="json", exclude_none=True)
@@ -101,7 +102,7 @@ def hf_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def hf_partial_rope(model: ModelConfig) -> dict[str, Any]:
-    """:func:`hf_rope` of a family that turns a part of each head."""
+    """:func:`hf_rope` for a family with rotary positions in a part of each head."""
     return {**hf_rope(model), "partial_rotary_factor": model.rotary_percent}
 
 
@@ -121,7 +122,7 @@ def _with_usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_effect(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The settings that are used, and their key."""
+    """The settings that take effect, and their key."""
     place = next((name for name in PLACES if config.get(name)), PLACES[0])
     given = config.get(place) or {}
     for key, value in given.items():

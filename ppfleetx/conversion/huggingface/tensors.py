@@ -1,8 +1,8 @@
-"""Hugging Face's tensors for each parameter of ours, in both directions, from the table of a family.
+"""The mapping between Hugging Face's tensors and our parameters, in both directions, from a family's table.
 
-Ours: linears are ``[in, out]``; matrices that are fused (queries, keys and values; gate and up) are
-interleaved, as the ``parts`` of the parameter's declaration say. Vocabulary padding is not mapped: the reader
-adds it, and it is dropped on the way back.
+Our linears are ``[in, out]``. Our fused matrices (queries, keys and values; gate and up) are interleaved
+according to the ``parts`` of the parameter's declaration. Vocabulary padding is not mapped: the reader adds
+it, and the writer drops it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _LOAD = "router_load"
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter of ours and the tensors of Hugging Face's that make it up.
+    """One of our parameters, and the Hugging Face tensors that make it up.
 
     Attributes:
-        ours: canonical name.
-        theirs: Hugging Face's names; several where it stores experts, or the parts of a fused parameter,
-            apart: all parts of the first expert, then those of the next.
-        shape: of ours, without vocabulary padding.
-        parts: of a fused parameter that is laid out in another way there.
-        is_transposed: whether its tensors are ``[out, in]``.
-        num_experts: the first dimension of ours, where experts are tensors of their own.
+        ours: canonical name of our parameter.
+        theirs: Hugging Face's names; several if experts or the parts of a fused parameter are separate
+            tensors: all parts of the first expert, then all parts of the next one.
+        shape: shape of our parameter, without vocabulary padding.
+        parts: the parts of a fused parameter whose layout differs.
+        is_transposed: whether Hugging Face's tensors are ``[out, in]``.
+        num_experts: the first dimension of our parameter, if experts are separate tensors.
     """
 
     ours: str
@@ -58,7 +58,7 @@ class Rule:
         return [shape[::-1] if self.is_transposed else shape for shape in shapes] * (self.num_experts or 1)
 
     def join(self, *arrays: np.ndarray) -> np.ndarray:
-        """Ours from theirs. Moves elements, and never computes with them."""
+        """Build our parameter from their tensors. This moves elements but does not change their values."""
         if self.num_experts is None:
             return self._join(*arrays)
         experts = np.empty(self.shape, arrays[0].dtype)
@@ -67,19 +67,19 @@ class Rule:
         return experts
 
     def split(self, array: np.ndarray, index: int) -> np.ndarray:
-        """The ``index``-th of theirs from ours, which may have vocabulary padding."""
+        """Build their tensor number ``index`` from our parameter, which may have vocabulary padding."""
         if self.num_experts is not None:
             array = array[index // self._count]
         return self._split(array)[index % self._count]
 
     @property
     def _shape(self) -> Shape:
-        """Of ours, or of one expert of it."""
+        """The shape of our parameter, or of one expert of it."""
         return self.shape if self.num_experts is None else self.shape[1:]
 
     @property
     def _count(self) -> int:
-        """Tensors of one expert, or of the parameter."""
+        """The number of tensors for one expert, or for the parameter."""
         return len(self.theirs) // (self.num_experts or 1)
 
     def _join(self, *arrays: np.ndarray) -> np.ndarray:
@@ -103,10 +103,10 @@ class Rule:
 
 
 def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
-    """One rule for every parameter, in model order; GPT-2's names with ``transformer.`` before them.
+    """Return one rule for every parameter, in model order. GPT-2's names begin with ``transformer.``.
 
     Raises:
-        UserError: ``config.json`` is not that of a network of ours.
+        UserError: the ``config.json`` is for a network that we do not support.
     """
     family, specs = FAMILIES[hf_config["model_type"]], parameter_specs(network(hf_config)).items()
     names = {**family.names, **family.other_names(hf_config)}
@@ -114,7 +114,7 @@ def rules(hf_config: Mapping[str, Any]) -> list[Rule]:
 
 
 def loads(model: ModelConfig) -> dict[str, LazyTensor]:
-    """Initial loads of the experts, which a balancing loss may need and no file has."""
+    """Initial loads of the experts, which a balancing loss may need but files do not contain."""
     return {
         name: LazyTensor("F32", spec.shape, partial(np.full, spec.shape, spec.init.value, np.float32))
         for name, spec in parameter_specs(model).items()
@@ -123,7 +123,7 @@ def loads(model: ModelConfig) -> dict[str, LazyTensor]:
 
 
 def network(hf_config: Mapping[str, Any]) -> ModelConfig:
-    """The network of a ``config.json``, without padding in its vocabulary."""
+    """The network of a ``config.json``, without vocabulary padding."""
     return section_of(ModelConfig, model_keys(hf_config) | {"vocab_size_divisible_unit": 1})
 
 

@@ -32,8 +32,8 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.jsonl"
 
 
 def check_start(cfg: RunConfig) -> None:
-    """Refuse a run that names two ways to start, would write into a checkpoint, or would start anew where
-    another run has been. Writes nothing.
+    """Refuse a run that names two ways to start, would write into a checkpoint, or would start from scratch
+    in the directory of another run. Writes nothing.
 
     Raises:
         ConfigError: the run is refused; the message names the keys, and says what to do instead.

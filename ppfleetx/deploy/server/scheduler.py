@@ -45,7 +45,7 @@ class Lane:
         self.batch, self.rows = ContinuousBatch(self._model, self.prefixes), list[Running]()
 
     def keep(self, kept: Sequence[bool]) -> int:
-        """Drop all sequences but those ``kept``. Returns the number of those dropped."""
+        """Drop all sequences except ``kept``. Returns the number of dropped sequences."""
         places = [place for place, stays in enumerate(kept) if stays]
         if len(places) < len(kept):
             self.batch.select(places)

@@ -232,7 +232,7 @@ def _weight_decay(run: Translation) -> None:
 
 
 def schedule(run: Translation) -> None:
-    """The learning rate."""
+    """Translate the schedule of the learning rate."""
     prefix = "Optimizer.lr"
     run.put(f"{prefix}.max_lr", run.number("lr", least=0.0), "lr")
     run.put(f"{prefix}.min_lr", run.number("min_lr", least=0.0), "min_lr")

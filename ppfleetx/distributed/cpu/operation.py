@@ -59,7 +59,7 @@ class Operation:
         self.failure: BaseException | None = None
 
     def ready(self) -> bool:
-        """Whether a thread may advance it now."""
+        """Whether a thread may advance this operation now."""
         return not self.busy and not self.done and self._has_arrived()
 
     def _has_arrived(self) -> bool:

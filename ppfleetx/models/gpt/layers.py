@@ -1,7 +1,7 @@
 """The four layers of a GPT: embedding, block, final norm, head.
 
-What travels between them is a tuple of tensors, so that a pipeline can send it: :class:`HiddenState`, packed.
-The first stage takes ``(tokens [b, s], position_ids [b, s], document_start [b, s] if given)``, the last gives
+They pass a packed :class:`HiddenState` to each other: a tuple of tensors, so that a pipeline can send it. The
+first stage takes ``(tokens [b, s], position_ids [b, s], document_start [b, s] if given)``, the last returns
 logits ``[s, b, V]``.
 """
 
@@ -27,12 +27,12 @@ State = tuple[paddle.Tensor, ...]
 
 
 class HiddenState(NamedTuple):
-    """The tensors that travel between blocks.
+    """The tensors that blocks pass to each other.
 
     Attributes:
         hidden: ``[s, b, h]``, or this rank's part of it.
-        position_ids: ``[b, s]`` where blocks turn by positions (rotary), else None.
-        document_start: ``[b, s]`` first position each row may attend to; None: all before it.
+        position_ids: ``[b, s]`` if blocks use them (rotary positions), else None.
+        document_start: ``[b, s]``, the first position that each position may attend to; None: no limit.
     """
 
     hidden: paddle.Tensor
@@ -56,8 +56,8 @@ class Embedding(nn.Layer):
 
     Args:
         factory: makes the tables.
-        spec: their sizes.
-        positions: what else positions do.
+        spec: sizes of the tables.
+        positions: the position embedding.
         word_embeddings: a word table shared with another stage, to use instead of making one.
     """
 
@@ -203,13 +203,13 @@ class Block(nn.Layer):
         document_start: paddle.Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> paddle.Tensor:
-        """Norm and attention, without dropout and addition to ``hidden``."""
+        """Norm and attention, without dropout and without the addition to ``hidden``."""
         normed = hidden if self.input_norm is None else self.input_norm(hidden)
         branch = self.attention(normed, position_ids, document_start, cache)
         return self._added(branch, self.attention_post_norm)
 
     def _added(self, branch: paddle.Tensor, post_norm: nn.Layer | None) -> paddle.Tensor:
-        """What a branch adds to the hidden states."""
+        """The vectors that a branch adds to the hidden states."""
         branch = self.dropout(branch)
         if post_norm is not None:
             branch = post_norm(branch)
@@ -221,8 +221,8 @@ class FinalNorm(nn.Layer):
 
     Args:
         factory: makes the norm.
-        spec: its size.
-        multiplier: of its output, and so of the logits.
+        spec: size and kind of the norm.
+        multiplier: factor of its output, and thus of the logits.
     """
 
     def __init__(self, factory: LayerFactory, spec: NormSpec, multiplier: float = 1.0) -> None:
@@ -298,7 +298,8 @@ class TiedHead(LanguageHead):
 
 
 class ClassificationHead(nn.Layer):
-    """A head for classes (or one number) at every position, ``[s, b, classes]``, whole on every rank."""
+    """A head for classes (or one number) at every position, ``[s, b, classes]``. Every rank holds all of
+    it."""
 
     def __init__(self, factory: LayerFactory, spec: HeadSpec) -> None:
         super().__init__()
@@ -306,5 +307,5 @@ class ClassificationHead(nn.Layer):
         self.score = factory.linear(spec.linear)
 
     def forward(self, state: State, cache: KeyValueCache | None = None) -> paddle.Tensor:
-        """Scores ``[s, b, classes]``."""
+        """Return scores ``[s, b, classes]``."""
         return self.score(self.factory.leave_trunk(state[0]))

@@ -1,4 +1,4 @@
-"""The position embeddings that ship; each makes :class:`Positions` of the ``Model`` section."""
+"""The built-in position embeddings, as functions that make :class:`Positions` from the ``Model`` section."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def learned_absolute(cfg: ModelConfig) -> Positions:
 
 
 def rope(cfg: ModelConfig) -> Positions:
-    """Rotary positions (Su et al., 2021), stretched as ``Model.rope_scaling`` says."""
+    """Rotary positions (Su et al., 2021), stretched according to ``Model.rope_scaling``."""
 
     def turning(base: float, scaling: RopeScalingConfig | None) -> RotaryEmbedding:
         return RotaryEmbedding(
@@ -31,10 +31,10 @@ def rope(cfg: ModelConfig) -> Positions:
 
 
 def alibi(cfg: ModelConfig) -> Positions:
-    """Scores fall linearly with the distance (Press et al., 2022)."""
+    """Linear biases: scores fall linearly with the distance (Press et al., 2022)."""
     return Positions(biases=True)
 
 
 def none(cfg: ModelConfig) -> Positions:
-    """No positions: attention sees order by its causal mask alone."""
+    """No positions: attention sees the order only through its causal mask."""
     return Positions()

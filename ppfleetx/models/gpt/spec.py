@@ -1,6 +1,6 @@
 """The declaration of a GPT: embedding, blocks, final norm, head. Plain data, without Paddle.
 
-Layers take their sizes from this, and it is what the planner, ``--check`` and conversions count by.
+Layers take their sizes from it; the planner, ``--check`` and conversions derive parameters and costs from it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class EmbeddingSpec:
         words: the table of the vocabulary, padded.
         positions: the learned table of positions, if there is one.
         dropout: share of elements dropped from the sum.
-        norm: of the word embeddings.
-        multiplier: of the word embeddings, before the norm.
+        norm: norm of the word embeddings, if there is one.
+        multiplier: factor of the word embeddings, before the norm.
     """
 
     words: TableSpec
@@ -60,7 +60,7 @@ class EmbeddingSpec:
         return [elementwise("embedding", "edge", moved, moved, 3)]
 
     def tape(self, work: Work) -> Tape:
-        """Ids to the hidden states."""
+        """The steps from ids to hidden states."""
         size, part, ids = work.bytes_of(self.words.width), work.part_of(self.words.width), work.tokens * 8
         steps = [Step("words", size, ("ids",), extra=2 * ids, weights=self.words.weight_bytes(work))]
         if self.multiplier != 1.0:
@@ -83,15 +83,17 @@ class BlockSpec:
 
     Attributes:
         layer: the block's class; a subclass may name its own.
-        input_norm: of what attention reads; None: neither branch's input has a norm.
-        attention: the first branch.
-        attention_post_norm: of what it adds to the hidden states (Ding et al., 2021).
-        mlp_norm: of what the feed-forward part reads; None: it reads what attention reads, after its norm.
-        mlp: the second branch, an MLP or a mixture of experts.
-        mlp_post_norm: of what it adds.
-        parallel_residual: whether the feed-forward part reads what attention reads (Black et al., 2022).
+        input_norm: norm of attention's input; None: the inputs of both branches have no norm.
+        attention: declaration of the first branch.
+        attention_post_norm: norm of attention's output, before it is added to the hidden states (Ding et al.,
+            2021).
+        mlp_norm: norm of the feed-forward part's input; None: it has the same normalised input as attention.
+        mlp: declaration of the second branch, an MLP or a mixture of experts.
+        mlp_post_norm: norm of the feed-forward part's output, before it is added.
+        parallel_residual: whether attention and the feed-forward part have the same input (Black et al.,
+            2022).
         dropout: share of elements dropped from a branch before it is added to the hidden states.
-        multiplier: what a branch is multiplied by before that.
+        multiplier: factor of a branch's output before it is added.
     """
 
     layer: ClassVar[str | Callable[..., Any]] = "ppfleetx.models.gpt.layers:Block"
@@ -142,7 +144,7 @@ class BlockSpec:
             yield self.mlp_post_norm.operation("norm after mlp", "mlp", work)
 
     def tape(self, work: Work, recompute: Recompute) -> Tape:
-        """The steps of the forward pass and what they keep."""
+        """The steps of the forward pass, with the tensors that they keep."""
         size = work.part_of(self.hidden_size)
         x, low = {"x": size}, work.low_share
         normed, reads = _input(self.input_norm, work, "normed", "x")
@@ -182,7 +184,7 @@ class BlockSpec:
 
 
 def _input(norm: NormSpec | None, work: Work, writes: str, reads: str) -> tuple[list[Step], str]:
-    """The steps of the norm of a branch's input, and what the branch reads."""
+    """The steps of the norm of a branch's input, and the name of the branch's input."""
     return ([], reads) if norm is None else (norm.tape(work, writes, reads), writes)
 
 
@@ -192,11 +194,11 @@ class HeadSpec:
 
     Attributes:
         num_outputs: tokens of the vocabulary, or classes; further columns of the matrix are padding.
-        linear: a matrix of its own; a whole one makes it a classification head.
-        words: the table that the head is tied to instead.
-        loss_chunks: pieces of the positions in which logits and loss are computed.
+        linear: the head's own matrix, if it has one; a whole matrix makes it a classification head.
+        words: the word table that the head is tied to, if it has no own matrix.
+        loss_chunks: number of pieces of the positions for logits and loss.
         softcap: soft limit of the logits; None: none.
-        multiplier: of the logits, which the hidden states get.
+        multiplier: factor of the logits, which is applied to the hidden states.
     """
 
     num_outputs: int
@@ -218,7 +220,7 @@ class HeadSpec:
 
     @property
     def matrix(self) -> LinearSpec:
-        """The product that gives the logits."""
+        """The linear that computes the logits."""
         if self.linear is not None:
             return self.linear
         return LinearSpec(self.words.width, self.words.rows, "columns", False, self.words.init, "head")
@@ -237,7 +239,7 @@ class HeadSpec:
         yield elementwise("loss", "edge", logits * (e + 4 + 4), logits * (4 + 4 + e), 4)
 
     def tape(self, work: Work, source: str) -> list[Step]:
-        """Logits and the loss of a micro batch."""
+        """The steps of logits and loss for a micro batch."""
         logits, e, weights = self._logits(work), work.activation_bytes, self.matrix.weight_bytes(work)
         hides_padding = self.matrix.out_features != self.num_outputs
         # Copies of the logits that the tensor-parallel loss needs for a moment, beside its softmax.
@@ -258,7 +260,7 @@ class HeadSpec:
         return [*steps, Step("loss", 0.0, reads, extra=softmax, scratch=scratch, back=back, no_values=True)]
 
     def _loss_in_pieces(self, work: Work, source: str, logits: float, copies: int) -> Step:
-        """Head and loss of ``Model.loss_chunks``, whose gradients are made in the forward pass."""
+        """Head and loss in ``Model.loss_chunks`` pieces, with gradients computed in the forward pass."""
         size, weights = work.bytes_of(self.matrix.in_features), self.matrix.weight_bytes(work)
         e = work.activation_bytes
         piece, elements = (
@@ -321,7 +323,7 @@ class ModelSpec:
         return [self.final_norm.operation("final norm", "edge", work), *self.head.operations(work)]
 
     def end_tape(self, work: Work) -> Tape:
-        """Final norm, logits and the loss of a micro batch."""
+        """The steps of final norm, logits and loss for a micro batch."""
         steps, size = self.final_norm.tape(work, "normed", "x"), work.part_of(self.final_norm.size)
         if work.split > 1:
             steps.append(Step("whole", work.bytes_of(self.final_norm.size), ("normed",)))
@@ -392,7 +394,7 @@ def gpt_spec(cfg: ModelConfig, block: type[BlockSpec] = BlockSpec) -> ModelSpec:
 
 
 def _with_attention(block: BlockSpec, window: int | None, rotates: bool) -> BlockSpec:
-    """A block with this window, whose attention rotates or does not."""
+    """A copy of the block with this window, and with or without rotary positions."""
     attention = replace(block.attention, window=window)
     if not rotates and isinstance(attention, AttentionSpec):
         attention = replace(attention, rotary_size=None)
@@ -459,7 +461,7 @@ def score_spec(cfg: ModelConfig, num_outputs: int) -> HeadSpec:
     return HeadSpec(num_outputs, LinearSpec(cfg.hidden_size, num_outputs, "whole", False, init))
 
 
-# -- the form of before, for one version: an architecture lists the parameters of a layer
+# -- the earlier form, for one more version: an architecture lists the parameters of a layer
 
 
 @dataclass(frozen=True)
@@ -503,12 +505,12 @@ def _of_shape(shape: Shape, like: ParamSpec | None) -> ParamSpec:
     return dense(shape, Normal(0.0), "matrix" if is_matrix else "norm", mp=mp, partial=not is_matrix)
 
 
-# -- what is counted
+# -- counts
 
 
 def parameter_specs(model: ModelConfig, compress: CompressConfig | None = None) -> Mapping[str, ParamSpec]:
-    """Canonical name -> declaration of every parameter, with adapters and what ``compress`` changes, in model
-    order."""
+    """Canonical name -> declaration of every parameter, including adapters and the changes of ``compress``,
+    in model order."""
     return transformed(model_spec(model).parameters(), model.lora, compress)
 
 
@@ -523,16 +525,16 @@ def trained_count(model: ModelConfig) -> int:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Number of parameters, a tied head counted once.
+    """The number of parameters; a tied head is counted once.
 
     With biases, LayerNorm, learned positions (P of them), MHA, f = 4h and a tied head this is
-    12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al. 2021, which leaves out the final norm's 2h).
+    12Lh^2 + 13Lh + (V + P)h + 2h (Narayanan et al. 2021, but they leave out 2h for the final norm).
     """
     return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 
 
 def active_count(model: ModelConfig) -> int:
-    """The number of parameters used for one position: without the experts it does not choose."""
+    """The number of parameters used for one position, without the experts that it does not choose."""
     specs = parameter_specs(model).values()
     experts = sum(math.prod(spec.shape) for spec in specs if spec.view == EXPERTS)
     idle = 0 if model.moe is None else experts - experts * model.moe.top_k // model.moe.num_experts
@@ -550,10 +552,11 @@ def matrix_size(layer: LayerSpec) -> int:
 def flops_per_step(model: ModelConfig, batch_size: int, seq_len: int) -> int:
     """Floating-point operations of one optimizer step, forward and backward, by Megatron-LM's formula.
 
-    Only matrix products count, a multiply-add as two; attention counts the causal half; recomputation does
-    not count. Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] + 6Bs^2qL with k = 2 (3 for swiglu), which for plain
-    GPT is 72BLsh^2(1 + s/12h + V/12hL); h, q, kv are the widths of hidden states, queries and keys, f that
-    of the MLP, L layers, V padded vocabulary, B sequences of s tokens.
+    Only matrix products count, with two operations per multiply-add. Of attention only the causal half
+    counts, and recomputation does not count. Bs[6hfkL + 6(h(q + 2kv) + qh)L + 6hV] + 6Bs^2qL with k = 2 (3
+    for swiglu), which for plain GPT is 72BLsh^2(1 + s/12h + V/12hL); h, q, kv and f are the widths of hidden
+    states, queries, keys and the MLP; L is the number of layers, V the padded vocabulary, and B the number of
+    sequences of s tokens.
 
     Args:
         model: the network.

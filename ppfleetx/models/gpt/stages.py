@@ -48,11 +48,11 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
 
     Args:
         cfg: the ``Model`` section.
-        factory: makes the layers; the only thing that knows whether they are sliced.
-        block: the class of the blocks; None: the one that each block's declaration names.
+        factory: makes the layers; only the factory knows whether they are sliced.
+        block: the class of the blocks; None: the class in each block's declaration.
 
     Raises:
-        ConfigError: positions have another table than they were registered with.
+        ConfigError: the table of the position embedding contradicts its registration.
     """
     spec, positions = model_spec(cfg), POSITIONS.make(cfg.position_embedding_type, cfg, gives=Positions)
     rows = spec.embedding.positions and spec.embedding.positions.rows
@@ -103,7 +103,7 @@ def gpt_stages(cfg: ModelConfig, factory: LayerFactory, block: type[Block] | Non
 
 
 def _rotary_of(block: BlockSpec, positions: Positions) -> Rotary | None:
-    """What turns the queries and keys of a block."""
+    """The rotary positions of a block, if it has any."""
     attention = block.attention
     if isinstance(attention, AttentionSpec) and attention.rotary_size is None:
         return None
@@ -116,7 +116,7 @@ def gpt_classification_stages(cfg: ModelConfig, factory: LayerFactory, num_outpu
     head."""
     body = [replace(stage, tie=None) for stage in model_stages(cfg, factory)[:-1]]  # nothing to tie it to
     final_norm = body[-1]
-    if "multiplier" in final_norm.kwargs:  # that of the language head's logits
+    if "multiplier" in final_norm.kwargs:  # the factor of the language head's logits
         body[-1] = replace(final_norm, kwargs={**final_norm.kwargs, "multiplier": 1.0})
     return [*body, _head(score_spec(cfg, num_outputs), factory)]
 
@@ -130,8 +130,8 @@ def _head(spec: HeadSpec, factory: LayerFactory) -> Stage:
 
 
 def kernel_options(cfg: ModelConfig) -> KernelOptions:
-    """Choose the attention kernel. ``use_flash_attn`` selects flash attention where it exists, and logs
-    the reason where not."""
+    """Choose the attention kernel. ``use_flash_attn`` selects flash attention if it is available; otherwise
+    the reason is logged."""
     if cfg.use_flash_attn and cfg.attention_kernel == "auto" and not on_card():
         get_logger().warning("Model.use_flash_attn: a CPU has no flash attention; not used")
     guard = float(cfg.num_layers) if cfg.scale_qk_by_layer_num else 1.0

@@ -1,8 +1,8 @@
 """Products in bfloat16 on a CPU with AVX512-BF16 or AMX, by the oneDNN library in Paddle's wheel.
 
-Paddle has no bfloat16 products for CPUs. These round float32 operands to bfloat16, as a cast does, and sum in
-float32; the result is float32. They take about half the time of MKL's float32 products. ``bfloat16.cc`` says
-how.
+Paddle has no bfloat16 products for CPUs. These products round float32 operands to bfloat16, as a cast does,
+and sum in float32; the result is float32. They take about half the time of MKL's float32 products.
+``bfloat16.cc`` explains how.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _entered = False
 
 @contextmanager
 def products() -> Iterator[None]:
-    """Within, layers compute products with weights by :func:`matmul`, as ``auto_cast`` would have it on a
-    card. Backward passes follow what the forward pass did."""
+    """Context manager: inside it, layers compute products with weights by :func:`matmul`, as with
+    ``auto_cast`` on a card. Backward passes use the same products as their forward passes."""
     global _entered
     before, _entered = _entered, True
     try:
@@ -39,7 +39,7 @@ def products() -> Iterator[None]:
 
 
 def are_entered() -> bool:
-    """Whether :func:`products` is entered."""
+    """Whether :func:`products` is active."""
     return _entered
 
 
@@ -55,21 +55,22 @@ def matmul(
 
     Args:
         x: ``[..., m, k]``, float32 or bfloat16; ``[..., k, m]`` with ``transpose_x``.
-        y: ``[..., k, n]`` with the leading dimensions of ``x``, or ``[k, n]``; its last two dimensions change
-            places with ``transpose_y``.
+        y: ``[..., k, n]`` with the leading dimensions of ``x``, or ``[k, n]``; with ``transpose_y`` its last
+            two dimensions are swapped.
         bias: ``[n]`` float32.
     """
     return _C_ops._run_custom_op("ppfleetx_bfloat16_matmul", x, y, bias, transpose_x, transpose_y)[0]
 
 
 def cast(x: paddle.Tensor) -> paddle.Tensor:
-    """``x`` in bfloat16, rounded to the nearest value; itself if it is bfloat16."""
+    """Round ``x`` to the nearest bfloat16 values; a bfloat16 ``x`` is returned unchanged."""
     if x.dtype == paddle.bfloat16:
         return x
     return _C_ops._run_custom_op("ppfleetx_bfloat16_cast", x.detach())[0]
 
 
 def cast_and_sum(x: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """``x [..., n]`` float32 in bfloat16, and the float32 sums ``[n]`` of its columns before rounding."""
+    """Round float32 ``x [..., n]`` to bfloat16; also return the sums ``[n]`` of its columns before
+    rounding."""
     low, sums = _C_ops._run_custom_op("ppfleetx_bfloat16_cast_and_sum", x.detach())
     return low, sums

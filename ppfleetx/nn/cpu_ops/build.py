@@ -1,7 +1,7 @@
 """Compiles the operators for CPUs.
 
-Paddle's own way, ``paddle.utils.cpp_extension``, is left aside: it needs a setuptools that still has
-``easy_install``, and Python's headers.
+It does not use Paddle's own ``paddle.utils.cpp_extension``, which needs Python's headers and a setuptools
+that still has ``easy_install``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ _ONEDNN = "libdnnl.so.3"
 
 
 def build() -> Path:
-    """Compile the decoding operators for this machine, unless that was done before; return the library's
-    path.
+    """Compile the decoding operators for this machine if necessary; return the library's path.
 
     Raises:
-        UserError: there is no compiler, or it fails, or what it makes cannot be loaded or written.
+        UserError: there is no compiler, it fails, or its result cannot be written or loaded.
     """
     return _build(SOURCE, library_path(), are_available)
 
@@ -55,8 +54,8 @@ def build_trunk() -> Path:
 
 
 def build_bfloat16() -> Path | None:
-    """The same for the operators of :mod:`ppfleetx.nn.cpu_ops.bfloat16`; None: the processor has no such
-    products, or this build of Paddle brings no oneDNN."""
+    """Compile the operators of :mod:`ppfleetx.nn.cpu_ops.bfloat16`; None if the processor has no such
+    products, or this build of Paddle has no oneDNN."""
     if cpu_obstacle("bfloat16") or not (Path(paddle.sysconfig.get_lib()) / _ONEDNN).exists():
         return None
     return _build(BFLOAT16_SOURCE, library_path(BFLOAT16_SOURCE), bfloat16.are_available)
@@ -83,7 +82,7 @@ def _build(source: Path, target: Path, are_available: Callable[[], bool]) -> Pat
 
 
 def find_compiler() -> list[str]:
-    """The command of a C++ compiler, ``CXX`` before others.
+    """The command of a C++ compiler: ``CXX`` if it is set, else the first one found.
 
     Raises:
         UserError: there is none.
@@ -104,7 +103,7 @@ def _commands(compiler: list[str], source: Path, library: Path) -> list[list[str
     base = lib.parent / "base"
     compiled = library.with_suffix(".o")
     includes = [f"-I{include}", f"-I{include / 'third_party'}"]
-    # Paddle's threads, where it brings them: a second library for OpenMP would start threads of its own.
+    # Use Paddle's OpenMP library if it has one, because a second one would start its own threads.
     threads = "libiomp5.so"
     openmp = [f"-L{lib}", f"-l:{threads}"] if (lib / threads).exists() else ["-fopenmp"]
     paddle_library = [f"-L{base}", "-l:libpaddle.so", f"-Wl,-rpath,{base}:{lib}"]

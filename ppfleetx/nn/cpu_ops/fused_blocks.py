@@ -1,9 +1,9 @@
 """One CPU operator that runs all transformer blocks over a few new positions.
 
-A block takes thirty operations of Paddle. For few rows starting them costs as much as what they compute, or
-more, where weights have few bits. ``fused_blocks.cc`` does all blocks and the final norm in one operation:
+A block takes thirty operations of Paddle. For few rows, starting them takes as long as computing them, or
+longer if weights have few bits. ``fused_blocks.cc`` does all blocks and the final norm in one operation:
 norms, rotary positions, the cache, attention, activations, and products with matrices as they are stored. It
-computes what the layers compute, in float32; results differ by rounding.
+computes the same as the layers, in float32, up to rounding.
 
 Shape letters: s new positions, b rows, h hidden, g key/value heads, k columns of the cache, d head size.
 """
@@ -23,8 +23,8 @@ from ppfleetx.nn.cpu_ops.ops import FUSED_BLOCKS_SOURCE, library_path, load_libr
 from ppfleetx.nn.mlp import gelu_tanh, quick_gelu, relu, relu_squared, swiglu
 
 FORMATS = ("whole", "panels", "int8", "int4", "int8_int8")
-"""How a matrix is stored: ``[in, out]`` float32; the panels of :mod:`ppfleetx.nn.packed_weights`; or those of
-:mod:`ppfleetx.nn.cpu_ops.quantized`, in the order of its products."""
+"""The formats of a matrix: ``[in, out]`` float32, the panels of :mod:`ppfleetx.nn.packed_weights`, or the
+panels of :mod:`ppfleetx.nn.cpu_ops.quantized`, in the order of its products."""
 ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
     gelu_tanh,
     F.gelu,
@@ -33,7 +33,7 @@ ACTIVATIONS: tuple[Callable[[paddle.Tensor], paddle.Tensor], ...] = (
     relu_squared,
     swiglu,
 )
-"""What may stand between the matrices of a feed-forward part."""
+"""The activations that the operator supports in a feed-forward part."""
 
 
 @functools.cache
@@ -54,12 +54,12 @@ class BlockSizes:
 
     Attributes:
         groups: key/value heads.
-        per_group: query heads of each.
+        per_group: query heads per key/value head.
         head_dim: d.
-        rotary_dim: features of a head that are turned by its position; 0: none.
-        activation: place in :data:`ACTIVATIONS`.
+        rotary_dim: number of features of a head with rotary positions; 0: none.
+        activation: index in :data:`ACTIVATIONS`.
         inner: input features of the second matrix of the feed-forward part.
-        parallel_residual: the feed-forward part reads what attention reads.
+        parallel_residual: whether the feed-forward part has the same input as attention.
     """
 
     groups: int
@@ -73,11 +73,11 @@ class BlockSizes:
 
 @dataclass
 class BlockWeights:
-    """Weights in the order in which the operator reads them, and the numbers that say where each is.
+    """Weights in the order in which the operator reads them, and their positions.
 
     Attributes:
         tensors: the weights.
-        layout: sizes, then for each block its linears and norms, then the final norm.
+        layout: numbers for the sizes, then for the linears and norms of each block, then for the final norm.
     """
 
     tensors: list[paddle.Tensor] = field(default_factory=list)
@@ -104,8 +104,8 @@ class BlockWeights:
         columns: int,
         bias: paddle.Tensor | None,
     ) -> None:
-        """A matrix with ``columns`` output features; ``kind`` is one of :data:`FORMATS`. A block has four:
-        ``qkv``, ``out_proj``, ``fc1``, ``fc2``."""
+        """Add a matrix with ``columns`` output features; ``kind`` is one of :data:`FORMATS`. A block has four
+        matrices: ``qkv``, ``out_proj``, ``fc1``, ``fc2``."""
         self.layout.append(FORMATS.index(kind))
         self._point_to(values)
         self._point_to(scales)
@@ -113,9 +113,9 @@ class BlockWeights:
         self._point_to(bias)
 
     def add_norm(self, weight: paddle.Tensor | None, bias: paddle.Tensor | None = None) -> None:
-        """A norm with a bias takes the mean away (LayerNorm), one without does not (RMSNorm); none: there is
-        none here. A block has six, after its linears: before attention, after it, before the feed-forward
-        part, after it, of queries, of keys."""
+        """Add a norm: LayerNorm if it has a bias, RMSNorm if not, and no norm if ``weight`` is None. A block
+        has six, after its linears: before and after attention, before and after the feed-forward part, of
+        queries, of keys."""
         self._point_to(weight)
         self._point_to(bias)
 
@@ -134,17 +134,17 @@ def run(
     weights: BlockWeights,
     epsilon: float,
 ) -> tuple[paddle.Tensor, list[paddle.Tensor]]:
-    """``hidden [s, b, h]`` through all blocks and the final norm, without gradients.
+    """Run all blocks and the final norm on ``hidden [s, b, h]``, without gradients.
 
     Args:
         hidden: float32 on CPU.
-        column: ``[1]`` int64, the cache's column that the first new position gets.
-        penalty: ``[b, 1, s, k]`` or ``[1, 1, s, k]`` float32, added to the scores; a position never sees what
-            is behind it. None: nothing is added.
-        angles: cos and sin ``[b, s, rotary_dim / 2]`` of the positions; None: nothing is turned.
+        column: ``[1]`` int64, the cache's column for the first new position.
+        penalty: ``[b, 1, s, k]`` or ``[1, 1, s, k]`` float32, added to the scores; None: nothing is added. A
+            position never sees later positions.
+        angles: cos and sin ``[b, s, rotary_dim / 2]`` of the positions; None: no rotary positions.
         cache: keys and values of each block in turn, ``[b, g, k, d]``; new columns are written into them.
         weights: see :class:`BlockWeights`.
-        epsilon: of all norms.
+        epsilon: epsilon of all norms.
 
     Returns:
         ``[s, b, h]``, and the cache's tensors.

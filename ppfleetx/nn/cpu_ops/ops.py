@@ -1,16 +1,16 @@
-"""Operators of our own for decoding on a CPU, where they have been compiled.
+"""Our own operators for decoding on a CPU, which are used if they have been compiled.
 
 ``few_rows`` multiplies few rows with a large matrix: eight rows with the matrices of a GPT of 124M parameters
-take two thirds of the time of MKL's best way. ``nucleus`` is top-p in one operation instead of eighty.
-``few_rows.h`` and ``kernels.cc`` say how. There are more: :mod:`~ppfleetx.nn.cpu_ops.quantized` for few bits,
-and :mod:`~ppfleetx.nn.cpu_ops.fused_blocks` for all blocks of a model at once. They are optional, and
-never compiled while something else is wanted:
+take two thirds of the time of MKL's fastest method. ``nucleus`` is top-p in one operation instead of eighty.
+``few_rows.h`` and ``kernels.cc`` explain how. Further operators are in :mod:`~ppfleetx.nn.cpu_ops.quantized`,
+for few bits, and :mod:`~ppfleetx.nn.cpu_ops.fused_blocks`, for all blocks of a model at once. They are
+optional, and only an explicit command compiles them:
 
     python -m ppfleetx.nn.cpu_ops
 
-takes a C++ compiler and a few seconds, and ``make`` does it for its own environment. The library is of one
-version of Paddle and of one kind of CPU; anywhere else it is not found, and Paddle's operations and NumPy do
-the same. Deleting the directory ``built`` undoes it.
+This needs a C++ compiler and a few seconds; ``make`` runs it for its own environment. The library is for one
+version of Paddle and one kind of CPU. Anywhere else it is not found, and Paddle's operations and NumPy give
+the same results. To undo it, delete the directory ``built``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from ppfleetx.utils.machine import AVX512, flags_in, read_cpuinfo
 WIDTH = 48 if flags_in(read_cpuinfo()) >= AVX512 else 16
 """Columns of a panel: one tile of MKL's kernels, three registers of float32 with AVX-512, two with AVX2."""
 MOST_ROWS = 32
-"""Up to which ``few_rows`` is faster than MKL for sure; in dynamic mode more rows are left to MKL."""
+"""The most rows for which ``few_rows`` is surely faster than MKL; in dynamic mode MKL multiplies more
+rows."""
 OPTIONS = (
     *("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-w", f"-DPANEL_WIDTH={WIDTH}"),
     *("-DPADDLE_WITH_CUSTOM_KERNEL", "-D_GLIBCXX_USE_CXX11_ABI=1"),  # Paddle's headers choose by these
 )
-"""Of the compiler."""
+"""Options of the compiler."""
 _HOW_TO_MAKE = "python -m ppfleetx.nn.cpu_ops makes operators for this kind of CPU (it needs a C++ compiler)"
 SOURCE = Path(__file__).with_name("kernels.cc")
 QUANTIZED_SOURCE = Path(__file__).with_name("quantized.cc")
@@ -63,7 +64,7 @@ def are_available() -> bool:
 
 
 def load_library(path: Path) -> bool:
-    """Make the operators of a library known to Paddle; False, and a warning, where it cannot be loaded."""
+    """Load a library of operators into Paddle; return False, with a warning, if that fails."""
     if not path.exists():
         return False
     try:
@@ -91,11 +92,12 @@ def few_rows(
         x: ``[..., k]`` float32 on CPU.
         panels: ``weight [k, num_columns]`` as ``[p, k, WIDTH]``, filled up with zeros.
         bias: ``[num_columns]`` or None.
-        num_columns: of ``weight``.
+        num_columns: number of columns of ``weight``.
     """
     return _C_ops._run_custom_op("ppfleetx_few_rows", x, panels, bias, num_columns)[0]
 
 
 def nucleus(probabilities: paddle.Tensor, top_p: paddle.Tensor) -> paddle.Tensor:
-    """:func:`ppfleetx.generation.processors.nucleus` of ``[b, V]`` float32 on CPU; ``top_p [1]`` float32."""
+    """:func:`ppfleetx.generation.processors.nucleus` for ``[b, V]`` float32 on CPU and ``top_p [1]``
+    float32."""
     return _C_ops._run_custom_op("ppfleetx_nucleus", probabilities, top_p)[0]

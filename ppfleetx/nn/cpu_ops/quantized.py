@@ -1,8 +1,8 @@
-"""Operators of our own for matrices of 8 and 4 bits on a CPU, where they have been compiled.
+"""Our own operators for matrices of 8 and 4 bits on a CPU, which are used if they have been compiled.
 
-Decoding reads every weight once per token; a quarter or an eighth of the bytes is what makes it faster. The
-numbers are widened to float32 in registers; with activations of 8 bits, sums are those of integers
-(``vpdpbusd`` where the CPU has it). ``quantized.cc`` says how, ``python -m ppfleetx.nn.cpu_ops`` compiles it.
+Decoding reads every weight once per token, so it is faster with a quarter or an eighth of the bytes. The
+numbers are widened to float32 in registers; with activations of 8 bits, integers are summed (by ``vpdpbusd``
+if the CPU has it). ``quantized.cc`` explains how, and ``python -m ppfleetx.nn.cpu_ops`` compiles it.
 
 Shape letters: k input features, n output features, g groups of input features, p panels of w columns.
 Results differ from ``x @ dequantised + bias`` in float64 by no more than 2e-6 of ``|x| @ |dequantised|``.
@@ -18,9 +18,9 @@ from paddle import _C_ops
 from ppfleetx.nn.cpu_ops.ops import QUANTIZED_SOURCE, WIDTH, library_path, load_library
 
 BLOCK = 8
-"""Input features that are read together: groups are of a multiple of it."""
+"""The number of input features that are read together. Sizes of groups are multiples of it."""
 MOST_INPUTS = 65536
-"""Input features up to which sums of 8-bit products stay within 32 bits."""
+"""The most input features for which sums of 8-bit products stay within 32 bits."""
 
 
 @functools.cache
@@ -37,18 +37,18 @@ def int8_panels(levels: paddle.Tensor) -> paddle.Tensor:
 
 
 def int4_panels(packed: paddle.Tensor) -> paddle.Tensor:
-    """Pairs of integers ``[k / 2, n]`` uint8 as ``[p, k / 8, w, 4]``: a column's next 8 in 4 bytes."""
+    """Arrange pairs of integers ``[k / 2, n]`` uint8 as ``[p, k / 8, w, 4]``: 8 of a column in 4 bytes."""
     return _fill(packed, 4).reshape([packed.shape[0] // 4, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
 def int8_quads(levels: paddle.Tensor) -> paddle.Tensor:
-    """Integers ``[k, n]`` int8 as ``[p, k4, w, 4]``: a column's next 4 side by side."""
+    """Arrange integers ``[k, n]`` int8 as ``[p, k4, w, 4]``: 4 of a column side by side."""
     quads = -(-levels.shape[0] // 4)
     return _fill(levels, 4).reshape([quads, 4, -1, WIDTH]).transpose([2, 0, 3, 1])
 
 
 def scale_panels(scales: paddle.Tensor) -> paddle.Tensor:
-    """``scales [g, n]`` float32 as ``[p, g, w]``."""
+    """Arrange ``scales [g, n]`` float32 as ``[p, g, w]``."""
     return _fill(scales, 1).reshape([scales.shape[0], -1, WIDTH]).transpose([1, 0, 2])
 
 
@@ -59,8 +59,8 @@ def int8_product(
 
     Args:
         x: float32 on CPU.
-        panels: of :func:`int8_panels`.
-        scales: of :func:`scale_panels`.
+        panels: result of :func:`int8_panels`.
+        scales: result of :func:`scale_panels`.
         bias: ``[n]`` or None.
         columns: n.
     """
@@ -79,20 +79,20 @@ def int8_int8_product(
 ) -> paddle.Tensor:
     """:func:`int8_product` with the panels of :func:`int8_quads` and each row of ``x`` rounded to 8 bits.
 
-    A row's grid ends at its largest magnitude; a row with NaN or infinity gives NaN. There is no such product
-    with groups.
+    A row's grid ends at its largest magnitude; a row with NaN or infinity gives NaN. Groups are not
+    supported.
     """
     return _C_ops._run_custom_op("ppfleetx_int8_int8", x, panels, scales, bias, columns)[0]
 
 
 def _fill(matrix: paddle.Tensor, multiple: int) -> paddle.Tensor:
-    """``matrix`` with zeros below and to the right, up to multiples of ``multiple`` and :data:`WIDTH`."""
+    """Pad ``matrix`` with zeros below and to the right, to multiples of ``multiple`` and :data:`WIDTH`."""
     rows, columns = matrix.shape
     below, right = -rows % multiple, -columns % WIDTH
     if not below and not right:
         return matrix
     dtype = matrix.dtype
-    if dtype == paddle.uint8:  # which programs of Paddle 3.3.1 do not join
+    if dtype == paddle.uint8:  # programs of Paddle 3.3.1 cannot concatenate it
         matrix = paddle.cast(matrix, "int16")
     if below:
         matrix = paddle.concat([matrix, paddle.zeros([below, columns], dtype=matrix.dtype)], axis=0)
