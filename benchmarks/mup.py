@@ -5,8 +5,7 @@
     python benchmarks/mup.py [--widths 64 128 256 512] [--steps 120] [--output mup.png]
 
 Models of 2 blocks with heads of 32 train on the quickstart's data at a constant rate; what is compared is the
-mean loss of the last 20 steps. Initial values have the usual 0.02 without muP, and with it 0.08, which suits
-the narrow base, and which the wide models scale. One thread each, two runs at a time.
+mean loss of the last 20 steps. One thread each, two runs at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CONFIG = ROOT / "ppfleetx/configs/nlp/gpt/pretrain_gpt_tiny.yaml"
 LAST = 20
 
 
-def final_loss(width: int, rate: float, base: int | None, steps: int) -> float:
+def final_loss(width: int, rate: float, base: int | None, steps: int, std: float = 0.02) -> float:
     """The mean loss of the last steps; infinite if the run diverged."""
     with tempfile.TemporaryDirectory() as directory:
         keys = {
@@ -39,7 +38,7 @@ def final_loss(width: int, rate: float, base: int | None, steps: int) -> float:
             "Model.num_layers": 2,
             "Model.num_attention_heads": width // 32,
             "Model.mup_base_width": "null" if base is None else base,
-            "Model.initializer_range": 0.02 if base is None else 0.08,
+            "Model.initializer_range": 0.02 if base is None else std,
             "Data.Train.dataset.max_seq_len": 128,
             "Data.Eval": "null",
             "Optimizer.lr.decay_style": "constant",
@@ -71,6 +70,9 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512])
     parser.add_argument("--exponents", type=int, nargs="+", default=[-10, -9, -8, -7, -6, -5, -4])
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument(
+        "--initializer-range", type=float, default=0.02, help="of the models with muP (default: 0.02)"
+    )
     parser.add_argument("--output", type=Path, help="picture to write")
     args = parser.parse_args()
     runs = [
@@ -82,7 +84,7 @@ def main() -> None:
 
     def run(one: tuple[int | None, int, int]) -> float:
         base, width, exponent = one
-        loss = final_loss(width, 2.0**exponent, base, args.steps)
+        loss = final_loss(width, 2.0**exponent, base, args.steps, args.initializer_range)
         print(f"{'muP' if base else 'standard':8} width {width:4} rate 2^{exponent}: {loss:.3f}", flush=True)
         return loss
 
