@@ -146,7 +146,7 @@ def _is_plain_block(layer: nn.Layer) -> bool:
         and layer.mlp.activation.function in fused_blocks.ACTIVATIONS
         and _is_known_rotary(layer.attention.rotary)
         and layer.mlp_norm is not None
-        and not layer.attention.norms_all_heads
+        and not layer.attention.norms_outside
         and layer.multiplier == 1.0
         and not layer.attention.has_biases
         and layer.attention.query_factor == 1.0

@@ -134,7 +134,7 @@ class Attention(HeadAttention):
         self.options = replace(self.options, softcap=spec.softcap)
         self.qkv = factory.linear(spec.qkv)
         self.q_norm, self.k_norm = (None if norm is None else factory.norm(norm) for norm in spec.norms)
-        self.norms_all_heads = spec.head_norm is not None and spec.head_norm.over_heads
+        self.norms_outside = spec.head_norm is not None and spec.head_norm.over_heads
         self.out_proj = factory.linear(spec.out_proj)
 
     def forward(
@@ -153,7 +153,7 @@ class Attention(HeadAttention):
             cache: keys and values of earlier positions; the keys and values of ``hidden`` are appended.
         """
         qkv = self.qkv(hidden).reshape([0, 0, self.num_groups, self.queries_per_group + 2, self.head_dim])
-        if self.norms_all_heads:  # now, because after the exchange some heads are on other ranks
+        if self.norms_outside:  # now, because after the exchange some heads are on other ranks
             qkv = self._normed(qkv)
         qkv = self.strategy.enter(qkv)
         if position_ids is not None:
@@ -174,7 +174,7 @@ class Attention(HeadAttention):
         return self.out_proj(self.strategy.leave(context))
 
     def _normed(self, qkv: paddle.Tensor) -> paddle.Tensor:
-        """``qkv [s, b, g, r + 2, d]`` with the norms over all heads."""
+        """Apply the norms whose weights span all heads to ``qkv [s, b, g, r + 2, d]``."""
         groups, per_group, size = self.num_groups, self.queries_per_group, self.head_dim
         query, key, value = qkv.split([per_group, 1, 1], axis=3)
         query = self.q_norm(query.flatten(2)).reshape([0, 0, groups, per_group, size])
@@ -183,12 +183,12 @@ class Attention(HeadAttention):
         return paddle.concat([query.astype(qkv.dtype), key.astype(qkv.dtype), value], axis=3)
 
     @property
-    def _norms_each_head(self) -> bool:
-        return self.q_norm is not None and not self.norms_all_heads
+    def _norms_inside(self) -> bool:
+        return self.q_norm is not None and not self.norms_outside
 
     def _takes_packed(self, qkv: paddle.Tensor) -> bool:
         """Whether the packed fused operator can run: no layer changes queries or keys on their own."""
-        is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_each_head
+        is_plain = self.queries_per_group == 1 and self.rotary is None and not self._norms_inside
         is_plain = is_plain and self.window is None and not self.strategy.has_own_core
         is_plain = is_plain and not self.has_biases and self.query_factor == 1.0
         return is_plain and packed_attention_serves(qkv, self.dropout, self.options)
@@ -237,13 +237,13 @@ class Attention(HeadAttention):
         """:meth:`divide` without linear biases."""
         per_group = self.queries_per_group
         # One transpose for all three, so that no part has to be copied again.
-        if per_group == 1 and self.rotary is None and not self._norms_each_head:
+        if per_group == 1 and self.rotary is None and not self._norms_inside:
             query, key, value = qkv.transpose([3, 1, 2, 0, 4]).unbind(0)
             return query.unsqueeze(2), key, value
         qkv = qkv.transpose([1, 2, 3, 0, 4])
-        if self.rotary is None or self._norms_each_head:
+        if self.rotary is None or self._norms_inside:
             query, key, value = qkv.split([per_group, 1, 1], axis=2)
-            if self._norms_each_head:
+            if self._norms_inside:
                 query, key = self.q_norm(query), self.k_norm(key)
             if self.rotary is not None:
                 query, key = (self.rotary.rotate(part, position_ids) for part in (query, key))

@@ -46,7 +46,7 @@ class AttentionSpec:
         output_init: initial values of the projection after attention.
         dropout: share of attention weights dropped.
         window: how many earlier positions a token sees; None: all of them.
-        head_norm: norm of the query and key of each head (Henry et al., 2020), or of all heads together.
+        head_norm: norm of the query and key of each head (Henry et al., 2020), or one over all heads.
         rotary_size: number of features of each head with rotary positions; None: no rotary positions.
         has_biases: whether scores get linear biases by distance (Press et al., 2022).
         score_scale: factor of the scores; None: ``1 / sqrt(head_dim)``.

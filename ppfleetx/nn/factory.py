@@ -40,7 +40,7 @@ from ppfleetx.nn.loss import parallel_token_loss, token_loss
 from ppfleetx.nn.loss_output import SAME_ON_MP, LossOutput
 from ppfleetx.nn.matmul import Exchange, Matmul
 from ppfleetx.nn.moe_spec import GroupedLinearSpec
-from ppfleetx.nn.norm import RMSNorm, SlicedRMSNorm
+from ppfleetx.nn.norm import NormOfEachHead, RMSNorm, SlicedRMSNorm
 from ppfleetx.nn.packed_weights import InferenceLinear
 from ppfleetx.nn.param_spec import REPLICATE, ParamSpec, Shard, placed
 from ppfleetx.nn.quantized import QuantizedEmbedding, QuantizedGroupedLinear, QuantizedLinear
@@ -175,10 +175,11 @@ class LocalFactory:
         Raises:
             ConfigError: there is no such norm, or its parameters differ from its registration.
         """
-        layer = NORMS.make(spec.kind, spec.size, spec.epsilon, gives=nn.Layer)
+        size, traits, specs = spec.head_size or spec.size, NORMS.traits(spec.kind), self._parameters(spec)
+        layer = NORMS.make(spec.kind, size, spec.epsilon, gives=nn.Layer)
         if isinstance(layer, RMSNorm):
             layer.fused = self.fused
-        parameters, declared = dict(layer.named_parameters()), NORMS.traits(spec.kind).parameters
+        parameters, declared = dict(layer.named_parameters()), traits.parameters
         if {*parameters} != {*declared} or not {*declared} <= {"weight", "bias"}:
             raise ConfigError(
                 f"has the parameters {', '.join(parameters) or 'none'}, and was registered with "
@@ -186,7 +187,10 @@ class LocalFactory:
                 key="Model.normalization",
                 value=spec.kind,
             )
-        return self._declared(layer, self._parameters(spec))
+        if spec.head_size is not None:
+            (width,) = placed(specs["weight"], self.mesh, self.rank).local_shape
+            layer = NormOfEachHead(layer, width, zero_centered=traits.zero_centered)
+        return self._declared(layer, specs)
 
     def dropout(self, probability: float, *, inside_heads: bool = False) -> nn.Layer:
         return Dropout(probability)
@@ -379,7 +383,7 @@ class TensorParallelFactory(LocalFactory):
         return self._declared(VocabParallelEmbedding(shape, rank=self.group.rank, join=self._sum), specs)
 
     def norm(self, spec: NormSpec) -> nn.Layer:
-        if not spec.over_heads:
+        if not spec.over_heads or spec.head_size is not None:
             return super().norm(spec)
         specs = self._parameters(spec)
         (size,) = placed(specs["weight"], self.mesh, self.rank).local_shape

@@ -126,6 +126,8 @@ class NormSpec:
         gain: initial value of the weight.
         inside_heads: whether its input is sliced over heads.
         over_heads: whether its dimension spans all heads, so that tensor parallelism slices it.
+        head_size: with ``over_heads``, the size of a head if each head has its own statistics; None: one
+            statistic over all heads.
         before_split: whether its input has all positions despite sequence parallelism, like the embedding's
             norm.
     """
@@ -136,6 +138,7 @@ class NormSpec:
     gain: float = 1.0
     inside_heads: bool = False
     over_heads: bool = False
+    head_size: int | None = None
     before_split: bool = False
 
     def parameters(self, *, sequence_parallel: bool = True) -> Specs:
@@ -147,8 +150,11 @@ class NormSpec:
         sees_all = self.before_split or self.over_heads
         partial = self.inside_heads or (sequence_parallel and not sees_all)
         mp = Shard(0) if self.over_heads else REPLICATE
+        heads = range(self.size // self.head_size) if self.head_size is not None else ()
+        parts = tuple(Part(str(n), 0, self.size, n * self.head_size, self.head_size) for n in heads)
         return {
-            name: dense((self.size,), *values[name], mp=mp, partial=partial) for name in traits.parameters
+            name: dense((self.size,), *values[name], mp=mp, partial=partial, parts=parts)
+            for name in traits.parameters
         }
 
     def operation(self, name: str, part: Place, work: Work) -> Operation:
@@ -159,6 +165,11 @@ class NormSpec:
     def tape(self, work: Work, writes: str, reads: str, size: float | None = None) -> list[Step]:
         """The steps of normalising the hidden states, or a tensor of ``size`` bytes."""
         u = work.part_of(self.size) if size is None else size
+        if self.head_size is not None:  # gains of the heads, after the norm without a gain; all in float32
+            wide = u * 4 / work.activation_bytes
+            normal = f"{writes} without gain"
+            one = replace(self, head_size=None).tape(work, normal, reads, wide)
+            return [*one, Step(writes, u, (normal,), keeps=(normal,), back=wide)]
         is_rms, e = self.kind.startswith("RMSNorm"), work.activation_bytes
         if not is_rms or work.on_cpu or work.fused:
             scratch, back = u if is_rms else 0.0, 2 * u if work.on_cpu else 0.0

@@ -108,6 +108,33 @@ class SlicedRMSNorm(RMSNorm):
         return (x32 * paddle.rsqrt(squares / self.total + self.epsilon)).astype(x.dtype) * self.weight
 
 
+class NormOfEachHead(nn.Layer):
+    """A norm of each head, with a separate gain for each head: ``weight [heads * size]``.
+
+    Args:
+        norm: norm of one head of ``size`` elements, with ``weight`` and no ``bias``. Its weight becomes a
+            constant that leaves the normalised values as they are.
+        width: ``heads * size`` of the heads on this rank.
+        zero_centered: whether the gain is ``1 + weight``.
+    """
+
+    def __init__(self, norm: nn.Layer, width: int, *, zero_centered: bool) -> None:
+        super().__init__()
+        self.size, self.added = norm.weight.shape[0], 1.0 if zero_centered else 0.0
+        self.weight = self.create_parameter([width], default_initializer=nn.initializer.Constant(1.0))
+        del norm.weight
+        norm.register_buffer(
+            "weight", paddle.full([self.size], 1.0 - self.added, "float32"), persistable=False
+        )
+        self.norm = norm
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """Normalise ``[..., heads * size]``; the gain is applied in float32."""
+        heads = x.reshape([*[0] * (x.ndim - 1), -1, self.size]).astype(self.norm.weight.dtype)
+        normal = self.norm(heads).flatten(-2).astype("float32")
+        return (normal * (self.weight.astype("float32") + self.added)).astype(x.dtype)
+
+
 class RMSNorm1P(RMSNorm):
     """:class:`RMSNorm` with the gain ``1 + weight`` (Gemma Team, 2024), in float32."""
 

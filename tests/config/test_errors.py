@@ -118,6 +118,14 @@ def test_wrong_override(small, override, pieces):
 
 WRONG_COMBINATIONS = [
     (
+        ["Model.qk_layernorm=each_head", "Model.normalization=LayerNorm1P"],
+        ["Model.qk_layernorm = 'each_head' (-o override 1)", "has a weight and no bias"],
+    ),
+    (
+        ["Compress.Prune.enable=True", "Model.qk_layernorm=each_head"],
+        ["Compress.Prune.enable = True (-o override 1)", "its gains belong to this number of heads"],
+    ),
+    (
         ["Engine.max_steps=1", "Engine.max_steps=2"],
         ["Engine.max_steps = 2 (-o override 2)", "already set by override 1 to 1;"],
     ),

@@ -127,7 +127,9 @@ def test_greedy_search_gives_transformers_tokens(tmp_path, name):
     assert tokens_of(alone) == TOLD[name]["ids"]
 
 
-@pytest.mark.parametrize("name", ["qwen3_window", "gemma3", "olmo3", "bloom", "falcon_new", "cohere2", "opt"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_window", "gemma3", "olmo3", "stablelm_norms", "bloom", "falcon_new", "cohere2", "opt"]
+)
 def test_an_exported_program_gives_them_too(tmp_path, name):
     """Other blocks as programs are in tests/models/test_export.py."""
     cfg, generator = generator_of(tmp_path, name)
@@ -243,7 +245,6 @@ QWEN = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8,
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm: True of this cohere"),
         ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim 16 is not hidden_size"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: False of this opt"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm: True of this bloom"),

@@ -113,6 +113,8 @@ def test_what_the_operator_does_not_do_is_left_to_the_layers() -> None:
     other.stages[1].mlp.activation.function = paddle.nn.functional.sigmoid
     assert fused_trunk(other.stages[1:-1]) is None
     assert fused_trunk(other.stages[2:-1]) is not None
+    of_heads = _model(qk_layernorm="each_head", normalization="RMSNorm")
+    assert fused_trunk(of_heads.stages[1:-1]) is None
 
 
 @needs_operator

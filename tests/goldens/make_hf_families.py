@@ -89,6 +89,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere": ("cohere", {**SIZES, "num_key_value_heads": 2, "logit_scale": 0.4}),
+    "cohere_norms": ("cohere", {**SIZES, "num_key_value_heads": 2, "logit_scale": 0.4, "use_qk_norm": True}),
     "cohere2": (
         "cohere2",
         {
@@ -102,6 +103,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm_parallel": (
         "stablelm",
         {**SIZES, "num_key_value_heads": 4, "use_parallel_residual": True},
+    ),
+    "stablelm_norms": (
+        "stablelm",
+        {**SIZES, "num_key_value_heads": 2, "use_parallel_residual": True, "qk_layernorm": True},
     ),
     "phi3": ("phi3", {**GROUPED, "sliding_window": 5, "pad_token_id": 0}),
     "smollm3": ("smollm3", {**GROUPED, "no_rope_layers": [1, 0], "pad_token_id": 0}),
@@ -170,7 +175,8 @@ def main() -> None:
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, suppress_tokens=[96], **options
             )
             rows.append(out[0, len(prompt) :].tolist())
-        told[name] = {"config": model.config.to_dict(), "ids": rows}
+        config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+        told[name] = {"config": config, "ids": rows}
         print(name, np.abs(arrays[name]).max(), [len(set(row)) for row in rows])
     arrays["tokens"] = tokens.numpy()
     np.savez_compressed(HERE / "hf_families.npz", **arrays)

@@ -31,6 +31,7 @@ VARIANTS = {
     "mqa_sandwich_relu2": {"sandwich_norm": True, "num_query_groups": 1, "hidden_act": "relu2"},
     "neox": {"position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True},
     "qwen3": {**LLAMA_STYLE, "qk_layernorm": True, "head_dim": 16},
+    "command_r": {"normalization": "LayerNormNoBias", "qk_layernorm": "each_head", "num_query_groups": 2},
     "window_normed_heads": {"qk_layernorm": True, "attention_window": 5},
     "latent": {
         **{key: value for key, value in LLAMA_STYLE.items() if key != "num_query_groups"},

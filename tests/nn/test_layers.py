@@ -68,6 +68,35 @@ def test_norm(kind, training):
         np.testing.assert_allclose(layer.bias.grad.numpy(), upstream.sum((0, 1)), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["LayerNormNoBias", "RMSNorm", "RMSNorm1P"])
+@pytest.mark.parametrize("training", [True, False])
+def test_norm_of_each_head_with_a_gain_of_its_own(kind, training):
+    layer = LocalFactory().norm(NormSpec(kind, 12, 1e-3, over_heads=True, head_size=4))
+    layer.train() if training else layer.eval()
+    assert dict(layer.named_parameters()).keys() == layer.state_dict().keys() == {"weight"}
+    gain, x, upstream = RNG.normal(size=12), RNG.normal(size=(3, 2, 12)) * 3, RNG.normal(size=(3, 2, 12))
+
+    def expected(x, gain=gain):
+        heads = norm64(kind, x.reshape(3, 2, 3, 4), gain.reshape(3, 4), 0.0, 1e-3)
+        return heads.reshape(3, 2, 12)
+
+    layer.weight.set_value(gain.astype("float32"))
+    xt = tensor(x, grad=True)
+    out = layer(xt)
+    np.testing.assert_allclose(out.numpy(), expected(x), rtol=1e-4, atol=1e-5)
+    (out * tensor(upstream)).sum().backward()
+    np.testing.assert_allclose(
+        xt.grad.numpy(), numerical_gradient(expected, x, upstream), rtol=1e-3, atol=1e-4
+    )
+    normal = expected(x, np.full(12, 0.0 if kind.endswith("1P") else 1.0))
+    np.testing.assert_allclose(
+        layer.weight.grad.numpy(), (upstream * normal).sum((0, 1)), rtol=1e-3, atol=1e-4
+    )
+    low = layer(xt.astype("bfloat16"))
+    assert low.dtype == paddle.bfloat16
+    np.testing.assert_allclose(low.astype("float32").numpy(), expected(x), rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("kind", ["LayerNorm1P", "RMSNorm1P"])
 def test_a_gain_around_one_is_not_rounded_to_16_bits(kind):
     layer = LocalFactory().norm(NormSpec(kind, 64, 1e-6))

@@ -1,7 +1,7 @@
 """Every legal plan against one card: ``make parity``, or ``python -m tests.parity.every_plan 2 4 -m llama``.
 
-The models ``mixed``, ``latent``, ``gemma`` and ``alibi`` are run on up to 4 processes, ``offset``
-on up to 2.
+The models ``mixed``, ``latent``, ``gemma``, ``alibi``, ``olmo`` and ``stablelm`` are run on up to 4
+processes, ``offset`` on up to 2.
 
 Prints one line a plan with the largest relative difference of loss, gradient norm (AdamW, with clipping,
 weight decay, warm-up, accumulation, unequal padding) and final weights (SGD) from the run of one process.
@@ -27,7 +27,7 @@ from tests.parity import experts, pruned, qat
 from tests.parity.comparison import BFLOAT16_TOLERANCE, IN_BFLOAT16, TOLERANCE, Comparison, Difference
 from tests.parity.training import MODELS, SEQ_LEN, SIZES
 
-_MOST_OF = {"mixed": 4, "latent": 4, "gemma": 4, "alibi": 4, "olmo": 4, "offset": 2}
+_MOST_OF = {"mixed": 4, "latent": 4, "gemma": 4, "alibi": 4, "olmo": 4, "stablelm": 4, "offset": 2}
 # The order of passes changes nothing that ranks exchange: a choice of plans is enough.
 ZERO_BUBBLE = [
     replace(plan, pp_schedule="zb_h1")

@@ -144,6 +144,7 @@ WAYS = {
     ],
     "gemma": [(plan, "gemma", {}) for plan in (SP, SEP, INTERLEAVED)],
     "olmo": [(plan, "olmo", {"extra": SMALL}) for plan in (SP, SEP)],
+    "stablelm": [(plan, "stablelm", {"extra": SMALL}) for plan in (SP, SEP)],
     "alibi": [(plan, "alibi", {"extra": SMALL}) for plan in (SP, SEP)],
     # Adapters under data parallelism and the other stages of sharding: tests/e2e/test_finetuning.py.
     "adapters": [

@@ -174,10 +174,11 @@ class ModelConfig(Section):
     """Biases of both MLP linears."""
     add_head_bias: Bool | None = None
     """Bias of an untied output head; null: none."""
-    qk_layernorm: Literal["all_heads"] | Bool = False
+    qk_layernorm: Literal["all_heads", "each_head"] | Bool = False
     """Normalise the query and the key of each head before rotary positions, with one gain for all heads;
-    `all_heads` (OLMo 2): normalise the queries of all heads as one vector with a gain for each element, and
-    the keys likewise, which needs `normalization: RMSNorm`."""
+    `each_head` (Command-R+, StableLM 2): the same with a separate gain for each head and no bias; `all_heads`
+    (OLMo 2): normalise the queries of all heads as one vector with a gain for each element, and the keys
+    likewise, which needs `normalization: RMSNorm`."""
     latent_attention: LatentAttentionConfig | None = None
     """Make keys and values from one compressed vector per position, like DeepSeek-V2 and V3; null: ordinary
     heads. It needs rotary positions."""
@@ -380,6 +381,12 @@ class ModelConfig(Section):
         return self.initializer_range / self.width_multiplier**0.5
 
     @property
+    def head_normalization(self) -> str:
+        """The norm of queries and keys, a value of `normalization`."""
+        without_bias = self.qk_layernorm == "each_head" and self.normalization == "LayerNorm"
+        return "LayerNormNoBias" if without_bias else self.normalization
+
+    @property
     def not_pruned(self) -> tuple[str, str] | None:
         """A key that prevents pruning of the network, and the reason; None if it can be pruned."""
         reasons = {
@@ -393,6 +400,8 @@ class ModelConfig(Section):
             return found, reasons[found]
         if self.qk_layernorm == "all_heads":
             return "qk_layernorm", "its mean would be over fewer heads"
+        if self.qk_layernorm == "each_head":
+            return "qk_layernorm", "its gains belong to this number of heads"
         if self.positions.biases:
             return "position_embedding_type", "the slopes of the biases belong to this number of heads"
         return None
@@ -491,6 +500,13 @@ class ModelConfig(Section):
         if self.qk_layernorm == "all_heads" and self.normalization != "RMSNorm":
             raise RuleError(
                 ("qk_layernorm", "normalization"), f"needs RMSNorm, and normalization is {self.normalization}"
+            )
+        parameters = NORMS.traits(self.head_normalization).parameters
+        if self.qk_layernorm == "each_head" and set(parameters) != {"weight"}:
+            raise RuleError(
+                ("qk_layernorm", "normalization"),
+                f"needs a norm that has a weight and no bias, and normalization is {self.normalization}; "
+                "LayerNorm is taken without its bias",
             )
         if not self.pre_norm and (not self.sandwich_norm or self.shared_input_norm):
             raise RuleError(

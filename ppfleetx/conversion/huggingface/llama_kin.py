@@ -40,6 +40,11 @@ def _with_epsilon(name: str) -> dict[str, Any]:
     }
 
 
+def _norms_of_heads(theirs: Any) -> Any:
+    """Our ``qk_layernorm`` for families that have a separate gain for each head."""
+    return "each_head" if theirs is True else theirs
+
+
 def _write_partial(model: ModelConfig) -> dict[str, Any]:
     return {"hidden_act": "silu", **hf_partial_rope(model)}
 
@@ -80,6 +85,14 @@ _COHERE_KEYS = _with_epsilon("layer_norm_eps") | ATTENTION_BIAS | _TIED
 _COHERE_KEYS["logit_scale"] = ("logits_multiplier", 0.0625)
 
 
+def _cohere(config: Config) -> dict[str, Any]:
+    return llama_like(config) | {"qk_layernorm": _norms_of_heads(config.get("use_qk_norm", False))}
+
+
+def _write_cohere(model: ModelConfig) -> dict[str, Any]:
+    return {**write_llama(model), "use_qk_norm": model.qk_layernorm == "each_head"}
+
+
 def _cohere2(config: Config) -> dict[str, Any]:
     """Only layers with a window have rotary positions; the others have no positions."""
     every = config.get("_sliding_window_pattern", config.get("sliding_window_pattern", 4))
@@ -116,13 +129,21 @@ def _glm(architecture: str, *, sandwich: bool) -> Family:
 # ---- StableLM, Phi-3, SmolLM3
 
 
+_STABLELM_HEADS = {
+    f"{_ROW}attention.q_norm": "model.layers.{}.self_attn.q_layernorm.norms.{part}",
+    f"{_ROW}attention.k_norm": "model.layers.{}.self_attn.k_layernorm.norms.{part}",
+}
+
+
 def _stablelm(config: Config) -> dict[str, Any]:
     is_parallel = config.get("use_parallel_residual", False)
-    return llama_like(config) | {"parallel_residual": is_parallel, "shared_input_norm": is_parallel}
+    order = {"parallel_residual": is_parallel, "shared_input_norm": is_parallel}
+    return llama_like(config) | order | {"qk_layernorm": _norms_of_heads(config.get("qk_layernorm", False))}
 
 
 def _write_stablelm(model: ModelConfig) -> dict[str, Any]:
-    return {**_write_partial(model), "use_parallel_residual": model.parallel_residual}
+    norms = {"qk_layernorm": model.qk_layernorm == "each_head"}
+    return {**_write_partial(model), "use_parallel_residual": model.parallel_residual, **norms}
 
 
 def _phi3(config: Config) -> dict[str, Any]:
@@ -239,10 +260,10 @@ LLAMA_KIN: dict[str, Family] = {
         _COHERE_KEYS,
         _COHERE_FIXED,
         LLAMA_NAMES,
-        llama_like,
-        write_llama,
-        LLAMA_READ,
-        off=SILU | {"use_qk_norm": (False,)},
+        _cohere,
+        _write_cohere,
+        LLAMA_READ | {"use_qk_norm"},
+        off=SILU,
     ),
     "cohere2": Family(
         "Cohere2ForCausalLM",
@@ -264,11 +285,11 @@ LLAMA_KIN: dict[str, Family] = {
             "hidden_dropout": ("hidden_dropout_prob", 0.0),
         },
         LLAMA_FIXED | {"normalization": "LayerNorm"},
-        LLAMA_NAMES,
+        LLAMA_NAMES | _STABLELM_HEADS,
         _stablelm,
         _write_stablelm,
-        LLAMA_READ | {"use_parallel_residual"},
-        off=SILU | {"qk_layernorm": (False,)},
+        LLAMA_READ | {"use_parallel_residual", "qk_layernorm"},
+        off=SILU,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",

@@ -40,6 +40,7 @@ class Rule:
         parts: the parts of a fused parameter whose layout differs.
         is_transposed: whether Hugging Face's tensors are ``[out, in]``.
         num_experts: the first dimension of our parameter, if experts are separate tensors.
+        num_heads: the number of rows, if their tensor is a matrix ``[heads, size]`` and ours a vector.
     """
 
     ours: str
@@ -48,10 +49,13 @@ class Rule:
     parts: tuple[Part, ...]
     is_transposed: bool
     num_experts: int | None = None
+    num_heads: int | None = None
 
     @property
     def shapes(self) -> list[Shape]:
         """Shapes of Hugging Face's tensors."""
+        if self.num_heads is not None:
+            return [(self.num_heads, self.shape[0] // self.num_heads)]
         shapes = [self._shape]
         if self._count > 1:
             shapes = [(*self._shape[:-1], self._shape[-1] // part.period * part.width) for part in self.parts]
@@ -59,6 +63,8 @@ class Rule:
 
     def join(self, *arrays: np.ndarray) -> np.ndarray:
         """Build our parameter from their tensors. This moves elements but does not change their values."""
+        if self.num_heads is not None:
+            return arrays[0].reshape(self.shape)
         if self.num_experts is None:
             return self._join(*arrays)
         experts = np.empty(self.shape, arrays[0].dtype)
@@ -68,6 +74,8 @@ class Rule:
 
     def split(self, array: np.ndarray, index: int) -> np.ndarray:
         """Build their tensor number ``index`` from our parameter, which may have vocabulary padding."""
+        if self.num_heads is not None:
+            return array.reshape(self.shapes[0])
         if self.num_experts is not None:
             array = array[index // self._count]
         return self._split(array)[index % self._count]
@@ -141,4 +149,5 @@ def _rule(family: Family, names: Mapping[str, str], ours: str, spec: ParamSpec) 
         tensors = [tensor.replace("{part}", part) for tensor in tensors for part in called]
     is_table = spec.kind in ("word_embedding", "position_embedding")
     is_transposed = spec.kind == "head" or not (is_table or family.has_in_out_linears)
-    return Rule(ours, tuple(tensors), spec.shape, parts, is_transposed, num_experts)
+    num_heads = len(spec.parts) if spec.kind == "norm" and spec.parts and not parts else None
+    return Rule(ours, tuple(tensors), spec.shape, parts, is_transposed, num_experts, num_heads)

@@ -431,9 +431,14 @@ def attention_spec(cfg: ModelConfig, output_init: Normal) -> AttentionSpec | Lat
             score_factor=score_factor(cfg.rope_scaling),
             softmax_in_fp32=cfg.softmax_in_fp32,
         )
-    together = cfg.qk_layernorm == "all_heads"
+    over_heads = isinstance(cfg.qk_layernorm, str)
     head_norm = NormSpec(
-        cfg.normalization, cfg.head_size, cfg.norm_epsilon, inside_heads=not together, over_heads=together
+        cfg.head_normalization,
+        cfg.head_size,
+        cfg.norm_epsilon,
+        inside_heads=not over_heads,
+        over_heads=over_heads,
+        head_size=cfg.head_size if cfg.qk_layernorm == "each_head" else None,
     )
     return AttentionSpec(
         hidden_size=cfg.hidden_size,
