@@ -27,7 +27,7 @@ from ppfleetx.commands.options import (
 )
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, PLAN_WORDS
-from ppfleetx.planner import ANY_CARD, card_names
+from ppfleetx.planner import ANY_CARD, shipped_cards
 
 _RUN = "about the whole run"
 
@@ -143,7 +143,7 @@ class Plan(ConfigOptions):
         type=whole_number,
     )
     card: str | None = option(
-        lambda: f"{', '.join(card_names())}, or a YAML file (default: Global.card, else {ANY_CARD})",
+        lambda: f"{', '.join(shipped_cards())}, or a YAML file (default: Global.card, else {ANY_CARD})",
         metavar="NAME",
     )
     per_node: int = option("cards per node (default: 8)", default=8, type=whole_number)
