@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ppfleetx.doctor.check import Row, Status, ok
 from ppfleetx.doctor.run import slowest
-from tests.helpers.ranks import Pools
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
-def test_every_operation_in_every_group_is_right_and_a_wrong_sum_is_found(ranks):
-    pool = ranks(4)
+def test_every_operation_in_every_group_is_right_and_a_wrong_sum_is_found(pools):
+    pool = pools(4)
     rows = [
         [Row.from_json(row) for row in own] for own in pool.run("tests.doctor.rank_cases:collectives", mp=2)
     ]

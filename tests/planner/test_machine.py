@@ -20,16 +20,16 @@ from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS
     ],
     ids=str,
 )
-def test_memory_is_what_the_allocator_counts(ranks, plan, family):
+def test_memory_is_what_the_allocator_counts(pools, plan, family):
     assert plan in MEMORY_PLANS
-    for row in compare_memory(ranks, plan, family):
+    for row in compare_memory(pools, plan, family):
         exact = not row.what.startswith("peak")
         assert abs(row.error) <= (0.0 if exact else 0.08), row
 
 
 @pytest.mark.parametrize("plan", [{}, {"mp": 2, "sp": 1, "recompute": "full"}], ids=str)
-def test_memory_of_branches_side_by_side_and_of_normalised_heads(ranks, plan):
-    for row in compare_memory(ranks, plan, "mixed"):
+def test_memory_of_branches_side_by_side_and_of_normalised_heads(pools, plan):
+    for row in compare_memory(pools, plan, "mixed"):
         exact = not row.what.startswith("peak")
         assert abs(row.error) <= (0.0 if exact else 0.08), row
 
@@ -45,7 +45,7 @@ def test_memory_of_branches_side_by_side_and_of_normalised_heads(ranks, plan):
     ],
     ids=str,
 )
-def test_ranks_send_what_is_predicted(ranks, plan, family):
+def test_ranks_send_what_is_predicted(pools, plan, family):
     assert plan in TRAFFIC_PLANS
-    for row in compare_traffic(ranks, plan, family):
+    for row in compare_traffic(pools, plan, family):
         assert abs(row.error) <= 0.01, row
