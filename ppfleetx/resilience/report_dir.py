@@ -93,7 +93,8 @@ class ReportDir:
     def _do(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
         """Call ``act`` in this directory's thread. Returns None if it fails or does not finish in time.
 
-        It is not called if another user has created the directory, or a link with its name, in a shared place.
+        It is not called if another user has created the directory, or a link with its name, in a shared
+        place.
 
         Args:
             creates: the directory is created if it does not exist.
