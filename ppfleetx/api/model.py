@@ -352,26 +352,18 @@ class GPT:
         Raises:
             CheckpointError: the checkpoint exists already, or cannot be written.
         """
-        from dataclasses import asdict
-
-        from ppfleetx.checkpoint.documents import documents_of
         from ppfleetx.checkpoint.tensors import model_slices
         from ppfleetx.checkpoint.weights import in_stored_types
-        from ppfleetx.checkpoint.writer import save_checkpoint
-        from ppfleetx.config.plan import ParallelPlan
+        from ppfleetx.checkpoint.weights_only import save_weights
 
-        tokenizer = self.tokenizer
-        return save_checkpoint(
+        return save_weights(
             directory,
+            self.cfg,
+            in_stored_types(list(model_slices(self.named_parameters())), self._stored),
+            tokenizer=self.tokenizer,
+            source=self._source or None,
             epoch=self.epoch,
             step=self.step,
-            tensors=in_stored_types(list(model_slices(self.named_parameters())), self._stored),
-            state={"source": dict(self._source)} if self._source else {},
-            plan=asdict(ParallelPlan()),
-            config=self.cfg.model_dump(mode="json"),
-            fingerprints={} if tokenizer is None else {"tokenizer": tokenizer.fingerprint},
-            vocab_size=self.cfg.Model.vocab_size,
-            documents=documents_of(self.cfg, tokenizer),
         )
 
     def to_huggingface(self, directory: str | Path) -> Path:

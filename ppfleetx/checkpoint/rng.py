@@ -16,6 +16,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import CheckpointError
 from ppfleetx.config.plan import AXES
 from ppfleetx.distributed.context import ParallelContext
+from ppfleetx.distributed.random import stream_tracker
 from ppfleetx.distributed.together import gather
 from ppfleetx.utils.log import get_logger
 
@@ -122,7 +123,7 @@ def set_rng_state(state: Mapping[str, Any], *, streams: bool = True) -> None:
 def _paddle_state() -> dict[str, Any]:
     import paddle
 
-    streams = _tracker().get_states_tracker()
+    streams = stream_tracker().get_states_tracker()
     return {
         "device": _device(),
         "default": [_encode(state) for state in paddle.get_rng_state()],
@@ -143,7 +144,7 @@ def _set_paddle_state(saved: Mapping[str, Any], *, streams: bool) -> None:
         )
         return
     if streams:  # first, because Paddle changes the default generators in the process
-        _tracker().set_states_tracker(tracked)
+        stream_tracker().set_states_tracker(tracked)
     paddle.set_rng_state(default)
 
 
@@ -156,12 +157,6 @@ def _device() -> str:
 def _devices(kind: str, count: int) -> str:
     """``the cpu``, ``1 gpu``, ``8 gpus``."""
     return "the cpu" if kind == "cpu" else counted(count, kind)
-
-
-def _tracker() -> Any:
-    from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
-
-    return get_rng_state_tracker()
 
 
 def _encode(state: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,20 @@ from typing import Any
 import yaml
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.documents import OF_ONE_CALL, TOKENIZER_DIR, copy_tokenizer, portable_config
+from ppfleetx.checkpoint.documents import (
+    OF_ONE_CALL,
+    TOKENIZER_DIR,
+    copy_tokenizer,
+    documents_of,
+    portable_config,
+)
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.manifest import MAX_DOCUMENT_BYTES, Manifest
 from ppfleetx.checkpoint.reader import Checkpoint
-from ppfleetx.checkpoint.slices import OPTIMIZER
+from ppfleetx.checkpoint.slices import OPTIMIZER, TensorSlice
 from ppfleetx.checkpoint.tensors import MASTER_WEIGHT
 from ppfleetx.checkpoint.weights import Weights, lazy, shown_reading, slices_of
-from ppfleetx.checkpoint.writer import MAX_FILE_BYTES, save_checkpoint
+from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.plan import ParallelPlan
@@ -26,6 +32,7 @@ from ppfleetx.config.reading.parse import MadeFile, model_in, parse_yaml
 from ppfleetx.config.reading.tree import plain_value
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.sections.model import ModelConfig
+from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.config.validate import section_of
 from ppfleetx.data.tokenizer.files import GENERATION_CONFIG
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
@@ -123,13 +130,44 @@ def find_tokenizer_dir(checkpoint: Path) -> Path | None:
 # ---- out
 
 
-def write_ppfleetx(
-    weights: Weights,
-    tensors: Mapping[str, LazyTensor],
-    model: ModelConfig,
+def save_weights(
     output: str | Path,
+    cfg: RunConfig,
+    tensors: Iterable[TensorSlice],
     *,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    tokenizer: Tokenizer | None,
+    source: Mapping[str, Any] | None = None,
+    epoch: int = 0,
+    step: int = 0,
+    documents: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write a checkpoint of weights alone and return its step directory.
+
+    Args:
+        output: output directory.
+        cfg: the configuration of the model.
+        tensors: its parameters.
+        tokenizer: its tokenizer, if it has one.
+        source: what the checkpoint's state says about where the weights come from.
+        epoch, step: their progress.
+        documents: files of the checkpoint; None: those of ``cfg`` and ``tokenizer``.
+    """
+    return save_checkpoint(
+        output,
+        epoch=epoch,
+        step=step,
+        tensors=tensors,
+        state={"source": dict(source)} if source is not None else {},
+        plan=asdict(ParallelPlan()),
+        config=cfg.model_dump(mode="json"),
+        fingerprints={"tokenizer": tokenizer.fingerprint} if tokenizer is not None else {},
+        vocab_size=cfg.Model.vocab_size,
+        documents=documents_of(cfg, tokenizer) if documents is None else documents,
+    )
+
+
+def write_ppfleetx(
+    weights: Weights, tensors: Mapping[str, LazyTensor], model: ModelConfig, output: str | Path
 ) -> Path:
     """Write a checkpoint of weights alone, with `config.yaml` and the tokenizer beside it.
 
@@ -138,41 +176,35 @@ def write_ppfleetx(
         tensors: all parameters of `model`, padded.
         model: the network.
         output: output directory.
-        max_file_bytes: files are split at tensor boundaries so as not to exceed this.
 
     Returns:
         The step directory.
     """
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
-    tokenizer, fingerprints = None, {}
+    tokenizer = None
     if weights.tokenizer_dir is not None:
         copy_tokenizer(weights.tokenizer_dir, output / TOKENIZER_DIR)
         _add_generation_config(output / TOKENIZER_DIR, weights.source)
         tokenizer = load_tokenizer(output / TOKENIZER_DIR)
-    if tokenizer is not None:
-        fingerprints["tokenizer"] = tokenizer.fingerprint
     generation = dict(weights.generation)
     if tokenizer is None and (ends := _end_ids(weights.source)):  # else the tokenizer's files name them
         generation["eos_token_id"] = ends
     _write_config(output, model, tokenizer, generation)
     cfg = load_config(MadeFile(output / CONFIG_FILE, model_in(weights.place)))
     with shown_reading(tensors, "writing") as shown:
-        return save_checkpoint(
+        return save_weights(
             output,
+            cfg,
+            slices_of(shown),
+            tokenizer=tokenizer,
+            source=weights.source,
             epoch=weights.epoch,
             step=weights.step,
-            tensors=slices_of(shown),
-            state={"source": dict(weights.source)},
-            plan=asdict(ParallelPlan()),
-            config=cfg.model_dump(mode="json"),
-            fingerprints=fingerprints,
-            vocab_size=model.vocab_size,
             documents={
                 CONFIG_FILE: portable_config(cfg, tokenizer).encode(),
                 **_files_of(output / TOKENIZER_DIR),
             },
-            max_file_bytes=max_file_bytes,
         )
 
 

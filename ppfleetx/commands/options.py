@@ -209,3 +209,11 @@ def import_plugins(options: Command) -> None:
         from ppfleetx.utils.plugins import import_named_plugins
 
         import_named_plugins(plugins)
+
+
+def refuse_not_positive(options: Command, *names: str) -> None:
+    """Raise ConfigError if one of these options is given and is not a finite number above 0."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError("must be greater than 0", key=f"--{name.replace('_', '-')}", value=value)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ppfleetx.commands.options import refuse_not_positive
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, ParallelPlan, violations
 from ppfleetx.config.sections.root import RunConfig
@@ -37,6 +38,7 @@ def report_of(options: Plan) -> str:
     Raises:
         ConfigError: an argument or the plan is not valid.
     """
+    refuse_not_positive(options, "price", "mtbf", "save_seconds", "restart_seconds", "network_gbps", "tokens")
     written = read_unresolved(options.config, options.override)
     card = load_card(options.card or written.cfg.Global.card or ANY_CARD)
     calibration = ""
@@ -75,9 +77,6 @@ def _questions_of(options: Plan) -> Questions:
     Raises:
         ConfigError: a number is out of range.
     """
-    for name in ("price", "mtbf", "save_seconds", "restart_seconds"):
-        if (value := getattr(options, name)) is not None:
-            _positive(value, f"--{name.replace('_', '-')}")
     ramp = None
     if options.ramp is not None:
         numbers = _numbers(options.ramp, "--ramp")
@@ -107,9 +106,7 @@ def _words(options: Plan) -> str | None:
 
 
 def _cluster(options: Plan, card: Card) -> Cluster:
-    network = (
-        0.0 if options.network_gbps is None else _positive(options.network_gbps, "--network-gbps") * 1e9 / 8
-    )
+    network = (options.network_gbps or 0.0) * 1e9 / 8
     return Cluster(card, options.per_node, network, _axes(options.rank_order))
 
 
@@ -176,7 +173,7 @@ def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
     """The number of tokens of the whole run: ``--tokens``, or computed from the configuration's steps."""
     if options.tokens is not None:
-        return _positive(options.tokens, "--tokens")
+        return options.tokens
     return float(written.cfg.Engine.max_steps * prediction.job.tokens)
 
 
@@ -204,9 +201,3 @@ def _text(options: Plan, prediction: Prediction | None, found: SearchResult | No
         return account(prediction)
     text = ranking(found, cluster, options.devices, options.goal)
     return f"{text}\n\n{account(prediction)}" if options.explain is not None and prediction else text
-
-
-def _positive(value: float, key: str) -> float:
-    if not 0 < value < float("inf"):
-        raise ConfigError("must be greater than 0", key=key, value=value)
-    return value

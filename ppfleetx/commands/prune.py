@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.checkpoint.lazy import LazyTensor
 from ppfleetx.checkpoint.reader import Checkpoint
 from ppfleetx.checkpoint.weights import lazy, slices_of, with_vocabulary
-from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.checkpoint.weights_only import save_weights
 from ppfleetx.commands.checkpoint_verbs import (
     Prune,
     calibration_samples,
@@ -32,7 +31,6 @@ from ppfleetx.compress.prune import (
     sizes_after,
 )
 from ppfleetx.config.errors import CheckpointError, ConfigError
-from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
@@ -115,17 +113,14 @@ def _write(
     kept = {layer: kept_of(scores[layer], sizes) for layer in sizes.layers}
     small = cfg.model_copy(update={"Model": pruned_model(cfg.Model, sizes)})
     tensors = dict(pruned_tensors(_tensors(checkpoint, cfg), cfg.Model, sizes, kept))
-    step = save_checkpoint(
+    step = save_weights(
         output,
+        small,
+        slices_of(tensors),
+        tokenizer=tokenizer,
+        source={"pruned": asdict(options), "from": checkpoint.path.name},
         epoch=checkpoint.manifest.epoch,
         step=checkpoint.manifest.step,
-        tensors=slices_of(tensors),
-        state={"source": {"pruned": asdict(options), "from": checkpoint.path.name}},
-        plan=asdict(ParallelPlan()),
-        config=small.model_dump(mode="json"),
-        fingerprints={"tokenizer": tokenizer.fingerprint} if tokenizer is not None else {},
-        vocab_size=cfg.Model.vocab_size,
-        documents=documents_of(small, tokenizer),
     )
     report = _report(cfg, small, sizes, kept)
     (output / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n", "utf-8")

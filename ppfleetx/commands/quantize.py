@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
-from ppfleetx.checkpoint.documents import documents_of
-from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.checkpoint.weights_only import save_weights
 from ppfleetx.commands.checkpoint_verbs import (
     calibration_samples,
     open_model,
@@ -18,7 +17,6 @@ from ppfleetx.commands.checkpoint_verbs import (
 )
 from ppfleetx.commands.start_process import start_with, world_size
 from ppfleetx.config.errors import CheckpointError, ConfigError
-from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.sections.compress import CompressConfig, WeightsConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.log import get_logger
@@ -113,19 +111,14 @@ def _quantize(
         tensors = quantizer.run()
         compress = CompressConfig(Weights=weights)
         quantized = cfg.model_copy(update={"Compress": compress})
-        fingerprints = {"tokenizer": tokenizer.fingerprint} if tokenizer is not None else {}
-        made = {"quantized": asdict(options), "from": checkpoint.path.name}
-        step = save_checkpoint(
+        step = save_weights(
             output,
+            quantized,
+            tensors,
+            tokenizer=tokenizer,
+            source={"quantized": asdict(options), "from": checkpoint.path.name},
             epoch=checkpoint.manifest.epoch,
             step=checkpoint.manifest.step,
-            tensors=tensors,
-            state={"source": made},
-            plan=asdict(ParallelPlan()),
-            config=quantized.model_dump(mode="json"),
-            fingerprints=fingerprints,
-            vocab_size=cfg.Model.vocab_size,
-            documents=documents_of(quantized, tokenizer),
         )
     (output / REPORT_FILE).write_text(quantizer.report.to_json(), "utf-8")
     get_logger().info(f"written: {step}; the table below is also in {output / REPORT_FILE}")

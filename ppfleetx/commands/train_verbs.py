@@ -21,13 +21,14 @@ from ppfleetx.commands.options import (
     option,
     plugin_option,
     positional,
+    refuse_not_positive,
     repeated,
     switch,
     whole_number,
 )
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.plan import AXES, PLAN_WORDS
-from ppfleetx.planner import ANY_CARD, card_names
+from ppfleetx.planner import ANY_CARD, shipped_cards
 
 _RUN = "about the whole run"
 
@@ -143,7 +144,7 @@ class Plan(ConfigOptions):
         type=whole_number,
     )
     card: str | None = option(
-        lambda: f"{', '.join(card_names())}, or a YAML file (default: Global.card, else {ANY_CARD})",
+        lambda: f"{', '.join(shipped_cards())}, or a YAML file (default: Global.card, else {ANY_CARD})",
         metavar="NAME",
     )
     per_node: int = option("cards per node (default: 8)", default=8, type=whole_number)
@@ -228,7 +229,7 @@ examples:
         from ppfleetx.planner.recipe import Dial, recipe
         from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 
-        _refuse_not_positive(self, "tokens_per_param", "price")
+        refuse_not_positive(self, "tokens_per_param", "price")
         count, _, card = self.cards.partition("x")
         if not (count.isascii() and count.isdigit() and len(count) < 7 and int(count) > 0 and card):
             raise ConfigError("must be like 8xA100-80GB", key="--cards", value=self.cards)
@@ -363,14 +364,7 @@ examples:
         """Write the page."""
         from ppfleetx.commands.report import read_run_files, write_report
 
-        _refuse_not_positive(self, "price")
+        refuse_not_positive(self, "price")
         run = read_run_files(self.directory)
         for path in write_report(run, self.output or self.directory / "report", self.price):
             print(f"report: {path}")
-
-
-def _refuse_not_positive(options: Command, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError("must be greater than 0", key=f"--{name.replace('_', '-')}", value=value)

@@ -1,24 +1,28 @@
-"""The program of the verb ``upcycle``."""
+"""The program of the verb ``upcycle``: each expert is a copy of the MLP (Komatsuzaki et al., 2023)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ppfleetx.checkpoint.documents import documents_of
-from ppfleetx.checkpoint.upcycle import upcycled
+import numpy as np
+
+from ppfleetx.checkpoint.lazy import LazyTensor, cast
 from ppfleetx.checkpoint.weights import fitted, network_of, slices_of
-from ppfleetx.checkpoint.weights_only import read_ppfleetx
-from ppfleetx.checkpoint.writer import save_checkpoint
+from ppfleetx.checkpoint.weights_only import read_ppfleetx, save_weights
 from ppfleetx.commands.checkpoint_verbs import Upcycle, open_model, refuse_adapters
 from ppfleetx.config.errors import CheckpointError, ConfigError, shown
-from ppfleetx.config.plan import ParallelPlan
 from ppfleetx.config.resume_policy import network
 from ppfleetx.config.sections.model import ModelConfig
-from ppfleetx.models.gpt.spec import parameter_count
+from ppfleetx.models.gpt.spec import parameter_count, parameter_specs
+from ppfleetx.nn.init import Constant, Normal, draw
+from ppfleetx.nn.param_spec import ParamSpec
 from ppfleetx.utils.log import configure_logging
+
+_EXPERTS, _MLP = ".mlp.experts.", ".mlp."
 
 
 def upcycle(options: Upcycle) -> Path:
@@ -37,18 +41,8 @@ def upcycle(options: Upcycle) -> Path:
         _check_source(weights.model, dense, options.checkpoint)
         _check_mixture(cfg.Model)
         tensors = upcycled(fitted(weights, dense), cfg.Model, seed=options.seed, noise=options.noise)
-        step = save_checkpoint(
-            Path(options.output),
-            epoch=0,
-            step=0,
-            tensors=slices_of(tensors),
-            state={"source": {"upcycled": asdict(options), "from": Path(weights.place).name}},
-            plan=asdict(ParallelPlan()),
-            config=cfg.model_dump(mode="json"),
-            fingerprints={"tokenizer": tokenizer.fingerprint} if tokenizer is not None else {},
-            vocab_size=cfg.Model.vocab_size,
-            documents=documents_of(cfg, tokenizer),
-        )
+        made = {"upcycled": asdict(options), "from": Path(weights.place).name}
+        step = save_weights(options.output, cfg, slices_of(tensors), tokenizer=tokenizer, source=made)
     before, after = parameter_count(dense), parameter_count(cfg.Model)
     print(f"{before:,} parameters became {after:,}\nwritten: {step}", flush=True)
     return step
@@ -97,3 +91,38 @@ def _check_mixture(model: ModelConfig) -> None:
             "scale 1",
             key="Model.moe.router",
         )
+
+
+def upcycled(
+    dense: Mapping[str, LazyTensor], model: ModelConfig, *, seed: int, noise: float = 0.0
+) -> dict[str, LazyTensor]:
+    """The parameters of a mixture of experts, in model order, read one at a time.
+
+    Args:
+        dense: all parameters of the model whose ``moe`` is null, by canonical name.
+        model: the mixture's configuration. Its experts have the width of the MLP.
+        seed: the seed of the routers' initial values and of the noise.
+        noise: the standard deviation of the noise added to each expert's matrices, relative to the standard
+            deviation of the matrix.
+    """
+    made = {}
+    for name, spec in parameter_specs(model).items():
+        if name in dense:
+            made[name] = dense[name]
+        elif _EXPERTS in name:
+            made[name] = _copies(dense[name.replace(_EXPERTS, _MLP)], spec, seed, noise)
+        else:
+            made[name] = LazyTensor("F32", spec.shape, partial(draw, spec.init, seed, name, spec.shape))
+    return made
+
+
+def _copies(tensor: LazyTensor, spec: ParamSpec, seed: int, noise: float) -> LazyTensor:
+    def load() -> np.ndarray:
+        values = tensor.read()
+        if not noise or isinstance(spec.init, Constant):
+            return np.broadcast_to(values, spec.shape)
+        values = cast(values, tensor.dtype, "F32")
+        added = draw(Normal(noise * float(values.std())), seed, f"{spec.name}.noise", spec.shape)
+        return cast(values + added, "F32", tensor.dtype)
+
+    return LazyTensor(tensor.dtype, spec.shape, load)

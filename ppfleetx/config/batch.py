@@ -96,12 +96,10 @@ def resolve_batch(
     """
     local = _local_size(global_size, local_size, micro_size, accumulate_steps, data_size)
     if micro_size is None:
-        micro = _divide(
-            local, accumulate_steps or 1, (_STEPS, _LOCAL), "local_batch_size", "accumulate_steps"
-        )
+        micro = _divide(local, accumulate_steps or 1, (_STEPS, _LOCAL), "accumulate_steps")
     else:
         micro = micro_size
-    steps = _divide(local, micro, (_MICRO, _LOCAL), "local_batch_size", "micro_batch_size")
+    steps = _divide(local, micro, (_MICRO, _LOCAL), "micro_batch_size")
     if accumulate_steps is not None and accumulate_steps != steps:
         raise RuleError(
             (_STEPS, _LOCAL, _MICRO),
@@ -159,10 +157,10 @@ def _local_size(
     )
 
 
-def _divide(whole: int, part: int, keys: tuple[str, ...], whole_name: str, part_name: str) -> int:
-    if whole % part:
-        raise RuleError(keys, f"{whole_name} {whole} does not divide by {part_name} {part}")
-    return whole // part
+def _divide(local: int, part: int, keys: tuple[str, ...], part_name: str) -> int:
+    if local % part:
+        raise RuleError(keys, f"local_batch_size {local} does not divide by {part_name} {part}")
+    return local // part
 
 
 def _nearest_multiple(number: int, unit: int) -> int:

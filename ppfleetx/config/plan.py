@@ -336,16 +336,17 @@ def _candidates(world_size: int) -> Iterator[ParallelPlan]:
 
 def _factorizations(world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
     """All tuples (dp, mp, pp, sharding, sep) whose product is ``world_size``."""
-    for mp in _divisors(world_size):
-        for pp in _divisors(world_size // mp):
-            for sharding in _divisors(world_size // (mp * pp)):
+    for mp in divisors(world_size):
+        for pp in divisors(world_size // mp):
+            for sharding in divisors(world_size // (mp * pp)):
                 rest = world_size // (mp * pp * sharding)
-                for sep in _divisors(rest):
+                for sep in divisors(rest):
                     yield rest // sep, mp, pp, sharding, sep
 
 
 @cache
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors of ``number``, in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 
@@ -406,7 +407,7 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
     """Return ``plan`` with the most legal expert parallelism, up to the degree of ``like``."""
-    degrees = [ep for ep in reversed(_divisors(like.ep)) if ep > 1]
+    degrees = [ep for ep in reversed(divisors(like.ep)) if ep > 1]
     slices = dict.fromkeys((like.expert_mp, 1))
     choices = (replace(plan, ep=ep, expert_mp=emp) for ep, emp in product((*degrees, 1), slices))
     return next((choice for choice in choices if not violations(choice, work)), plan)
@@ -415,7 +416,7 @@ def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None)
 def _distances(plan: ParallelPlan, world_size: int) -> Iterator[tuple[float, tuple[int, int, int, int, int]]]:
     """Yield the distance from ``plan`` and the degrees of every factorisation of ``world_size``."""
     dp, mp, pp, sharding, sep = (
-        {n: cost * abs(math.log2(n / getattr(plan, axis))) for n in _divisors(world_size)}
+        {n: cost * abs(math.log2(n / getattr(plan, axis))) for n in divisors(world_size)}
         for axis, cost in (("dp", 1.0), ("mp", 4.0), ("pp", 4.0), ("sharding", 2.0), ("sep", 8.0))
     )
     for degrees in _factorizations(world_size):

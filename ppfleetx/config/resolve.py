@@ -42,7 +42,7 @@ def resolve(
         for violation in _violations(cfg, batch):
             raise violation
     except RuleError as violation:
-        raise violation_error(violation, "", cfg.model_dump(mode="json"), origins) from None
+        raise violation_error(violation, cfg.model_dump(mode="json"), origins) from None
     cfg._batch, cfg._origins, cfg._warnings = batch, origins, (*warnings, *more)
     cfg._derived = frozenset(_filled_in(given, cfg, origins))
     return cfg

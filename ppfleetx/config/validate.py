@@ -45,9 +45,9 @@ def section_of(section: type[SectionT], values: dict[str, Any]) -> SectionT:
         raise _config_error(error, values, section, {}) from None
 
 
-def violation_error(violation: RuleError, prefix: str, values: Any, origins: dict[str, str]) -> ConfigError:
+def violation_error(violation: RuleError, values: Any, origins: dict[str, str]) -> ConfigError:
     """Turn ``violation`` into an error that names every key concerned with its value and place."""
-    return ConfigError(**_violation(violation, prefix, values, origins))
+    return ConfigError(**_violation(violation, "", values, origins))
 
 
 def _violation(violation: RuleError, prefix: str, values: Any, origins: dict[str, str]) -> dict[str, Any]:

@@ -166,32 +166,27 @@ def gpt_dataset(cfg: RunConfig, mode: Mode) -> GPTDataset | BlendedDataset:
 
 def prompt_response(cfg: RunConfig, mode: Mode) -> PromptResponseDataset:
     """Make a dataset of prompts and responses. Only the responses count in the loss."""
-    dataset_cfg = getattr(cfg.Data, mode).dataset
-    tokenizer, multiple = _encoding(cfg, dataset_cfg)
-    return PromptResponseDataset(dataset_cfg, tokenizer, multiple)
+    return PromptResponseDataset(*_encoding(cfg, mode))
 
 
 def chats(cfg: RunConfig, mode: Mode) -> ChatDataset:
     """Make a dataset of conversations. Only the assistant's turns count in the loss."""
-    dataset_cfg = getattr(cfg.Data, mode).dataset
-    tokenizer, multiple = _encoding(cfg, dataset_cfg)
-    return ChatDataset(dataset_cfg, tokenizer, multiple)
+    return ChatDataset(*_encoding(cfg, mode))
 
 
 def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
     """Make a dataset of a GLUE task. Examples of ``Data.Test``, which are predicted, have no labels."""
-    dataset_cfg = getattr(cfg.Data, mode).dataset
-    tokenizer, multiple = _encoding(cfg, dataset_cfg)
+    dataset_cfg, tokenizer, multiple = _encoding(cfg, mode)
     require_libraries()
     task = TASKS[dataset_cfg.name]
     return GlueDataset(task, dataset_cfg, tokenizer, multiple, with_labels=mode != "Test")
 
 
-def _encoding(cfg: RunConfig, dataset_cfg: DatasetConfig) -> tuple[Tokenizer, int]:
-    """The tokenizer of a dataset of texts, checked against the model's vocabulary, and the multiple to which
-    lengths are padded.
+def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
+    """A dataset of texts: its section, its tokenizer, checked against the model's vocabulary, and the
+    multiple to which lengths are padded.
     """
-    tokenizer = load_tokenizer(cfg)
+    dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(
             f"names no files, and {dataset_cfg.name} is made of texts. Give a tokenizer's directory with "
@@ -202,7 +197,7 @@ def _encoding(cfg: RunConfig, dataset_cfg: DatasetConfig) -> tuple[Tokenizer, in
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
     # Sequence parallelism within split sequences cuts them into mp x sep parts.
     multiple = min(dataset_cfg.max_seq_len, math.lcm(_LENGTH_MULTIPLE, cfg.plan.mp * cfg.plan.sep))
-    return tokenizer, multiple
+    return dataset_cfg, tokenizer, multiple
 
 
 def load_tokenizer(cfg: RunConfig) -> Tokenizer | None:

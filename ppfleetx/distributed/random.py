@@ -45,14 +45,14 @@ def seed_everything(seed: int) -> None:
 
 def register_sliced_stream(seed: int) -> None:
     """Create the generator of :func:`sliced_stream`, which fleet's parallel layers also expect."""
-    tracker = _tracker()
+    tracker = stream_tracker()
     tracker.reset()
     tracker.add(_sliced_name(), derive_seed("sliced", seed))
 
 
 def sliced_stream() -> AbstractContextManager[None]:
     """Context manager in which random numbers differ between tensor-parallel ranks."""
-    return _tracker().rng_state(_sliced_name())
+    return stream_tracker().rng_state(_sliced_name())
 
 
 class DropoutStreams:
@@ -93,7 +93,8 @@ class DropoutStreams:
         generator().manual_seed(derive_seed("dropout", *place))
 
 
-def _tracker() -> Any:
+def stream_tracker() -> Any:
+    """Paddle's generators of named streams."""
     from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 
     return get_rng_state_tracker()

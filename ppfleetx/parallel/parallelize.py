@@ -112,10 +112,9 @@ def _pipeline_runner(
 ) -> Runner:
     from paddle.distributed import fleet
 
-    from ppfleetx.parallel.async_pipeline import AsyncPipeline
     from ppfleetx.parallel.message_order import take_turns
     from ppfleetx.parallel.pipeline import PipelineLoss, PipelineRunner, StagePipeline, tied_group
-    from ppfleetx.parallel.pipeline_schedules import ListedPipeline
+    from ppfleetx.parallel.pipeline_schedules import AsyncPipeline, ListedPipeline
     from ppfleetx.parallel.two_stages import interleave_two_stages
 
     options, stages = _step_options(cfg, precision), _stages(module, factory, cfg)

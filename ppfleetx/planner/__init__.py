@@ -1,11 +1,12 @@
 from importlib import resources
+from typing import Any
 
 ANY_CARD = "A100-80GB"
 """The card of plans whose configuration names none."""
 
 
-def card_names() -> list[str]:
-    """The names of the shipped cards."""
+def shipped_cards() -> dict[str, Any]:
+    """The descriptions of the shipped cards, by name."""
     import yaml
 
-    return list(yaml.safe_load((resources.files(__package__) / "cards.yaml").read_text("utf-8")))
+    return yaml.safe_load((resources.files(__package__) / "cards.yaml").read_text("utf-8"))

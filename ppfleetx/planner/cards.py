@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field
 
 from ppfleetx.config.errors import ConfigError
@@ -17,12 +15,11 @@ from ppfleetx.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt,
 from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.validate import section_of
-from ppfleetx.planner import card_names
+from ppfleetx.planner import ANY_CARD, shipped_cards
 from ppfleetx.utils.devices import CPU, GPU, XPU
 
 GIB = 1 << 30
-ANY_GPU, ANY_CPU = "A100-80GB", "CPU"
-"""The cards assumed for GPUs and CPUs when no card is named."""
+_ANY_CPU = "CPU"
 _MICRO = 1e-6
 
 
@@ -122,7 +119,7 @@ def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) ->
     Raises:
         ConfigError: there is no such card or file, or the file does not describe a card.
     """
-    shipped = _shipped()
+    shipped = shipped_cards()
     if name in shipped:
         return _card(name, shipped, "the shipped cards")
     if not name.endswith((".yaml", ".yml")):
@@ -141,8 +138,8 @@ def any_card(device: str) -> Card:
     """The card assumed for a kind of device when no card is named."""
     kind = device.partition(":")[0]
     if kind in (CPU, GPU, XPU):
-        return load_card(ANY_CPU if kind == CPU else ANY_GPU)
-    return load_card(ANY_GPU).model_copy(update={"name": kind, "kernels": "plugin"})
+        return load_card(_ANY_CPU if kind == CPU else ANY_CARD)
+    return load_card(ANY_CARD).model_copy(update={"name": kind, "kernels": "plugin"})
 
 
 def card_of_device(device_name: str) -> str | None:
@@ -151,12 +148,7 @@ def card_of_device(device_name: str) -> str | None:
     PCIe models of the same name are slower; set `Global.peak_tflops` for them.
     """
     words = re.split(r"[\s_-]+", device_name.upper())
-    return next((name for name in card_names() if name.split("-")[0] in words and name != ANY_CPU), None)
-
-
-def _shipped() -> dict[str, Any]:
-    text = resources.files("ppfleetx.planner").joinpath("cards.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    return next((name for name in shipped_cards() if name.split("-")[0] in words and name != _ANY_CPU), None)
 
 
 def _card(name: str, described: dict[str, Any], place: str) -> Card:

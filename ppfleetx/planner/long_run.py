@@ -12,34 +12,10 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.job import Job
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.prediction import Prediction
+from ppfleetx.planner.prediction import HOUR, Prediction, run_length
 from ppfleetx.planner.step_time import step_time
 
-_DAY, _HOUR = 86_400.0, 3_600.0
 _NODE_WRITES = 2e9  # bytes/s from a node to a shared file system, unless --save-seconds is given
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """The length of a run of ``tokens``: steps, days, card-hours."""
-
-    tokens: float
-    steps: float
-    days: float
-    card_hours: float
-
-    def cost(self, per_hour: float) -> tuple[float, float]:
-        """(cost of the run, cost of a million tokens) at a price per card-hour."""
-        whole = self.card_hours * per_hour
-        return whole, whole / self.tokens * 1e6
-
-
-def run_length(prediction: Prediction, tokens: float) -> RunLength:
-    """The length of a run of ``tokens``, given the predicted step time."""
-    steps = tokens / prediction.job.tokens
-    seconds = steps * prediction.time.seconds
-    cards = prediction.job.plan.world_size
-    return RunLength(tokens, steps, seconds / _DAY, seconds / _HOUR * cards)
 
 
 @dataclass(frozen=True)
@@ -129,7 +105,7 @@ class Questions:
             return {}
         found = self.failures(prediction)
         return {
-            "job_mtbf_hours": round(found.mtbf / _HOUR, 4),
+            "job_mtbf_hours": round(found.mtbf / HOUR, 4),
             "checkpoint_seconds": round(found.save, 3),
             "checkpoint_every_steps": found.steps,
             "lost_share": round(found.lost, 6),
@@ -141,7 +117,7 @@ class Questions:
         if save is None:
             nodes = max(1.0, prediction.job.plan.world_size / prediction.cluster.per_node)
             save = checkpoint_bytes(prediction.job) / (nodes * _NODE_WRITES)
-        node_mtbf = self.node_mtbf_hours * _HOUR
+        node_mtbf = self.node_mtbf_hours * HOUR
         return failures(prediction, node_mtbf=node_mtbf, save=save, restart=self.restart_seconds)
 
 
@@ -169,7 +145,7 @@ def answers(prediction: Prediction, tokens: float, asked: Questions) -> list[str
 
 def _failure_line(found: Failures) -> str:
     return (
-        f"The job fails every {found.mtbf / _HOUR:,.1f} h. A checkpoint takes {found.save:.1f} s; best is "
+        f"The job fails every {found.mtbf / HOUR:,.1f} h. A checkpoint takes {found.save:.1f} s; best is "
         f"every {found.steps:,} steps ({found.interval / 60:.1f} min). Checkpoints, repeated work and "
         f"restarts then take {found.lost:.1%} of the time."
     )
@@ -183,8 +159,8 @@ def _ramp_line(prediction: Prediction, ramp: Ramp) -> str:
             str(error), key="--ramp", value=f"{ramp.start},{ramp.increment},{ramp.samples}"
         ) from None
     return (
-        f"The ramp's {ramp.samples:,} sequences take {slow / _HOUR:,.2f} h; with the whole batch from the "
-        f"start {fast / _HOUR:,.2f} h."
+        f"The ramp's {ramp.samples:,} sequences take {slow / HOUR:,.2f} h; with the whole batch from the "
+        f"start {fast / HOUR:,.2f} h."
     )
 
 

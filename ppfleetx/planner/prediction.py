@@ -16,6 +16,9 @@ from ppfleetx.planner.plan_option import plan_text
 from ppfleetx.planner.step_time import StepTime, quick_seconds, spread, step_time
 from ppfleetx.planner.utilization import model_flops_utilization, step_flops, tflops_per_device
 
+HOUR = 3_600.0
+_DAY = 24 * HOUR
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -73,10 +76,9 @@ class Prediction:
         """Model FLOPs utilisation, counted with full attention."""
         return model_flops_utilization(self.job, self.time.seconds, self.cluster.card)
 
-    def as_json(self, tokens: float | None = None) -> dict[str, Any]:
-        """The object that ``plan --json`` prints. If ``tokens`` of the whole run are given, it includes
-        days and card-hours."""
-        flops, seconds = step_flops(self.job), self.time.seconds
+    def as_json(self, tokens: float) -> dict[str, Any]:
+        """The object that ``plan --json`` prints, with days and card-hours of a run of ``tokens``."""
+        flops, seconds, run = step_flops(self.job), self.time.seconds, run_length(self, tokens)
         return {
             "plan": plan_text(self.job),
             "step_time_s": [round(value, 6) for value in self.time.interval],
@@ -101,17 +103,33 @@ class Prediction:
             "parameters": parameter_count(self.job.model),
             "devices": self.job.plan.world_size,
             "global_batch_size": self.job.global_batch,
-            **({} if tokens is None else self._run(tokens)),
+            "tokens": run.tokens,
+            "days": round(run.days, 4),
+            "card_hours": round(run.card_hours, 2),
         }
 
-    def _run(self, tokens: float) -> dict[str, float]:
-        seconds = tokens / self.tokens_per_second
-        cards = self.job.plan.world_size
-        return {
-            "tokens": tokens,
-            "days": round(seconds / 86_400, 4),
-            "card_hours": round(seconds / 3_600 * cards, 2),
-        }
+
+@dataclass(frozen=True)
+class RunLength:
+    """The length of a run of ``tokens``: steps, days, card-hours."""
+
+    tokens: float
+    steps: float
+    days: float
+    card_hours: float
+
+    def cost(self, per_hour: float) -> tuple[float, float]:
+        """(cost of the run, cost of a million tokens) at a price per card-hour."""
+        whole = self.card_hours * per_hour
+        return whole, whole / self.tokens * 1e6
+
+
+def run_length(prediction: Prediction, tokens: float) -> RunLength:
+    """The length of a run of ``tokens``, given the predicted step time."""
+    steps = tokens / prediction.job.tokens
+    seconds = steps * prediction.time.seconds
+    cards = prediction.job.plan.world_size
+    return RunLength(tokens, steps, seconds / _DAY, seconds / HOUR * cards)
 
 
 def run_prediction(

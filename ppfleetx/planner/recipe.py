@@ -19,10 +19,9 @@ from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.models.gpt.spec import parameter_count
 from ppfleetx.planner.cards import GIB, Card, load_card
 from ppfleetx.planner.job import job_of
-from ppfleetx.planner.long_run import run_length
 from ppfleetx.planner.network import Cluster
 from ppfleetx.planner.plan_option import UnresolvedConfig, plan_text
-from ppfleetx.planner.prediction import Prediction
+from ppfleetx.planner.prediction import Prediction, run_length
 from ppfleetx.planner.search import search
 from ppfleetx.utils.devices import CPU
 

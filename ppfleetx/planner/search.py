@@ -5,10 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 
-from ppfleetx.config.plan import ParallelPlan, Workload, violations
+from ppfleetx.config.plan import ParallelPlan, Workload, divisors, violations
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.job import Job
 from ppfleetx.planner.memory import least_memory
@@ -141,7 +140,7 @@ class _Search:
 def _batches(job: Job, plan: ParallelPlan) -> Iterator[Job]:
     """The jobs of ``plan`` with every micro batch size that divides the batch."""
     local = job.global_batch // plan.data_size
-    for micro in _divisors(local):
+    for micro in divisors(local):
         accumulate = local // micro
         if micro > _MAX_MICRO_BATCH:
             return
@@ -159,7 +158,7 @@ def _recomputing(job: Job) -> Iterator[Job]:
 def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
     """The legal plans that divide the batch. Tensor parallelism over more than two nodes is left out."""
     work = replace(job.workload, accumulate_steps=None)
-    for mp, pp, sep in product(_divisors(devices), repeat=3):
+    for mp, pp, sep in product(divisors(devices), repeat=3):
         cut = mp * pp * sep
         if devices % cut or pp > job.model.num_layers or mp > 2 * per_node:
             continue
@@ -168,7 +167,7 @@ def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
         shape = ParallelPlan(mp=mp, pp=pp, sep=sep, sequence_parallel=split)
         if job.global_batch % data or violations(replace(shape, pp=1), work):
             continue
-        for sharding, chunks in product(_divisors(data), _virtual_stages(job, pp)):
+        for sharding, chunks in product(divisors(data), _virtual_stages(job, pp)):
             for stage in (1, 2, 3) if sharding > 1 else (1,):
                 dense = replace(
                     shape,
@@ -183,7 +182,7 @@ def _plans(job: Job, devices: int, per_node: int) -> Iterator[ParallelPlan]:
 def _with_experts(plan: ParallelPlan, work: Workload) -> Iterator[ParallelPlan]:
     """``plan`` and, for models with experts, every way to distribute and slice the experts."""
     experts = work.num_experts or 1
-    for ep, emp in product(_divisors(experts), (None, 1) if experts > 1 and plan.mp > 1 else (None,)):
+    for ep, emp in product(divisors(experts), (None, 1) if experts > 1 and plan.mp > 1 else (None,)):
         divided = replace(plan, ep=ep, expert_mp=emp)
         if experts == 1 or not violations(divided, replace(work, num_layers=None)):
             yield divided
@@ -201,9 +200,4 @@ def _virtual_stages(job: Job, pp: int) -> tuple[int, ...]:
     layers = job.model.num_layers
     if layers % pp:
         return ()  # Distributed.pp_layers sets uneven stages
-    return (1,) if pp == 1 else _divisors(layers // pp)
-
-
-@cache
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
+    return (1,) if pp == 1 else divisors(layers // pp)

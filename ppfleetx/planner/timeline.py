@@ -211,14 +211,3 @@ def _place(k: int, num_stages: int, num_chunks: int, *, backwards: bool) -> tupl
     group, within = divmod(k, num_stages * num_chunks)
     chunk, micro = divmod(within, num_stages)
     return (num_chunks - 1 - chunk if backwards else chunk), group * num_stages + micro
-
-
-def bubble_share(
-    timeline: Timeline,
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    micro_batches: int,
-) -> float:
-    """The average share of the passes' time in which stages are idle, including waits for messages."""
-    busy = sum(sum(f) + sum(b) for f, b in zip(forward, backward, strict=True)) * micro_batches / len(forward)
-    return 1 - busy / timeline.seconds

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from ppfleetx.resilience.hang_report import Report, read_reports
 
@@ -17,6 +18,8 @@ HANG_DIRS = ("hang", "hang_evaluation", "hang_generation")
 PATIENCE_SECONDS = 5.0
 PRIVATE = 0o700
 _SUMMARY = "summary.txt"
+
+Result = TypeVar("Result")
 
 
 class ReportDir:
@@ -47,11 +50,8 @@ class ReportDir:
         """
 
         def look() -> bool:
-            with contextlib.suppress(OSError):
-                if self._is_foreign():
-                    return False
-                if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):
-                    return any(report.asks for report in read_reports(self.directory, since=since).values())
+            if any(path.stat().st_mtime > since for path in self.directory.glob("rank_*.json")):
+                return any(report.asks for report in read_reports(self.directory, since=since).values())
             return False
 
         return bool(self._do(look))
@@ -60,30 +60,17 @@ class ReportDir:
         """Write this rank's report as JSON and as ``text``. Returns whether this worked."""
 
         def write_both() -> bool:
-            try:
-                self.directory.mkdir(mode=self._mode, parents=True, exist_ok=True)
-                if self._is_foreign():
-                    return False
-                base = self.directory / f"rank_{report.rank:05d}"
-                _write_whole(base.with_suffix(".json"), report.to_json())
-                with contextlib.suppress(OSError):  # a full disk may have room for only one file
-                    _write_whole(base.with_suffix(".txt"), text)
-            except OSError:
-                return False
+            base = self.directory / f"rank_{report.rank:05d}"
+            _write_whole(base.with_suffix(".json"), report.to_json())
+            with contextlib.suppress(OSError):  # a full disk may have room for only one file
+                _write_whole(base.with_suffix(".txt"), text)
             return True
 
-        return bool(self._do(write_both))
+        return bool(self._do(write_both, creates=True))
 
     def reports(self, since: float) -> dict[int, Report]:
         """The reports written after ``since``."""
-
-        def read() -> dict[int, Report]:
-            with contextlib.suppress(OSError):
-                if not self._is_foreign():
-                    return read_reports(self.directory, since=since)
-            return {}
-
-        return self._do(read) or {}
+        return self._do(lambda: read_reports(self.directory, since=since)) or {}
 
     def clear(self, rank: int | None = None) -> None:
         """Delete the reports of ``rank``, or of the whole job if it is None."""
@@ -91,43 +78,41 @@ class ReportDir:
             return
 
         def remove() -> None:
-            with contextlib.suppress(OSError):
-                if self._is_foreign():
-                    return
-                for path in self.directory.glob("rank_*" if rank is None else f"rank_{rank:05d}.*"):
-                    path.unlink(missing_ok=True)
-                if not any(self.directory.glob("rank_*")):
-                    (self.directory / _SUMMARY).unlink(missing_ok=True)
-                self.directory.rmdir()  # fails until all ranks have done this
+            for path in self.directory.glob("rank_*" if rank is None else f"rank_{rank:05d}.*"):
+                path.unlink(missing_ok=True)
+            if not any(self.directory.glob("rank_*")):
+                (self.directory / _SUMMARY).unlink(missing_ok=True)
+            self.directory.rmdir()  # fails until all ranks have done this
 
         self._do(remove)
 
     def write_summary(self, sentence: str) -> None:
         """Write the explanation beside the reports."""
+        self._do(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
 
-        def write() -> None:
-            with contextlib.suppress(OSError):
-                if self._is_foreign():
-                    return
-                (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8")
+    def _do(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:
+        """Call ``act`` in this directory's thread. Returns None if it fails or does not finish in time.
 
-        self._do(write)
+        It is not called if another user has created the directory, or a link with its name, in a shared
+        place.
 
-    def _is_foreign(self) -> bool:
-        """Whether another user has created the directory, or a link with its name, in a shared place.
-
-        Raises:
-            OSError: the directory does not exist.
+        Args:
+            creates: the directory is created if it does not exist.
         """
-        return self._mode == PRIVATE and self.directory.lstat().st_uid != os.getuid()
-
-    def _do(self, act: Callable[[], object]) -> object:
-        """Call ``act`` in this directory's thread. Returns None if it does not finish in time."""
         if self._is_dead:
             return None
         self.open()
-        answer: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._work.put(lambda: answer.put(act()))
+        answer: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
+
+        def guarded() -> Result | None:
+            with contextlib.suppress(OSError):
+                if creates:
+                    self.directory.mkdir(mode=self._mode, parents=True, exist_ok=True)
+                if self._mode != PRIVATE or self.directory.lstat().st_uid == os.getuid():
+                    return act()
+            return None
+
+        self._work.put(lambda: answer.put(guarded()))
         try:
             return answer.get(timeout=PATIENCE_SECONDS)
         except queue.Empty:

@@ -50,9 +50,9 @@ class Kernel:
         return tuple(dtype for dtype in self.used if dtype not in self.gpu)
 
 
-def used_kernels(table: Path = TABLE) -> dict[str, Kernel]:
+def used_kernels() -> dict[str, Kernel]:
     """The kernels of the committed table, by name."""
-    content = json.loads(table.read_text(encoding="utf-8"))
+    content = json.loads(TABLE.read_text(encoding="utf-8"))
     return {
         name: Kernel(*(tuple(entry[column]) for column in ("used", "gpu", "npu")))
         for name, entry in content["kernels"].items()

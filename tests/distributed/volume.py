@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from tests.planner.measured import batches_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "ppfleetx/configs/debug/gpt_nano.yaml"
@@ -36,22 +36,20 @@ def settings(overrides: dict[str, Any], micro_batch_size: int) -> list[str]:
 
 def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[str, Any]:
     """Bytes sent by this rank in one step on each axis (``dp x sep``: over both at once; ``tied``: between
-    the stages that share the embedding; ``job``: among all), and what they are to be compared with."""
+    the stages that share the embedding; ``job``: among all), and the number of calls."""
     import paddle
 
     from ppfleetx.config.loader import load_config
     from ppfleetx.core.module.build import build_module
     from ppfleetx.distributed.cpu import backend as cpu_backend
     from ppfleetx.distributed.init import init_distributed
-    from ppfleetx.nn.param_spec import REPLICATE
     from ppfleetx.parallel.parallelize import parallelize
 
     cfg = load_config(CONFIG, settings(overrides, micro_batch_size), world_size=world)
     with paddle.utils.unique_name.guard():
         ctx = init_distributed(cfg)
         runner = parallelize(build_module(cfg), cfg, ctx, train=True)
-        held = list(runner.named_parameters())
-        batches = _batches(cfg)
+        batches = batches_of(cfg)
         for number in (1, 2):  # in the first step shapes are agreed upon
             cpu_backend.reset_traffic()
             runner.train_step(batches, step=number, lr=1e-4, weight_decay=0.0)
@@ -63,13 +61,9 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
     for number, group in traffic.items():
         axis = axis_of.get(number, "job" if len(group["ranks"]) == world and number == 0 else "tied")
         sent[axis] += sum(operation["sent"] for operation in group["operations"].values())
-    partial = [p for _, p in held if p.spec.sums("mp")]
     return {
         "sent": sent,
         "calls": {axis_of.get(n, "job"): _calls(group) for n, group in traffic.items()},
-        "parameters": sum(p.size for _, p in held),
-        "partial": sum(p.size for p in partial),
-        "whole": sum(p.size for _, p in held if p.spec.lies("mp") == REPLICATE),
         "micro_batches": cfg.batch.accumulate_steps,
         "stage": ctx.rank_on("pp"),
     }
@@ -77,15 +71,3 @@ def step(overrides: dict[str, Any], micro_batch_size: int, world: int) -> dict[s
 
 def _calls(group: dict[str, Any]) -> dict[str, int]:
     return {name: operation["calls"] for name, operation in group["operations"].items()}
-
-
-def _batches(cfg: Any) -> list[dict[str, np.ndarray]]:
-    size = cfg.batch.micro_batch_size
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (size, SEQ_LEN + 1))
-    batch = {
-        "tokens": tokens[:, :-1],
-        "labels": tokens[:, 1:],
-        "loss_mask": np.ones((size, SEQ_LEN), np.float32),
-        "position_ids": np.tile(np.arange(SEQ_LEN), (size, 1)),
-    }
-    return [batch] * cfg.batch.accumulate_steps

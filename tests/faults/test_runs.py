@@ -1,7 +1,11 @@
-"""The ranks of a job agree on whose the output directory is."""
+"""Runs that go on: the ranks agree on whose the output directory is, and on every bit."""
+
+import pytest
 
 from ppfleetx.checkpoint.ownership import read_run, run_of
+from ppfleetx.checkpoint.reader import open_checkpoint
 from ppfleetx.config.plan import ParallelPlan as Plan
+from tests.e2e.program import losses
 from tests.faults.program import Program
 
 TWO = Plan(mp=2)
@@ -36,3 +40,31 @@ def test_all_ranks_are_refused_or_go_on_together(pools, corpus, tmp_path):
     assert outcomes(program) == {None}
     assert program.steps() == [4]
     assert run_of(moved) == run != run_of(tmp_path / "epoch_0_step_4") == read_run(tmp_path).run
+
+
+# -- under the same plan a run goes on bit for bit, dropout on, and however the checkpoint was written
+
+SAME_PLANS = [Plan(dp=2), Plan(mp=2, sequence_parallel=True), Plan(pp=2), Plan(sharding=2, sharding_stage=3)]
+
+
+def saved_at(output_dir, step):
+    """Where every tensor lies and what it holds, and the state beside the tensors."""
+    manifest = open_checkpoint(output_dir / f"epoch_0_step_{step}").manifest
+    return manifest.tensors, manifest.state, manifest.ranks
+
+
+@pytest.mark.parametrize("plan", SAME_PLANS, ids=str)
+def test_continuation_and_background(pools, corpus, tmp_path, plan):
+    whole, background, rest = tmp_path / "whole", tmp_path / "background", tmp_path / "rest"
+    for output_dir, options in (
+        (whole, {}),
+        (background, {"async_save": True}),
+        (rest, {"async_save": True, "ckpt_dir": background / "epoch_0_step_2"}),
+    ):
+        outcomes = Program(pools, corpus, output_dir, plan, **options).call()
+        assert not any(outcome.error for outcome in outcomes), outcomes
+    assert losses(background) == losses(whole)
+    assert losses(rest) == losses(whole)[2:]
+    for step in (1, 2, 3, 4):
+        assert saved_at(background, step) == saved_at(whole, step)
+    assert saved_at(rest, 4) == saved_at(whole, 4)

@@ -3,6 +3,7 @@ stay."""
 
 import errno
 import os
+import re
 
 import pytest
 
@@ -62,23 +63,20 @@ def test_a_last_save_that_fails_is_an_error_all_the_same(pools, corpus, tmp_path
 
 
 @BOTH_WAYS
-def test_one_rank_that_cannot_write_is_named_by_all(pools, corpus, tmp_path, in_background):
+@pytest.mark.parametrize(
+    ("target", "more", "words"),
+    [
+        ("train_on_a_failing_disk", {"number": errno.ENOSPC}, "rank 1: No space"),
+        ("train_with_bytes_that_do_not_arrive", {}, r"rank 1: what is .*wrong checksum"),
+    ],
+)
+def test_one_rank_whose_part_is_not_written_is_named_by_all(
+    pools, corpus, tmp_path, in_background, target, more, words
+):
     program = Program(pools, corpus, tmp_path, Plan(mp=2), async_save=in_background)
-    for outcome in program.fail_at(2, rank=1):
-        assert outcome.error.startswith(
-            "CheckpointError: the checkpoint could not be saved; rank 1: No space"
-        )
+    for outcome in program.call(f"tests.faults.program:{target}", failing_steps=[2], rank=1, **more):
+        assert re.match(f"CheckpointError: the checkpoint could not be saved; {words}", outcome.error)
         assert "rank 0" not in outcome.error
-    assert program.steps() == [1] and not list(tmp_path.glob(".saving-*"))
-
-
-@BOTH_WAYS
-def test_one_rank_that_reads_back_something_else_is_named_by_all(pools, corpus, tmp_path, in_background):
-    program = Program(pools, corpus, tmp_path, Plan(mp=2), async_save=in_background)
-    target = "tests.faults.program:train_with_bytes_that_do_not_arrive"
-    for outcome in program.call(target, failing_steps=[2], rank=1):
-        assert outcome.error.startswith("CheckpointError: the checkpoint could not be saved; rank 1: what is")
-        assert "wrong checksum" in outcome.error and "rank 0" not in outcome.error
     assert program.steps() == [1] and not list(tmp_path.glob(".saving-*"))
     assert resolve_checkpoint(tmp_path, verify=True).name == "epoch_0_step_1"
 

@@ -89,7 +89,7 @@ OPTIONS: dict[str, Option] = {
         plan={"mp": 2, "sequence_parallel": True},
     ),
     "overlap_p2p_comm": Option(
-        "ppfleetx.parallel.async_pipeline:AsyncPipeline._forward",
+        "ppfleetx.parallel.pipeline_schedules:AsyncPipeline._forward",
         {"Distributed.overlap_p2p_comm": True},
         {"pp": 2},
     ),

@@ -76,7 +76,7 @@ def _measure(overrides: dict[str, Any], family: str, world: int, before: int) ->
     core.host_memory_stat_reset_peak_value("Allocated", 0)
     runner, cfg, ctx = _runner(overrides, family, world)
     start = core.host_memory_stat_peak_value("Allocated", 0) - before
-    batches = _batches(cfg)
+    batches = batches_of(cfg)
     runner.train_step(batches, step=1, lr=1e-4, weight_decay=0.0)  # the optimizer makes its states
     gc.collect()
     parameters = [p for _, p in runner.named_parameters()]
@@ -114,13 +114,14 @@ def _runner(overrides: dict[str, Any], family: str, world: int) -> tuple[Any, An
         return parallelize(build_module(cfg), cfg, ctx, train=True), cfg, ctx
 
 
-def _batches(cfg: Any) -> list[dict[str, np.ndarray]]:
-    size = cfg.batch.micro_batch_size
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (size, SEQ_LEN + 1))
+def batches_of(cfg: Any) -> list[dict[str, np.ndarray]]:
+    """The micro batches of a step, of random tokens."""
+    size, length = cfg.batch.micro_batch_size, cfg.Data.Train.dataset.max_seq_len
+    tokens = np.random.default_rng(0).integers(0, cfg.Model.vocab_size, (size, length + 1))
     batch = {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
-        "loss_mask": np.ones((size, SEQ_LEN), np.float32),
-        "position_ids": np.tile(np.arange(SEQ_LEN), (size, 1)),
+        "loss_mask": np.ones((size, length), np.float32),
+        "position_ids": np.tile(np.arange(length), (size, 1)),
     }
     return [batch] * cfg.batch.accumulate_steps

@@ -11,9 +11,9 @@ from ppfleetx.config.loader import load_config
 from ppfleetx.planner.calibration import calibrate
 from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.job import job_of
-from ppfleetx.planner.long_run import failures, run_length
+from ppfleetx.planner.long_run import failures
 from ppfleetx.planner.network import Cluster
-from ppfleetx.planner.prediction import Prediction, run_prediction
+from ppfleetx.planner.prediction import Prediction, run_length, run_prediction
 from ppfleetx.planner.step_time import step_time
 from tests.planner.test_parts import planned
 

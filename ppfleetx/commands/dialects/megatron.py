@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 
 from ppfleetx.commands.check import check_report, human_count
@@ -26,7 +25,7 @@ from ppfleetx.dialects.megatron import gpt2_sizes
 from ppfleetx.dialects.megatron.dialect import of_arguments, without_launcher
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.models.gpt.spec import parameter_count
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, is_taken, put_aside
 from ppfleetx.utils.foreign_files import os_errors
 
 USAGE = """\
@@ -146,12 +145,8 @@ def _gpt2_arguments(
 
 def _put_aside(output: Path) -> None:
     """Rename the directory of an earlier run, to keep it."""
-    if not output.is_dir() or not any(output.iterdir()):
-        return
-    names = (output.with_name(f"{output.name}.{number}") for number in count(1))
-    aside = next(name for name in names if not name.exists())
-    output.rename(aside)
-    print(f"the results of an earlier run are now in {aside}", flush=True)
+    if output.is_dir() and is_taken(output):
+        print(f"the results of an earlier run are now in {put_aside(output)}", flush=True)
 
 
 def _launch(arguments: Sequence[str]) -> int:

@@ -38,19 +38,19 @@ class TemplateLimitError(Exception):
 
 
 @contextmanager
-def bounded_steps(most: int = MAX_STEPS) -> Iterator[None]:
-    """Context in which Python functions may take at most ``most`` steps in total, in this thread.
+def bounded_steps() -> Iterator[None]:
+    """Context in which Python functions may take at most ``MAX_STEPS`` steps in total, in this thread.
 
     Raises:
         TemplateLimitError: raised inside the context when they take more steps.
     """
-    left = most
+    left = MAX_STEPS
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            raise TemplateLimitError(f"it takes more than {most:,} steps; does it loop forever?")
+            raise TemplateLimitError(f"it takes more than {MAX_STEPS:,} steps; does it loop forever?")
         return trace
 
     before = sys.gettrace()

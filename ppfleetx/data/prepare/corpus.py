@@ -213,12 +213,8 @@ def _kind_of(path: Path, split_on: str) -> Kind:
     return {"file": "file", "line": "line", "blank-line": "paragraph"}[split_on]
 
 
-def read_chunks(
-    sources: Sequence[Source],
-    chunk_bytes: int | None = None,
-    max_document_bytes: int = MAX_LINE_BYTES,
-) -> Iterator[Chunk]:
-    """Read the corpus in order, in chunks of about ``chunk_bytes``. A larger document is one chunk.
+def read_chunks(sources: Sequence[Source], max_document_bytes: int = MAX_LINE_BYTES) -> Iterator[Chunk]:
+    """Read the corpus in order, in chunks of about ``CHUNK_BYTES``. A larger document is one chunk.
 
     Args:
         max_document_bytes: the size of the longest document; a longer one is a chunk without data. A plain
@@ -227,7 +223,7 @@ def read_chunks(
     Raises:
         DataError: a file cannot be read, or is damaged.
     """
-    chunk_bytes = min(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, max_document_bytes)
+    chunk_bytes = min(CHUNK_BYTES, max_document_bytes)
     group: list[Source] = []
     for source in sources:
         # A compressed file may hold far more than its size suggests, so it is a chunk of its own.

@@ -328,13 +328,13 @@ class Tokenizer:
         ids = self._encode(text, special=parse_special_tokens, continues=False).tolist()
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
-    def encode_continuation(self, text: str, *, parse_special_tokens: bool = True) -> list[int]:
+    def encode_continuation(self, text: str) -> list[int]:
         """Encode a text that follows another text: no token and no space is put before it.
 
         Raises:
             DataError: as in `encode`.
         """
-        return self._encode(text, special=parse_special_tokens, continues=True).tolist()
+        return self._encode(text, special=True, continues=True).tolist()
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Encode a text with its special tokens, and mark the tokens with characters in ``spans``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Iterable, Sequence
 
 from ppfleetx.config.errors import DataError
@@ -53,7 +53,7 @@ def train_tokenizer(
     library.train_from_iterator(counted, trainer)
     if not counted.characters:
         raise DataError("there is no text to train a tokenizer on")
-    trained = _as_lists(library.to_str())
+    trained = [list(pair) for pair in json.loads(library.to_str())["model"]["merges"]]
     vocab = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
     for left, right in trained:
         vocab.setdefault(left + right, len(vocab))
@@ -74,9 +74,3 @@ class _Counted:
         for text in self._texts:
             self.characters += len(text)
             yield text
-
-
-def _as_lists(library_json: str | os.PathLike[str]) -> list[list[str]]:
-    import json
-
-    return [list(pair) for pair in json.loads(library_json)["model"]["merges"]]
