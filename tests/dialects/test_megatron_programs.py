@@ -155,7 +155,7 @@ def tokenizer_files() -> tuple[str, str]:
 
 def record(step: int, **keys) -> StepRecord:
     known = {"epoch": 0, "batch": step - 1, "loss": 6.25, "lr": 1e-4, "weight_decay": 0.0, "grad_norm": 1.5}
-    tokens = {"num_valid_tokens": 64.0, "num_tokens": 64, "batch_size": 2, "data_size": 1}
+    tokens = {"num_valid_tokens": 64.0, "num_tokens": 64, "batch_size": 16, "data_size": 1}
     costs = {"reader_cost": 0.0, "batch_cost": 0.25}
     return StepRecord(step, **{**known, **tokens, **costs, **keys})
 
@@ -166,10 +166,8 @@ def test_megatrons_lines(monkeypatch):
         "ppfleetx.core.engine.callbacks.log_lines.get_logger", lambda: SimpleNamespace(info=said.append)
     )
     log = MegatronLog(2)
-    dataset = SimpleNamespace(max_seq_len=4)  # 16 sequences of 64 tokens
-    data = SimpleNamespace(Train=SimpleNamespace(dataset=dataset))
     state = SimpleNamespace(consumed_samples=32)
-    run = SimpleNamespace(max_steps=3, state=state, cfg=SimpleNamespace(Data=data))
+    run = SimpleNamespace(max_steps=3, state=state)
     for step in (1, 2, 3):
         log.on_step_end(run, record(step, loss_scale=4096.0 if step == 2 else None, skipped=step == 1))
     log.on_eval_end(run, EvalRecord(3, 2.0, 7.389, 64.0, 1.0))
