@@ -129,12 +129,10 @@ class TrainedAdapters:
     Attributes:
         lora: the section of the configuration that describes them.
         tensors: ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` float32 of each linear X.
-        tokenizer: the fingerprint of the tokenizer they were trained with; None if it is unknown.
     """
 
     lora: LoraConfig
     tensors: Mapping[str, np.ndarray]
-    tokenizer: str | None
 
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
@@ -158,8 +156,11 @@ def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
             f"the adapters of {checkpoint.path} were trained over other weights than those of {base}, or "
             "over the same in another element type"
         )
+    tokenizers = {fingerprints.get("tokenizer"), source.manifest.fingerprints.get("tokenizer")} - {None}
+    if len(tokenizers) > 1:
+        raise CheckpointError(f"the adapters of {checkpoint.path} were trained with another tokenizer")
     tensors = {name: trained.tensors[name].cast("F32").read() for name in names}
-    return TrainedAdapters(model.lora, tensors, fingerprints.get("tokenizer"))
+    return TrainedAdapters(model.lora, tensors)
 
 
 def _frozen_names(source: Checkpoint, model: ModelConfig) -> list[str]:

@@ -299,6 +299,8 @@ def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]
         "qk_layernorm": get("qk_layernorm"),
         "rotary_interleaved": get("rotary_interleaved"),
         "multi_latent_attention": get("multi_latent_attention"),
+        "use_alibi_position_embeddings": get("use_alibi_position_embeddings"),
+        "embed_layernorm": get("embed_layernorm"),
     }
     for key, value in refused.items():
         if value:
@@ -307,7 +309,7 @@ def _model_keys(arguments: Mapping[str, Any], directory: Path) -> dict[str, Any]
     if not (heads and hidden and get("num_layers")):
         return {}
     rope = get("position_embedding_type") == "rope" or get("use_rotary_position_embeddings")
-    norm = get("normalization")
+    norm = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(get("normalization"), get("normalization"))
     if get("apply_layernorm_1p") or get("layernorm_zero_centered_gamma"):  # the gains are stored less 1
         norm = f"{norm or 'LayerNorm'}1P"
     keys = {

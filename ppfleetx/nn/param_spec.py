@@ -42,7 +42,7 @@ REPLICATE, PARTIAL = Replicate(), Partial()
 
 @dataclass(frozen=True)
 class Part:
-    """One matrix inside a fused parameter: queries, keys, values, gate or up.
+    """One matrix inside a fused parameter (queries, keys, values, gate or up), or one head of a gain.
 
     It has ``width`` of every ``period`` consecutive indices of dimension ``dim``, from ``offset`` on.
     """
@@ -65,12 +65,12 @@ class ParamSpec:
     Attributes:
         shape: shape of the whole parameter.
         init: distribution of the initial values.
-        kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``, ``lora``,
-            ``quant``.
+        kind: ``matrix``, ``bias``, ``norm``, ``word_embedding``, ``position_embedding``, ``head``,
+            ``router``, ``router_load``, ``lora``, ``quant``.
         value: placement of the value along each axis; along axes without an entry, every rank has the whole.
         grad: placement of the gradient after a backward pass along each axis; along axes without an entry, it
             is placed like the value.
-        parts: the matrices that are fused in it.
+        parts: the matrices, or heads, that it consists of.
         tie: the key of the tie, if several stages of the model share the parameter.
         trains: whether the parameter has a gradient.
         dtype: the type in which it is stored, if it differs from the model's.

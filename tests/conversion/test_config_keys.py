@@ -127,6 +127,11 @@ def test_published_files_have_no_key_that_is_not_known(name):
                 ({"quant_method": "gptq", "bits": 3}, ".bits: 3 .*4 or 8"),
                 ({"quant_method": "gptq", "bits": 4, "group_size": 0}, ".group_size: 0"),
                 ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, ".checkpoint_format"),
+                (
+                    {"quant_method": "gptq", "bits": 4, "format": "gptq", "checkpoint_format": "gptq_v2"},
+                    ": format and checkpoint_format differ",
+                ),
+                ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, ".dynamic"),
                 ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, ".is_marlin_format"),
                 ({"quant_method": "awq", "bits": 8}, ".bits: 8"),
                 ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, ".backend"),

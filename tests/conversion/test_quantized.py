@@ -190,3 +190,8 @@ def test_a_whole_model(tmp_path, name, scheme):
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(CheckpointError, match=r"does not have: .*bias"):
             read_hf(source)
+
+
+def test_weights_whose_form_nothing_tells_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"quantize_config\.json"):
+        dequantized({"model.layers.0.mlp.down_proj.qweight": None}, {}, tmp_path, in_out=False)

@@ -41,7 +41,7 @@ def _family_plans():
     """The networks of other families under one plan of each kind for two cards."""
     kinds = (Plan(mp=2, sequence_parallel=True), Plan(sep=2), Plan(pp=2), Plan(sharding=2, sharding_stage=3))
     if 2 in place().sizes(start=2):
-        yield from ((plan, model) for model in ("gemma", "alibi") for plan in kinds)
+        yield from ((plan, model) for model in ("gemma", "alibi", "olmo", "stablelm") for plan in kinds)
 
 
 PLANS = [

@@ -76,6 +76,15 @@ def quantization(hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
         raise CheckpointError(
             f"{QUANTIZATION}.group_size: {shown(size)} is neither -1 nor a positive integer"
         )
+    formats = {scheme.get("format"), scheme.get("checkpoint_format")} - {None}
+    if len(formats) > 1:
+        raise CheckpointError(
+            f"{QUANTIZATION}: format and checkpoint_format differ: {' and '.join(sorted(formats))}"
+        )
+    if any(not rule.startswith("-:") for rule in scheme.get("dynamic") or ()):
+        raise CheckpointError(
+            f"{QUANTIZATION}.dynamic gives some linears settings of their own, which is not supported"
+        )
     return scheme
 
 
@@ -100,6 +109,11 @@ def dequantized(
     """
     scheme = quantization(hf_config)
     found = dict(tensors)
+    if scheme is None and any(name.endswith(".qweight") for name in tensors):
+        raise CheckpointError(
+            f"{directory} holds quantized weights, and its config.json does not say how; the object of "
+            f"quantize_config.json belongs there as {QUANTIZATION}, with its quant_method"
+        )
     for name in tensors if scheme else ():
         linear, _, part = name.rpartition(".")
         if part == "qweight":

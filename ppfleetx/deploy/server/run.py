@@ -146,6 +146,7 @@ def build_service(
 
     Raises:
         ConfigError: ``Serve.chat_template`` cannot be used.
+        CheckpointError: an adapter belongs to layers that the model does not have, or to experts.
     """
     from ppfleetx.deploy.server.answering import TokenTexts
     from ppfleetx.deploy.server.app import Service
@@ -170,12 +171,6 @@ def build_service(
     metrics, end_ids = Metrics(), generator.end_ids(cfg.Generation)
     added = Adapters(generator.next_token_model)
     for name, one in (adapters or {}).items():
-        if one.tokenizer not in (None, generator.tokenizer.fingerprint):
-            raise ConfigError(
-                "was trained with another tokenizer than the base has",
-                key=f"Serve.adapters.{name}",
-                value=cfg.Serve.adapters[name],
-            )
         added.add(name, one.tensors, scale=one.lora.scale)
         get_logger().info("adapter %r: rank %d, from %s", name, one.lora.rank, cfg.Serve.adapters[name])
     scheduler = Scheduler(generator.next_token_model, generator.tokenizer, end_ids, cfg.Serve, metrics, added)

@@ -193,14 +193,10 @@ def test_a_question_is_edited_an_answer_made_again_and_a_conversation_saved(
         browser.wait(ended(browser, 6), "the end is told")
         browser.run("say('')")
     before = messages(browser)
-    browser.run(
-        "[...document.querySelectorAll('#log button')].findLast(one => one.textContent === 'Again').click()"
-    )
+    press_small(browser, "Again", -1)
     browser.wait(ended(browser, 6), "the end is told")
     assert messages(browser) == before, "the likeliest tokens once more, in the same place"
-    browser.run(
-        "[...document.querySelectorAll('#log button')].find(one => one.textContent === 'Edit').click()"
-    )
+    press_small(browser, "Edit", 0)
     assert messages(browser) == []
     assert browser.run("return document.getElementById('prompt').value") == "the first"
     browser.click("new")
@@ -210,9 +206,7 @@ def test_a_question_is_edited_an_answer_made_again_and_a_conversation_saved(
     assert browser.run(titles) == ["the first"], "a question that was not asked again changes nothing"
     browser.run("document.querySelector('#chats li button').click()")
     assert messages(browser) == before
-    browser.run(
-        "[...document.querySelectorAll('#log button')].find(one => one.textContent === 'Edit').click()"
-    )
+    press_small(browser, "Edit", 0)
     browser.write("prompt", "another")
     browser.run("say('')")
     browser.click("go")
