@@ -377,7 +377,7 @@ class ModelConfig(Section):
 
     @property
     def matrix_std(self) -> float:
-        """Standard deviation of the initial matrices of blocks, but for `scale_output_init`."""
+        """Standard deviation of the initial matrices of blocks, before `scale_output_init` is applied."""
         return self.initializer_range / self.width_multiplier**0.5
 
     @property

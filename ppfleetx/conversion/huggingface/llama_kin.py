@@ -174,12 +174,9 @@ def _write_smollm3(model: ModelConfig) -> dict[str, Any]:
 # ---- OLMo: norms of what branches add, and of all queries and keys of a layer
 
 _OLMO_FIXED = LLAMA_FIXED | {"qk_layernorm": "all_heads", "sandwich_norm": True, "pre_norm": False}
-_OLMO_NAMES = {name: theirs for name, theirs in LLAMA_NAMES.items() if not name.endswith("_norm")} | {
-    f"{_ROW}attention.q_norm": "model.layers.{}.self_attn.q_norm",
-    f"{_ROW}attention.k_norm": "model.layers.{}.self_attn.k_norm",
+_OLMO_NAMES = LLAMA_NAMES | {
     f"{_ROW}attention_post_norm": "model.layers.{}.post_attention_layernorm",
     f"{_ROW}mlp_post_norm": "model.layers.{}.post_feedforward_layernorm",
-    "decoder.final_norm": "model.norm",
 }
 _OLMO_KEYS = LLAMA_KEYS | ATTENTION_BIAS | {"rms_norm_eps": ("norm_epsilon", 1e-5)}
 

@@ -141,12 +141,12 @@ def _write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     return _write_qwen2_moe(model) | {"use_sliding_window": window is not None, "sliding_window": window}
 
 
-_QWEN_KEYS = LLAMA_KEYS | {
+_EXPERT_KEYS = {
     "num_experts": ("moe.num_experts", NEEDED),
     "num_experts_per_tok": ("moe.top_k", NEEDED),
-    "moe_intermediate_size": ("moe.expert_ffn_size", NEEDED),
     "norm_topk_prob": ("moe.router.normalize", False),
 }
+_QWEN_KEYS = LLAMA_KEYS | _EXPERT_KEYS | {"moe_intermediate_size": ("moe.expert_ffn_size", NEEDED)}
 _QWEN_READ = LLAMA_READ | _POOLED_READ | {"decoder_sparse_step", "mlp_only_layers"}
 
 _QWEN2_MOE = Family(
@@ -186,14 +186,7 @@ _QWEN3_MOE = Family(
 
 _OLMOE = Family(
     "OlmoeForCausalLM",
-    LLAMA_KEYS
-    | ATTENTION_BIAS
-    | {
-        "rms_norm_eps": ("norm_epsilon", 1e-5),
-        "num_experts": ("moe.num_experts", NEEDED),
-        "num_experts_per_tok": ("moe.top_k", NEEDED),
-        "norm_topk_prob": ("moe.router.normalize", False),
-    },
+    LLAMA_KEYS | ATTENTION_BIAS | _EXPERT_KEYS | {"rms_norm_eps": ("norm_epsilon", 1e-5)},
     LLAMA_FIXED | _SOFTMAX | {"qk_layernorm": "all_heads"},
     LLAMA_NAMES | _EXPERT_NAMES,
     lambda config: llama_like(config) | _pooled_loss(config, 0.01),

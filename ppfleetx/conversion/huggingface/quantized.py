@@ -1,4 +1,4 @@
-"""Linears that GPTQ or AWQ has quantised, read as the weights they stand for.
+"""Read the linears of GPTQ and AWQ checkpoints as floating-point weights.
 
 In place of ``X.weight`` such a directory holds integers of 4 or 8 bits, several to a word of 32 bits with the
 first in the lowest bits, and a scale and a zero point (an integer, too) for each group of inputs:
@@ -96,16 +96,16 @@ def dequantized(
     Args:
         tensors: by their names in the files.
         hf_config: ``config.json``.
-        directory: where they are; used in messages.
-        in_out: the weights are to be ``[in, out]``, else ``[out, in]``.
+        directory: the directory, for messages.
+        in_out: whether the weights must be ``[in, out]``; otherwise they are ``[out, in]``.
 
     Returns:
-        The weights, which are computed when they are read and have the element type of their scales; and all
-        other tensors as they are.
+        The weights, which are computed when they are read and have the element type of their scales, and all
+        other tensors unchanged.
 
     Raises:
         CheckpointError: a part of a linear is missing, or its shape or element type is not as described.
-            Reading a weight raises it for groups and zero points that cannot be.
+            Reading a weight raises it for invalid groups and zero points.
     """
     scheme = quantization(hf_config)
     found = dict(tensors)
@@ -135,7 +135,7 @@ def _check(key: str, value: Any, values: tuple[Any, ...]) -> None:
 def _weight(
     linear: str, given: Mapping[str, LazyTensor | None], scheme: Mapping[str, Any], in_out: bool
 ) -> LazyTensor:
-    """The weight of one linear from its parts, as :func:`dequantized` says."""
+    """Build the weight of one linear from its parts; see :func:`dequantized`."""
     parts = {name: part for name, part in given.items() if part is not None}
     is_awq, bits = scheme["quant_method"] == "awq", scheme["bits"]
     needs_order = bool(scheme.get("desc_act")) and not is_awq
@@ -187,7 +187,7 @@ def _weight(
 
 
 def _integers(words: np.ndarray, bits: int, axis: int, is_awq: bool) -> np.ndarray:
-    """What words hold: a matrix that is ``32 / bits`` times as long along ``axis``."""
+    """Unpack a matrix of words, which becomes ``32 / bits`` times as long along ``axis``."""
     fields = [
         (words >> np.uint32(low) & np.uint32(2**bits - 1)).astype(np.uint8) for low in range(0, 32, bits)
     ]

@@ -72,7 +72,7 @@ def test_text_comes_as_it_is_made_and_can_be_stopped(server: Server, browser: Br
     browser.write("prompt", "the <b>hat</b>")
     browser.run("document.getElementById('max_tokens').value = 20")
     browser.press(CONTROL, ENTER)
-    browser.wait(ended(browser, 20), "the end is told")
+    browser.wait(ended(browser, 20), "the end is reported")
     expected = server.complete(prompt="the <b>hat</b>", temperature=0, max_tokens=20, echo=True)
     assert browser.text("text") == expected.json()["choices"][0]["text"], "markup is only text"
 
@@ -96,13 +96,13 @@ def test_a_chat_with_the_keyboard_alone(server: Server, browser: Browser) -> Non
     browser.press(SHIFT, ENTER)
     browser.press("x")
     browser.press(ENTER)
-    browser.wait(ended(browser, 12), "the end is told")
+    browser.wait(ended(browser, 12), "the end is reported")
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi\nx"}]
     first = chat_answer(server, turns, 12)
     browser.wait(lambda: messages(browser)[1:] == [shown(first)], "the answer is shown")
     browser.write("prompt", "<i>and</i>")
     browser.press(ENTER)
-    browser.wait(lambda: len(messages(browser)) == 4 and ended(browser, 12)(), "the end is told")
+    browser.wait(lambda: len(messages(browser)) == 4 and ended(browser, 12)(), "the end is reported")
     turns += [{"role": "assistant", "content": first}, {"role": "user", "content": "<i>and</i>"}]
     second = chat_answer(server, turns, 12)
     browser.wait(lambda: messages(browser)[2:] == ["<i>and</i>", shown(second)], "the second answer is shown")
@@ -123,7 +123,7 @@ def test_a_conversation_that_outgrows_the_model_goes_on(server: Server, browser:
     opened(browser, server.url, max_tokens=12)
     browser.run("document.getElementById('prompt').value = 'the cat '.repeat(2500)")
     browser.click("go")
-    browser.wait(ended(browser, 12), "the end is told")
+    browser.wait(ended(browser, 12), "the end is reported")
     second = "and the hat " * 1500
     browser.run(f"document.getElementById('prompt').value = {json.dumps(second)}")
     browser.click("go")
@@ -161,7 +161,7 @@ def test_chats_are_kept_until_they_are_deleted(server: Server, browser: Browser)
         browser.click("new")
         browser.write("prompt", question)
         browser.click("go")
-        browser.wait(ended(browser, 3), "the end is told")
+        browser.wait(ended(browser, 3), "the end is reported")
         browser.run("say('')")
     titles = (
         "return [...document.querySelectorAll('#chats li button:first-child')].map(one => one.textContent)"
@@ -190,11 +190,11 @@ def test_a_question_is_edited_an_answer_made_again_and_a_conversation_saved(
     for question in ("the first", "the second"):
         browser.write("prompt", question)
         browser.click("go")
-        browser.wait(ended(browser, 6), "the end is told")
+        browser.wait(ended(browser, 6), "the end is reported")
         browser.run("say('')")
     before = messages(browser)
     press_small(browser, "Again", -1)
-    browser.wait(ended(browser, 6), "the end is told")
+    browser.wait(ended(browser, 6), "the end is reported")
     assert messages(browser) == before, "the likeliest tokens once more, in the same place"
     press_small(browser, "Edit", 0)
     assert messages(browser) == []
@@ -210,7 +210,7 @@ def test_a_question_is_edited_an_answer_made_again_and_a_conversation_saved(
     browser.write("prompt", "another")
     browser.run("say('')")
     browser.click("go")
-    browser.wait(ended(browser, 6), "the end is told")
+    browser.wait(ended(browser, 6), "the end is reported")
     assert messages(browser)[0] == "another" and len(messages(browser)) == 2
     browser.run(
         "URL.createObjectURL = blob => { blob.text().then(text => { window.saved = text; }); return '#'; }"
