@@ -39,6 +39,11 @@ class Ramp:
         """The sizes before the full one."""
         return range(self.start, self.full, self.increment)
 
+    @property
+    def reaches_full(self) -> bool:
+        """Whether the increments lead from the start to the full size."""
+        return self.start < self.full and (self.full - self.start) % self.increment == 0
+
     def size_at(self, consumed: int) -> int:
         """The size of the step that begins after ``consumed`` sequences."""
         if consumed >= self.samples:
@@ -114,7 +119,7 @@ def resolve_batch(
 
 def _check_ramp(ramp: Ramp, per_pass: int) -> None:
     """Check Megatron-LM's rules: the increments lead to the full batch, and each batch can be divided."""
-    if ramp.start >= ramp.full or (ramp.full - ramp.start) % ramp.increment:
+    if not ramp.reaches_full:
         raise RuleError(
             (_RAMP, _GLOBAL),
             f"cannot grow from {ramp.start} to the global batch of {ramp.full} by {ramp.increment} at a time",

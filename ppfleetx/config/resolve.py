@@ -155,7 +155,7 @@ def _lengths(cfg: RunConfig) -> Ramp | None:
     if given is None or train is None:
         return None
     ramp = Ramp(*given, full=train.dataset.max_seq_len)
-    if ramp.start >= ramp.full or (ramp.full - ramp.start) % ramp.increment:
+    if not ramp.reaches_full:
         raise RuleError(
             (key, "Data.Train.dataset.max_seq_len"),
             f"cannot grow from {ramp.start} to {ramp.full} tokens by {ramp.increment} at a time",
