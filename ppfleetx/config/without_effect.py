@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -16,6 +17,7 @@ from ppfleetx.config.sections.compress import PruneConfig, QuantizationConfig
 from ppfleetx.config.sections.data import DatasetConfig, DataSplitConfig
 from ppfleetx.config.sections.engine import MixedPrecisionConfig, ProfilerConfig, SpikeConfig
 from ppfleetx.config.sections.generation import READ_BY
+from ppfleetx.config.sections.optimizer import MuonConfig
 from ppfleetx.config.sections.root import RunConfig
 
 _SHIPPED = Path(__file__).resolve().parents[1] / "configs"
@@ -43,21 +45,27 @@ class SwitchedOff:
     reason."""
 
     keys: tuple[str, ...]
-    applies: Callable[[RunConfig], bool]
     why: str
+    applies: Callable[[RunConfig], bool]
 
 
-def _keys(section: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names.split())
+_SAID = re.compile(r"([\w.]+) (?:is|=) (\w+)")
 
 
-def _others(section: str, of: type[Section], switch: str) -> tuple[str, ...]:
-    """All keys of a section except its switch. A nested section stands for all its keys."""
-    return tuple(f"{section}.{name}" for name in of.model_fields if name != switch)
+def _off(keys: str, why: str, applies: Callable[[RunConfig], bool] | None = None) -> SwitchedOff:
+    """A rule for ``Section: key key ...``, where a section as a key stands for all its keys. Without
+    ``applies``, it holds if what ``why`` begins with is true: ``KEY is VALUE`` or ``KEY = VALUE``."""
+    section, colon, names = keys.partition(": ")
+    dotted = tuple(f"{section}.{name}" for name in names.split()) if colon else tuple(keys.split())
+    if applies is None:
+        key, value = _SAID.match(why).groups()
+        return SwitchedOff(dotted, why, lambda cfg: _text(_value(cfg, key)) == value)
+    return SwitchedOff(dotted, why, applies)
 
 
-_PRECISION, _SAVE_LOAD = "Engine.mix_precision", "Engine.save_load"
-_LOSS_SCALE = _keys(_PRECISION, "scale_loss use_dynamic_loss_scaling incr_every_n_steps hysteresis")
+def _others(section: str, of: type[Section], switch: str) -> str:
+    """All keys of a section except its switch."""
+    return f"{section}: {' '.join(name for name in of.model_fields if name != switch)}"
 
 
 def _computes_in(cfg: RunConfig, dtype: str) -> bool:
@@ -87,247 +95,206 @@ def _knows_documents(split: DataSplitConfig | None) -> bool:
     return dataset.reset_position_ids or dataset.reset_attention_mask or dataset.eod_mask_loss
 
 
-def _has_one_chunk(cfg: RunConfig) -> bool:
-    return cfg.Distributed.pp_degree == cfg.Model.virtual_pp_degree == 1
+def _decays(cfg: RunConfig) -> bool:
+    return SCHEDULES.traits(cfg.Optimizer.lr.decay_style).decays
 
+
+_OF_ADAM = ("beta1", "beta2", "epsilon", "weight_decay")
+_PRECISION, _SAVE_LOAD = "Engine.mix_precision", "Engine.save_load"
+_GROWTH = "incr_every_n_steps hysteresis"
 
 SWITCHED_OFF = (
-    SwitchedOff(
-        _keys("Optimizer", "beta1 beta2 epsilon weight_decay weight_decay_schedule"),
-        lambda cfg: cfg.Optimizer.names == {"SGD"},
+    _off(
+        f"Optimizer: {' '.join(_OF_ADAM)} weight_decay_schedule",
         "Optimizer.name = SGD is plain gradient descent",
+        lambda cfg: cfg.Optimizer.names == {"SGD"},
     ),
     *(
-        SwitchedOff(
-            (f"Optimizer.{key}",),
+        _off(
+            f"Optimizer.{key}",
+            "Optimizer.name is an optimizer that does not read it",
             lambda cfg, key=key: (
                 cfg.Optimizer.names != {"SGD"}
                 and all(key not in OPTIMIZERS.traits(name).reads for name in cfg.Optimizer.names)
             ),
-            "Optimizer.name is an optimizer that does not read it",
         )
-        for key in ("beta1", "beta2", "epsilon", "weight_decay")
+        for key in _OF_ADAM
     ),
-    SwitchedOff(
-        _keys("Optimizer.muon", "momentum nesterov scale steps coefficients split epsilon"),
-        lambda cfg: "Muon" not in cfg.Optimizer.names,
+    _off(
+        f"Optimizer.muon: {' '.join(MuonConfig.model_fields)}",
         "no optimizer is Muon",
+        lambda cfg: "Muon" not in cfg.Optimizer.names,
     ),
-    SwitchedOff(
-        ("Optimizer.weight_decay",),
-        lambda cfg: cfg.Optimizer.name != "SGD" and cfg.Optimizer.weight_decay_schedule is not None,
+    _off(
+        "Optimizer.weight_decay",
         "Optimizer.weight_decay_schedule says it",
+        lambda cfg: cfg.Optimizer.name != "SGD" and cfg.Optimizer.weight_decay_schedule is not None,
     ),
-    SwitchedOff(
-        ("Optimizer.lr.min_lr",),
-        lambda cfg: not SCHEDULES.traits(cfg.Optimizer.lr.decay_style).decays,
+    _off(
+        "Optimizer.lr.min_lr",
         "Optimizer.lr.decay_style = constant stays at max_lr",
+        lambda cfg: not _decays(cfg),
     ),
-    SwitchedOff(
-        ("Optimizer.lr.wsd_decay_style",),
-        lambda cfg: cfg.Optimizer.lr.decay_style != "wsd",
+    _off(
+        "Optimizer.lr.decay_steps",
+        "Optimizer.lr.decay_style = constant does not decay",
+        lambda cfg: not _decays(cfg) and not cfg.Optimizer.lr.warmup_rate,
+    ),
+    _off(
+        "Optimizer.lr.wsd_decay_style",
         "Optimizer.lr.decay_style is not wsd",
+        lambda cfg: cfg.Optimizer.lr.decay_style != "wsd",
     ),
     *(
-        SwitchedOff(
-            tuple(f"Generation.{key}" for key in keys),
-            lambda cfg, strategy=strategy: cfg.Generation.decode_strategy != strategy,
+        _off(
+            f"Generation: {' '.join(keys)}",
             f"Generation.decode_strategy is not {strategy}",
+            lambda cfg, strategy=strategy: cfg.Generation.decode_strategy != strategy,
         )
         for strategy, keys in READ_BY.items()
     ),
-    SwitchedOff(
-        ("Generation.prompt_lookup_num_tokens",),
+    _off(
+        "Generation.prompt_lookup_num_tokens",
+        "tokens are guessed in greedy search with a cache and without an assistant only",
         lambda cfg: (
             cfg.Generation.decode_strategy != "greedy_search"
             or not cfg.Generation.use_cache
             or cfg.Generation.assistant_model is not None
         ),
-        "tokens are guessed in greedy search with a cache and without an assistant only",
     ),
-    SwitchedOff(
-        ("Generation.num_assistant_tokens",),
-        lambda cfg: cfg.Generation.assistant_model is None,
-        "Generation.assistant_model is null",
-    ),
-    SwitchedOff(
-        ("Generation.diversity_rate",),
-        lambda cfg: cfg.Generation.decode_strategy == "beam_search" and cfg.Generation.num_beam_groups == 1,
+    _off("Generation.num_assistant_tokens", "Generation.assistant_model is null"),
+    _off(
+        "Generation.diversity_rate",
         "Generation.num_beam_groups is 1",
+        lambda cfg: cfg.Generation.decode_strategy == "beam_search" and cfg.Generation.num_beam_groups == 1,
     ),
-    SwitchedOff(
-        ("Model.fused_linear",),
-        lambda cfg: True,
+    _off(
+        "Model.fused_linear",
         "on a GPU Paddle always adds the bias within the matrix product, on a CPU never",
+        lambda cfg: True,
     ),
-    SwitchedOff(
-        _keys("Model", "attn_post_norm_scale ffn_post_norm_scale"),
-        lambda cfg: not cfg.Model.sandwich_norm,
-        "Model.sandwich_norm is False",
-    ),
-    SwitchedOff(
-        _keys("Model", "recompute_granularity recompute_layers no_recompute_layers recompute_interval"),
-        lambda cfg: not cfg.Model.use_recompute,
+    _off("Model: attn_post_norm_scale ffn_post_norm_scale", "Model.sandwich_norm is False"),
+    _off(
+        "Model: recompute_granularity recompute_layers no_recompute_layers recompute_interval",
         "Model.use_recompute is False",
     ),
-    SwitchedOff(
-        ("Engine.num_train_epochs", "Engine.save_load.save_epoch"),
-        lambda cfg: cfg.Engine.run_mode == "step",
-        "Engine.run_mode = step counts steps",
-    ),
-    SwitchedOff(
-        ("Engine.save_load.save_steps",),
-        lambda cfg: cfg.Engine.run_mode == "epoch" and cfg.Engine.save_load.save_epoch is not None,
+    _off(f"Engine.num_train_epochs {_SAVE_LOAD}.save_epoch", "Engine.run_mode = step counts steps"),
+    _off(
+        f"{_SAVE_LOAD}.save_steps",
         "Engine.run_mode = epoch saves by Engine.save_load.save_epoch",
+        lambda cfg: cfg.Engine.run_mode == "epoch" and cfg.Engine.save_load.save_epoch is not None,
     ),
-    SwitchedOff(
-        ("Model.num_classes",),
-        lambda cfg: not cfg.Model.task.classifies,
+    _off(
+        "Model.num_classes",
         "only GPTFinetuneModule has classes",
-    ),
-    SwitchedOff(
-        ("Engine.eval_iters",),
-        lambda cfg: cfg.Data.Eval is not None and not cfg.Data.Eval.dataset.is_corpus,
-        "Data.Eval.dataset.name is read to its end in each evaluation",
-    ),
-    SwitchedOff(
-        ("Data.Test",),
         lambda cfg: not cfg.Model.task.classifies,
+    ),
+    _off(
+        "Engine.eval_iters",
+        "Data.Eval.dataset.name is read to its end in each evaluation",
+        lambda cfg: cfg.Data.Eval is not None and not cfg.Data.Eval.dataset.is_corpus,
+    ),
+    _off(
+        "Data.Test",
         "only ppfleetx eval with GPTFinetuneModule reads the test set (ppfleetx index prepares it)",
+        lambda cfg: not cfg.Model.task.classifies,
     ),
-    SwitchedOff(
-        ("Offline_Eval",),
-        lambda cfg: not cfg.Model.task.offline_evaluation,
+    _off(
+        "Offline_Eval",
         "Model.module is not GPTEvalModule; ppfleetx eval evaluates on Data.Eval",
+        lambda cfg: not cfg.Model.task.offline_evaluation,
     ),
-    SwitchedOff(
-        _keys("Offline_Eval", "overlapping_eval detokenizer"),
-        lambda cfg: cfg.Model.task.offline_evaluation and cfg.Offline_Eval.cloze_eval,
+    _off(
+        "Offline_Eval: overlapping_eval detokenizer",
         "Offline_Eval.cloze_eval is True",
+        lambda cfg: cfg.Model.task.offline_evaluation and cfg.Offline_Eval.cloze_eval,
     ),
-    SwitchedOff(
-        ("Offline_Eval.cloze_strict",),
-        lambda cfg: cfg.Model.task.offline_evaluation and not cfg.Offline_Eval.cloze_eval,
+    _off(
+        "Offline_Eval.cloze_strict",
         "Offline_Eval.cloze_eval is False",
+        lambda cfg: cfg.Model.task.offline_evaluation and not cfg.Offline_Eval.cloze_eval,
     ),
-    SwitchedOff(
-        ("Optimizer.lr.decay_steps",),
-        lambda cfg: (
-            not SCHEDULES.traits(cfg.Optimizer.lr.decay_style).decays and not cfg.Optimizer.lr.warmup_rate
-        ),
-        "Optimizer.lr.decay_style = constant does not decay",
-    ),
-    SwitchedOff(
-        _keys("Distributed.sharding", "sharding_stage broadcast_overlap"),
-        lambda cfg: cfg.Distributed.sharding.sharding_degree == 1,
+    _off(
+        "Distributed.sharding: sharding_stage broadcast_overlap",
         "Distributed.sharding.sharding_degree is 1",
     ),
-    SwitchedOff(
-        _keys("Distributed", "sharding.reduce_overlap bucket_size"),
-        lambda cfg: cfg.plan.data_size == cfg.plan.sep == 1,
+    _off(
+        "Distributed: sharding.reduce_overlap bucket_size",
         "dp_degree, sharding_degree and sep_degree are 1: there are no gradients to sum",
+        lambda cfg: cfg.plan.data_size == cfg.plan.sep == 1,
     ),
-    SwitchedOff(
-        _keys("Distributed", "pp_layers noop_layers"),
-        _has_one_chunk,
+    _off(
+        "Distributed: pp_layers noop_layers",
         "Distributed.pp_degree is 1",
+        lambda cfg: cfg.Distributed.pp_degree == cfg.Model.virtual_pp_degree == 1,
     ),
-    SwitchedOff(
-        _others(_PRECISION, MixedPrecisionConfig, "enable"),
-        lambda cfg: not cfg.Engine.mix_precision.enable,
-        "Engine.mix_precision.enable is False",
-    ),
-    SwitchedOff(
-        _keys("Model", "softmax_in_fp32 scale_qk_by_layer_num"),
-        lambda cfg: not cfg.Engine.mix_precision.enable,
+    _off(_others(_PRECISION, MixedPrecisionConfig, "enable"), "Engine.mix_precision.enable is False"),
+    _off(
+        "Model: softmax_in_fp32 scale_qk_by_layer_num",
         "Engine.mix_precision.enable is False: the run computes in float32",
     ),
-    SwitchedOff(
-        _LOSS_SCALE,
-        lambda cfg: _computes_in(cfg, "bfloat16"),
+    _off(
+        f"{_PRECISION}: scale_loss use_dynamic_loss_scaling {_GROWTH}",
         "Engine.mix_precision.dtype = bfloat16 needs no loss scale",
+        lambda cfg: _computes_in(cfg, "bfloat16"),
     ),
-    SwitchedOff(
-        _LOSS_SCALE[2:],
-        lambda cfg: _computes_in(cfg, "float16") and not cfg.Engine.mix_precision.use_dynamic_loss_scaling,
+    _off(
+        f"{_PRECISION}: {_GROWTH}",
         "Engine.mix_precision.use_dynamic_loss_scaling is False",
+        lambda cfg: _computes_in(cfg, "float16") and not cfg.Engine.mix_precision.use_dynamic_loss_scaling,
     ),
-    SwitchedOff(
-        (f"{_PRECISION}.main_grad_fp32",),
-        lambda cfg: cfg.Engine.mix_precision.enable and cfg.Engine.mix_precision.level == "O1",
+    _off(
+        f"{_PRECISION}.main_grad_fp32",
         "Engine.mix_precision.level = O1 keeps weights and gradients in float32",
+        lambda cfg: cfg.Engine.mix_precision.enable and cfg.Engine.mix_precision.level == "O1",
     ),
-    SwitchedOff(
-        _keys(_SAVE_LOAD, "load_optim load_rng reset_data lr_schedule"),
-        lambda cfg: not _resumes(cfg),
+    _off(
+        f"{_SAVE_LOAD}: load_optim load_rng reset_data lr_schedule",
         "no run is resumed: neither Engine.save_load.resume nor ckpt_dir is set",
+        lambda cfg: not _resumes(cfg),
     ),
-    SwitchedOff(
-        _keys(_SAVE_LOAD, "allow_missing allow_extra allow_other_shapes verify"),
-        lambda cfg: not _loads(cfg),
+    _off(
+        f"{_SAVE_LOAD}: allow_missing allow_extra allow_other_shapes verify",
         "no checkpoint is loaded: none of Engine.save_load.resume, ckpt_dir and init_from is set",
+        lambda cfg: not _loads(cfg),
     ),
-    SwitchedOff(
-        ("Engine.on_hang",),
-        lambda cfg: cfg.Engine.hang_timeout == cfg.Engine.hang_start_timeout == 0,
+    _off(
+        "Engine.on_hang",
         "Engine.hang_timeout and hang_start_timeout are 0",
+        lambda cfg: cfg.Engine.hang_timeout == cfg.Engine.hang_start_timeout == 0,
     ),
-    SwitchedOff(
-        ("Engine.straggler_freq",),
-        lambda cfg: cfg.plan.world_size == 1,
+    _off(
+        "Engine.straggler_freq",
         "one process has no others to be compared with",
+        lambda cfg: cfg.plan.world_size == 1,
     ),
-    SwitchedOff(
-        _others("Engine.spike", SpikeConfig, "action"),
-        lambda cfg: cfg.Engine.spike.action == "off",
-        "Engine.spike.action is off",
-    ),
-    SwitchedOff(
-        ("Engine.spike.max_in_a_row",),
-        lambda cfg: cfg.Engine.spike.action == "stop",
-        "Engine.spike.action = stop ends the run at the first spike",
-    ),
-    SwitchedOff(
-        _keys("Engine", "eval_freq eval_iters"),
-        lambda cfg: cfg.Data.Eval is None,
-        "there is no Data.Eval to evaluate on",
-    ),
-    SwitchedOff(("Engine.test_iters",), lambda cfg: cfg.Data.Test is None, "there is no Data.Test"),
-    SwitchedOff(
-        _others("Profiler", ProfilerConfig, "enable"),
-        lambda cfg: not cfg.Profiler.enable,
-        "Profiler.enable is False",
-    ),
-    SwitchedOff(
-        _keys("Model", "rotary_base rotary_percent"),
-        lambda cfg: not cfg.Model.positions.rotates,
+    _off(_others("Engine.spike", SpikeConfig, "action"), "Engine.spike.action is off"),
+    _off("Engine.spike.max_in_a_row", "Engine.spike.action = stop ends the run at the first spike"),
+    _off("Engine: eval_freq eval_iters", "Data.Eval is null: there is nothing to evaluate on"),
+    _off("Engine.test_iters", "Data.Test is null"),
+    _off(_others("Profiler", ProfilerConfig, "enable"), "Profiler.enable is False"),
+    _off(
+        "Model: rotary_base rotary_percent",
         "Model.position_embedding_type is not rope",
+        lambda cfg: not cfg.Model.positions.rotates,
     ),
-    SwitchedOff(
-        ("Model.moe.aux_loss.weight",),
-        lambda cfg: cfg.Model.moe is not None and cfg.Model.moe.aux_loss.kind == "none",
-        "Model.moe.aux_loss.kind is none",
-    ),
-    SwitchedOff(
-        ("Model.moe.router.group_score",),
-        lambda cfg: cfg.Model.moe is not None and cfg.Model.moe.router.num_groups is None,
-        "Model.moe.router.num_groups is null",
-    ),
-    SwitchedOff(
-        ("Model.add_bias_linear",),
-        lambda cfg: None not in (cfg.Model.add_qkv_bias, cfg.Model.add_out_proj_bias, cfg.Model.add_mlp_bias),
+    _off("Model.moe.aux_loss.weight", "Model.moe.aux_loss.kind is none"),
+    _off("Model.moe.router.group_score", "Model.moe.router.num_groups is null"),
+    _off(
+        "Model.add_bias_linear",
         "Model.add_qkv_bias, add_out_proj_bias and add_mlp_bias say it for each linear",
+        lambda cfg: None not in (cfg.Model.add_qkv_bias, cfg.Model.add_out_proj_bias, cfg.Model.add_mlp_bias),
     ),
-    SwitchedOff(
-        ("Data.Train.sampler.drop_last",),
-        lambda cfg: cfg.Data.Train is not None,
+    _off(
+        "Data.Train.sampler.drop_last",
         "after the last sample training goes on with the first",
+        lambda cfg: cfg.Data.Train is not None,
     ),
     *(
-        SwitchedOff(
-            _keys(f"Data.{mode}.sampler", keys),
-            lambda cfg, mode=mode: _reads_records(cfg, mode),
+        _off(
+            f"Data.{mode}.sampler: {keys}",
             f"Data.{mode}.dataset.name reads records of a file: {why}",
+            lambda cfg, mode=mode: _reads_records(cfg, mode),
         )
         for mode, keys, why in (
             ("Train", "shuffle", "each pass has a new order"),
@@ -335,36 +302,23 @@ SWITCHED_OFF = (
         )
     ),
     *(
-        SwitchedOff(
-            (f"Data.{mode}.dataset.eod_id",),
-            lambda cfg, mode=mode: not _knows_documents(getattr(cfg.Data, mode)),
+        _off(
+            f"Data.{mode}.dataset.eod_id",
             "none of reset_position_ids, reset_attention_mask and eod_mask_loss asks for it",
+            lambda cfg, mode=mode: not _knows_documents(getattr(cfg.Data, mode)),
         )
         for mode in ("Train", "Eval")
     ),
-    SwitchedOff(
+    _off(
         _others("Compress.Quantization", QuantizationConfig, "enable"),
-        lambda cfg: cfg.Compress.Quantization is not None and not cfg.Compress.Quantization.enable,
         "Compress.Quantization.enable is False",
     ),
-    SwitchedOff(
-        ("Compress.Quantization.moving_rate",),
-        lambda cfg: (
-            cfg.Compress.quantization is not None
-            and cfg.Compress.quantization.activation_quantize_type == "abs_max"
-        ),
+    _off(
+        "Compress.Quantization.moving_rate",
         "Compress.Quantization.activation_quantize_type = abs_max keeps no average",
     ),
-    SwitchedOff(
-        _others("Compress.Prune", PruneConfig, "enable"),
-        lambda cfg: cfg.Compress.Prune is not None and not cfg.Compress.Prune.enable,
-        "Compress.Prune.enable is False",
-    ),
-    SwitchedOff(
-        ("Global.allow_tf32",),
-        lambda cfg: cfg.Global.device == "cpu",
-        "Global.device = cpu has no TF32",
-    ),
+    _off(_others("Compress.Prune", PruneConfig, "enable"), "Compress.Prune.enable is False"),
+    _off("Global.allow_tf32", "Global.device = cpu has no TF32"),
 )
 
 
@@ -393,6 +347,10 @@ def _is_given(place: str) -> bool:
 def _value(cfg: RunConfig, key: str) -> Any:
     """The value of ``key``; None below a null section."""
     return reduce(lambda node, name: None if node is None else getattr(node, name), key.split("."), cfg)
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _default(cfg: RunConfig, key: str) -> Any:
