@@ -70,7 +70,7 @@ def test_some_devices_of_one_host(
         (4, ["[0,8]"], "takes four or five arguments, not 3. usage: bash run_distribute.sh"),
         (4, ["[0,16]", "train", "32"], "must be the ranks of one host: [0,8] is 10.155.111.140"),
         (4, ["[8,16]", "train", "16"], "RANK_SIZE = '16': the rank table has 32 ranks"),
-        (4, ["[8,16]", "train", "x"], "RANK_SIZE = 'x': must be a number"),
+        (4, ["[8,16]", "train", "x"], "RANK_SIZE = 'x'"),
         (1, ["[8,16]", "train"], "the rank table has no device 8, but 0, 1, 2"),
         (1, ["8", "train"], "must be a range such as [0,8]"),
         (1, ["[8,8]", "train"], "holds no device"),
@@ -92,8 +92,7 @@ def change(table: dict[str, Any], words: str) -> None:
     elif words == "rank twice":
         servers[1]["device"][0]["rank_id"] = "7"
     elif words == "rank missing":
-        servers[1]["device"].pop()
-        servers[1]["device"][-1]["rank_id"] = "15"
+        servers[1]["device"][-1]["rank_id"] = "16"
     elif words == "not renumbered":
         for number, device in enumerate(servers[1]["device"]):
             device["rank_id"] = str(number)
@@ -107,8 +106,6 @@ def change(table: dict[str, Any], words: str) -> None:
         servers[1]["device"] = []
     elif words == "device twice":
         servers[1]["device"][3]["device_id"] = servers[1]["device"][2]["device_id"]
-    elif words == "address twice":
-        servers[1]["device"][3]["device_ip"] = servers[0]["device"][2]["device_ip"] = "192.98.92.5"
     elif words == "rank no number":
         servers[1]["device"][0]["rank_id"] = "-1"
 
@@ -119,17 +116,13 @@ def change(table: dict[str, Any], words: str) -> None:
     [
         ("count", "server_count = 3"),
         ("status", "must be 'completed'"),
-        ("rank twice", "rank_id = 7"),
-        ("rank missing", "rank 14 is missing"),
-        ("not renumbered", "is there twice; number the ranks through all hosts (merge_hccl.py does)"),
+        ("rank twice", "rank_id ("),
+        ("rank missing", "rank_id ("),
+        ("not renumbered", "merge_hccl.py"),
         ("host twice", "server_id = '10.155.111.140'"),
-        ("order", "follow those of the host before"),
+        ("order", "in the order of the hosts"),
         ("device twice", "device_id = 2"),
-        ("address twice", "device_ip = '192.98.92.5'"),
-        (
-            "shorter",
-            "as many devices as the others, and they have: 10.155.111.140 8, 10.155.111.141 7",
-        ),
+        ("shorter", "10.155.111.140 8, 10.155.111.141 7"),
         ("no device", "server_list.1.device = []"),
         ("rank no number", "server_list.1.device.0.rank_id = '-1'"),
     ],

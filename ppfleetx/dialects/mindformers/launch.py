@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
-import json
 import os
 import re
 import socket
@@ -14,91 +14,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PlainSerializer, ValidationError
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UNSET, ConfigError
 from ppfleetx.config.fields import MAX_RANKS
 from ppfleetx.config.reading.parse import read_text
-from ppfleetx.config.reading.tree import is_index
 from ppfleetx.dialects.mindformers.arguments import RUN_MODES
 from ppfleetx.utils.devices import expected_device
 from ppfleetx.utils.files import atomic_write
 
 _ELSEWHERE = ("192.0.2.1", 9)  # no host has this address (RFC 5737), and nothing is sent to it
+_Number = Annotated[int, Field(ge=0, lt=MAX_RANKS), PlainSerializer(str)]  # a text in the file
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(BaseModel):
     """One device: its number on its host, its address, and its rank in the job."""
 
-    device_id: int
-    device_ip: str
-    rank: int
+    device_id: _Number
+    device_ip: str = ""
+    rank_id: _Number
 
 
-@dataclass(frozen=True)
-class Server:
-    """One host: its address and its devices, in the order of their ranks."""
+class Server(BaseModel):
+    """One host: its address and its devices."""
 
-    address: str
-    devices: tuple[Device, ...]
+    server_id: Annotated[str, Field(min_length=1)]
+    device: Annotated[list[Device], Field(min_length=1)]
+    host_nic_ip: str = "reserve"
 
     @property
-    def ranks(self) -> range:
-        """The ranks of this host, which must be consecutive."""
-        return range(self.devices[0].rank, self.devices[-1].rank + 1)
+    def ranks(self) -> list[int]:
+        """The ranks of this host, in ascending order."""
+        return sorted(device.rank_id for device in self.device)
 
 
-@dataclass(frozen=True)
-class RankTable:
-    """All hosts of a job, in the order of their ranks."""
+class RankTable(BaseModel):
+    """The file: all hosts of a job, in the order of their ranks."""
 
-    servers: tuple[Server, ...]
+    version: str = "1.0"
+    server_count: _Number
+    server_list: Annotated[list[Server], Field(min_length=1)]
+    status: Literal["completed"] = "completed"
 
     @property
     def num_ranks(self) -> int:
         """The number of ranks of the job."""
-        return sum(len(server.devices) for server in self.servers)
-
-    def as_json(self) -> dict[str, Any]:
-        """The table in the form of its file."""
-        servers = [
-            {
-                "server_id": server.address,
-                "device": [
-                    {"device_id": str(d.device_id), "device_ip": d.device_ip, "rank_id": str(d.rank)}
-                    for d in server.devices
-                ],
-                "host_nic_ip": "reserve",
-            }
-            for server in self.servers
-        ]
-        return {
-            "version": "1.0",
-            "server_count": str(len(servers)),
-            "server_list": servers,
-            "status": "completed",
-        }
-
-
-class _DeviceRow(BaseModel):
-    device_id: Annotated[int, Field(ge=0)]
-    device_ip: str = ""
-    rank_id: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
-
-
-class _ServerRow(BaseModel):
-    server_id: Annotated[str, Field(min_length=1)]
-    device: Annotated[list[_DeviceRow], Field(min_length=1)]
-
-
-class _TableFile(BaseModel):
-    """The keys that are read from the file. Numbers in the file are texts."""
-
-    server_count: int
-    server_list: Annotated[list[_ServerRow], Field(min_length=1)]
-    status: Literal["completed"] = "completed"
+        return sum(len(server.device) for server in self.server_list)
 
 
 def read_rank_table(path: Path) -> RankTable:
@@ -107,61 +69,39 @@ def read_rank_table(path: Path) -> RankTable:
     Raises:
         ConfigError: there is no such file, it is not JSON, or counts, ranks or hosts are wrong.
     """
-    text, place = read_text(path), str(path)
+    place = str(path)
     try:
-        content = _TableFile.model_validate_json(text)
+        table = RankTable.model_validate_json(read_text(path))
     except ValidationError as error:
         first = error.errors()[0]
         rule = first["msg"].replace("Input should be", "must be")
         key = ".".join(map(str, first["loc"])) or None
         value = UNSET if key is None else first["input"]
         raise ConfigError(f"is no rank table: {rule}", key=key, value=value, place=place) from None
-    servers = []
-    for row in content.server_list:
-        devices = [Device(one.device_id, one.device_ip, one.rank_id) for one in row.device]
-        servers.append(Server(row.server_id, tuple(sorted(devices, key=lambda device: device.rank))))
-    table = RankTable(tuple(servers))
-    if content.server_count != len(servers):
+    servers = table.server_list
+    if table.server_count != len(servers):
         hosts = counted(len(servers), "host")
         raise ConfigError(
-            f"server_list has {hosts}", key="server_count", value=content.server_count, place=place
+            f"server_list has {hosts}", key="server_count", value=table.server_count, place=place
         )
-    _check_devices(table, place)
-    _check_ranks(table, place)
+    _refuse_twice("server_id", [server.server_id for server in servers], place)
+    for server in servers:
+        _refuse_twice("device_id", [one.device_id for one in server.device], f"{place}, {server.server_id}")
+    ranks = [rank for server in servers for rank in server.ranks]
+    if ranks != list(range(len(ranks))):
+        raise ConfigError(
+            f"the {len(ranks)} ranks are not numbered from 0 through all hosts, in the order of the hosts "
+            "(merge_hccl.py does so)",
+            key="rank_id",
+            place=place,
+        )
     return table
 
 
-def _check_devices(table: RankTable, place: str) -> None:
-    """Check that no host and no device occurs twice. Devices are compared by number on their host and by
-    address.
-    """
-    _refuse_twice("server_id", [server.address for server in table.servers], place)
-    for server in table.servers:
-        numbers = [device.device_id for device in server.devices]
-        _refuse_twice("device_id", numbers, f"{place}, {server.address}")
-    own = [(server.address, device.device_ip) for server in table.servers for device in server.devices]
-    _refuse_twice("device_ip", [address for host, address in own if address not in ("", host)], place)
-
-
-def _refuse_twice(key: str, values: Sequence[Any], place: str, rule: str = "is there twice") -> None:
-    twice = [value for value, count in Counter(values).items() if count > 1]
-    if twice:
-        raise ConfigError(rule, key=key, value=twice[0], place=place)
-
-
-def _check_ranks(table: RankTable, place: str) -> None:
-    ranks = [device.rank for server in table.servers for device in server.devices]
-    rule = "is there twice; number the ranks through all hosts (merge_hccl.py does)"
-    _refuse_twice("rank_id", ranks, place, rule)
-    missing = next((rank for rank, found in enumerate(sorted(ranks)) if rank != found), None)
-    if missing is not None:
-        raise ConfigError(
-            f"rank {missing} is missing: {len(ranks)} ranks are numbered from 0", key="rank_id", place=place
-        )
-    if ranks != sorted(ranks):
-        raise ConfigError(
-            "the ranks of a host follow those of the host before it", key="rank_id", place=place
-        )
+def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
+    value, count = Counter(values).most_common(1)[0]
+    if count > 1:
+        raise ConfigError("is there twice", key=key, value=value, place=place)
 
 
 def this_host() -> str:
@@ -170,45 +110,24 @@ def this_host() -> str:
     Raises:
         ConfigError: this host has only a loopback address.
     """
-    for find in (_by_name, _by_route):
-        address = find()
-        if address is not None and _is_own(address):
+    found = []
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_ELSEWHERE)
+        found.append(probe.getsockname()[0])
+    for address in found:
+        if not ipaddress.ip_address(address).is_loopback:
             return address
     raise ConfigError("the address of this host was not found; give --server_ip", key="--server_ip")
 
 
-def _by_name() -> str | None:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return None
-
-
-def _by_route() -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-            return probe.getsockname()[0]
-        except OSError:
-            return None
-
-
-def _is_own(address: str) -> bool:
-    """Whether an interface of this host has the address, and others may reach it there."""
-    if ipaddress.ip_address(address).is_loopback:
-        return False
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
 def table_of_host(devices: Sequence[int], address: str) -> RankTable:
     """Make the table of one host with these devices, ranked in this order."""
-    ranked = tuple(Device(number, address, rank) for rank, number in enumerate(devices))
-    return RankTable((Server(address, ranked),))
+    ranked = [
+        Device(device_id=number, device_ip=address, rank_id=rank) for rank, number in enumerate(devices)
+    ]
+    return RankTable(server_count=1, server_list=[Server(server_id=address, device=ranked)])
 
 
 def merged(tables: Sequence[RankTable]) -> RankTable:
@@ -217,15 +136,12 @@ def merged(tables: Sequence[RankTable]) -> RankTable:
     Raises:
         ConfigError: a host is in two tables.
     """
-    servers: list[Server] = []
-    rank = 0
-    for server in (server for table in tables for server in table.servers):
-        devices = tuple(Device(d.device_id, d.device_ip, rank + i) for i, d in enumerate(server.devices))
-        rank += len(devices)
-        servers.append(Server(server.address, devices))
-    addresses = [server.address for server in servers]
-    _refuse_twice("server_id", addresses, "the tables", "is in two of the tables")
-    return RankTable(tuple(servers))
+    servers = [server.model_copy(deep=True) for table in tables for server in table.server_list]
+    _refuse_twice("server_id", [server.server_id for server in servers], "the tables")
+    ranked = (device for server in servers for device in sorted(server.device, key=lambda one: one.rank_id))
+    for rank, device in enumerate(ranked):
+        device.rank_id = rank
+    return RankTable(server_count=len(servers), server_list=servers)
 
 
 def write_rank_table(path: Path, table: RankTable) -> None:
@@ -234,7 +150,7 @@ def write_rank_table(path: Path, table: RankTable) -> None:
     Raises:
         ConfigError: the file holds something else, or cannot be written.
     """
-    text = json.dumps(table.as_json(), indent=4)
+    text = table.model_dump_json(indent=4)
     try:
         if path.exists():
             if path.read_text("utf-8", "replace") == text:
@@ -249,7 +165,6 @@ def write_rank_table(path: Path, table: RankTable) -> None:
 
 
 USAGE = "usage: bash run_distribute.sh RANK_TABLE_FILE CONFIG_PATH [a,b] RUN_MODE [RANK_SIZE]"
-PORT_VARIABLE, _PORT = "MASTER_PORT", 6379
 _RANGE = re.compile(r"[\[(]\s*(\d{1,7})\s*,\s*(\d{1,7})\s*[\])]", re.ASCII)
 
 
@@ -279,8 +194,8 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
     """
     if len(argv) not in (4, 5):
         raise ConfigError(f"takes four or five arguments, not {len(argv)}. {USAGE}", key="run_distribute.sh")
-    path, config, mode = Path(argv[0]), _absolute(argv[1]), argv[3]
-    table = read_rank_table(path)
+    config, mode = Path(os.path.abspath(argv[1])), argv[3]  # noqa: PTH100 - `..` is taken out, links are left
+    table = read_rank_table(Path(argv[0]))
     if not config.is_file():
         raise ConfigError("there is no such file", key="CONFIG_PATH", value=str(argv[1]))
     if mode not in RUN_MODES:
@@ -290,24 +205,18 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
     node, server = _server_of(table, range(first, end), argv[2])
     log_dir = f"mf_parallel_{first}_{end}/{time.strftime('%Y%m%d-%H%M%S')}"
     arguments = [*_ranks(server, table, first, end), "--log_dir", log_dir]
-    if len(table.servers) > 1:
-        master = f"{table.servers[0].address}:{_port(environ)}"
-        arguments += ["--nnodes", str(len(table.servers)), "--rank", str(node), "--master", master]
-        arguments += ["--host", server.address]
-    world_size = table.num_ranks if len(table.servers) > 1 else end - first
+    several = len(table.server_list) > 1
+    if several:
+        master = f"{table.server_list[0].server_id}:{environ.get('MASTER_PORT', '6379')}"
+        arguments += ["--nnodes", str(len(table.server_list)), "--rank", str(node), "--master", master]
+        arguments += ["--host", server.server_id]
+    world_size = table.num_ranks if several else end - first
     return Launch(
         tuple(arguments),
         (f"--config={config}", "--use_parallel=True", f"--run_mode={mode}"),
         world_size,
         f"ranks {first} to {end - 1} of {counted(world_size, 'rank')}, logs in {log_dir}",
     )
-
-
-def _absolute(text: str) -> Path:
-    try:
-        return Path(os.path.abspath(text))  # noqa: PTH100 - `..` is taken out, links are left
-    except ValueError as error:  # for NUL in the name
-        raise ConfigError(f"is not the name of a file: {error}", key="CONFIG_PATH", value=text) from None
 
 
 def device_range(text: str) -> tuple[int, int]:
@@ -328,12 +237,8 @@ def device_range(text: str) -> tuple[int, int]:
 
 
 def _check_size(text: str | None, table: RankTable, width: int) -> None:
-    if text is None:
-        return
-    if not is_index(text):
-        raise ConfigError("must be a number", key="RANK_SIZE", value=text)
-    expected = table.num_ranks if len(table.servers) > 1 else width
-    if int(text) not in (expected, table.num_ranks):
+    sizes = {str(table.num_ranks), str(width)} if len(table.server_list) == 1 else {str(table.num_ranks)}
+    if text is not None and text not in sizes:
         raise ConfigError(
             f"the rank table has {counted(table.num_ranks, 'rank')}", key="RANK_SIZE", value=text
         )
@@ -341,27 +246,25 @@ def _check_size(text: str | None, table: RankTable, width: int) -> None:
 
 def _server_of(table: RankTable, ranks: range, text: str) -> tuple[int, Server]:
     """The host with these ranks or, in a table of one host, with these devices."""
-    if len(table.servers) == 1:
-        server = table.servers[0]
-        known = {device.device_id for device in server.devices}
-        strangers = [number for number in ranks if number not in known]
-        if strangers:
+    servers = table.server_list
+    if len(servers) == 1:
+        known = {device.device_id for device in servers[0].device}
+        if strangers := sorted({*ranks} - known):
             raise ConfigError(
-                f"the rank table has no device {strangers[0]}, but {_numbers(sorted(known))}",
+                f"the rank table has no device {strangers[0]}, but {', '.join(map(str, sorted(known)))}",
                 key="DEVICE_RANGE",
                 value=text,
             )
-        return 0, server
-    sizes = {len(server.devices) for server in table.servers}
-    if len(sizes) > 1:
-        words = ", ".join(f"{server.address} {len(server.devices)}" for server in table.servers)
+        return 0, servers[0]
+    if len({len(server.device) for server in servers}) > 1:
+        words = ", ".join(f"{server.server_id} {len(server.device)}" for server in servers)
         raise ConfigError(
             f"every host needs as many devices as the others, and they have: {words}", key="device"
         )
-    for number, server in enumerate(table.servers):
-        if server.ranks == ranks:
+    for number, server in enumerate(servers):
+        if server.ranks == list(ranks):
             return number, server
-    hosts = ", ".join(f"[{one.ranks[0]},{one.ranks[-1] + 1}] is {one.address}" for one in table.servers[:8])
+    hosts = ", ".join(f"[{one.ranks[0]},{one.ranks[-1] + 1}] is {one.server_id}" for one in servers)
     raise ConfigError(f"must be the ranks of one host: {hosts}", key="DEVICE_RANGE", value=text)
 
 
@@ -369,16 +272,6 @@ def _ranks(server: Server, table: RankTable, first: int, end: int) -> list[str]:
     """The devices by their numbers on GPUs, otherwise only their count."""
     if expected_device("auto") == "cpu":
         return ["--nproc_per_node", str(end - first)]
-    numbers = [device.device_id for device in server.devices] if len(table.servers) > 1 else range(first, end)
+    devices = sorted(server.device, key=lambda one: one.rank_id)
+    numbers = [one.device_id for one in devices] if len(table.server_list) > 1 else range(first, end)
     return ["--devices", ",".join(map(str, numbers))]
-
-
-def _port(environ: Mapping[str, str]) -> int:
-    text = environ.get(PORT_VARIABLE, str(_PORT))
-    if not is_index(text) or not 0 < int(text) < 65536:
-        raise ConfigError("must be a port, 1 to 65535", key=PORT_VARIABLE, value=text, place="environment")
-    return int(text)
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -17,9 +17,9 @@ def main() -> None:
     from ppfleetx.dialects.mindformers.launch import merged, read_rank_table, write_rank_table
 
     table = merged([read_rank_table(Path(name)) for name in args.file_list])
-    path = Path(f"hccl_{len(table.servers)}s_{table.num_ranks}p.json")
+    path = Path(f"hccl_{len(table.server_list)}s_{table.num_ranks}p.json")
     write_rank_table(path, table)
-    print(f"rank table of {table.num_ranks} devices on {len(table.servers)} hosts: {path}")
+    print(f"rank table of {table.num_ranks} devices on {len(table.server_list)} hosts: {path}")
 
 
 if __name__ == "__main__":
