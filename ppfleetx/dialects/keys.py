@@ -4,7 +4,7 @@ The tables of a file are also the tables of the dialect's page. A row says what 
 several keys separated by blanks:
 
 - ``to``: the native keys that get its value, unchanged, converted ``by`` one of `CONVERSIONS`, or by a table
-  of ``choices``;
+  of ``choices``; ``default`` is the value where none of the row's keys is given;
 - ``joint``: native keys that a rule of the dialect computes from this key and others;
 - ``fixed``: the key has no effect, for this reason; with ``only``, no other values are accepted;
 - ``unused``: the key has no meaning here, for this reason;
@@ -55,6 +55,7 @@ class Key:
         convert: the conversion of its value; None if there is none, or if a rule of the dialect reads the key
             together with others.
         accepts: the values that a fixed key may have; None allows any.
+        default: the value of a key that is not given; None if nothing follows from that.
         says: the conversion, the reason, or what to do instead, as a sentence without its full stop.
     """
 
@@ -64,6 +65,16 @@ class Key:
     convert: Convert | None = None
     accepts: tuple[Any, ...] | None = None
     says: str = ""
+    default: Any = None
+
+    def natives(self, value: Any) -> Mapping[str, Any]:
+        """The native values that follow from ``value``; None leaves a native key unset.
+
+        Raises:
+            ValueError: ``value`` cannot be converted.
+        """
+        found = self.convert(value)
+        return found if isinstance(found, Mapping) else dict.fromkeys(self.to, found)
 
 
 def same(value: Any) -> Any:
@@ -155,26 +166,31 @@ def choice(words: Mapping[Any, Any]) -> Callable[[Any], Any]:
     return convert
 
 
-def integer(value: Any, *, least: int = 1) -> int:
-    """Check that ``value`` is an integer of at least ``least``, and return it, for conversions that compute
-    with it.
+def integer(value: Any, *, least: int | None = None) -> int:
+    """Check that ``value`` is an integer of at least ``least``, and return it.
 
     Raises:
         ValueError: ``value`` is anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"must be an integer of at least {least}")
-    return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("must be an integer")
+    return _at_least(value, least)
 
 
-def number(value: Any, *, least: float = 0.0) -> float:
+def number(value: Any, *, least: float | None = None) -> float:
     """Check that ``value`` is a finite number of at least ``least``, and return it.
 
     Raises:
         ValueError: ``value`` is anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-        raise ValueError(f"must be a number of at least {least:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("must be a number")
+    return _at_least(value, least)
+
+
+def _at_least(value: Any, least: float | None) -> Any:
+    if least is not None and value < least:
+        raise ValueError(f"must be at least {least:g}")
     return value
 
 
@@ -203,7 +219,7 @@ def _window(value: Any) -> dict[str, Any]:
 def _betas(value: Any) -> dict[str, Any]:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("must be a list of two numbers")
-    return {f"Optimizer.beta{place}": number(beta) for place, beta in enumerate(value, start=1)}
+    return {f"Optimizer.beta{place}": number(beta, least=0.0) for place, beta in enumerate(value, start=1)}
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
@@ -214,10 +230,11 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "truth": bool,
     "number": number,
     "count": lambda value: integer(value, least=0),
-    "positive_or_none": lambda value: (
-        None if value in (-1, 0) and not isinstance(value, bool) else integer(value)
-    ),
-    "positive_or_all": lambda value: None if value == -1 else integer(value),
+    "positive_or_none": lambda value: value if integer(value, least=-1) > 0 else None,
+    "one_or_more": lambda value: max(1, integer(value, least=-1)),
+    "more_than_one": lambda value: value if integer(value, least=-1) > 1 else None,
+    "not_zero": lambda value: value if number(value, least=0.0) else None,
+    "not_auto": lambda value: None if value == "auto" else value,
     "window": _window,
     "betas": _betas,
 }
@@ -251,11 +268,14 @@ def _keys(row: Mapping[str, Any], prefix: str) -> Iterator[Key]:
     kind = _KINDS[column]
     is_mapped = kind is Kind.MAPPED
     to = tuple(row[column].split()) if is_mapped else ()
+    default = row.get("default")
     says = row.get("says", "") if is_mapped else row[column]
+    if default is not None:
+        says = "; ".join(filter(None, [says, f"not given: {default}"]))
     accepts = tuple(row["only"]) if "only" in row else None
     convert = _conversion(row) if column == "to" else None
     for name in row["key"].split():
-        yield Key(prefix + name, kind, to, convert, accepts, says)
+        yield Key(prefix + name, kind, to, convert, accepts, says, default)
 
 
 def _conversion(row: Mapping[str, Any]) -> Callable[[Any], Any]:

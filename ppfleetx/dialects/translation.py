@@ -4,9 +4,9 @@ that know their origins.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import yaml
@@ -15,7 +15,10 @@ from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.tree import Node
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.given import Given
-from ppfleetx.dialects.keys import Key, KeyTable, Kind
+from ppfleetx.dialects.keys import Key, KeyTable, Kind, choice, flag, integer, number
+
+DEFAULT = "its default"
+"""The reason for a value that the toolkit has where the user gives none."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class Translation:
         """Set a native value. None leaves the key unset.
 
         Args:
-            sources: the values that it follows from, or their names. Names that are not given are left out.
+            sources: the values that it follows from, or their names. Names that are not given are left out;
+                if none is given, the value is the toolkit's default.
             why: an explanation for the comment in the YAML.
 
         Raises:
@@ -80,16 +84,16 @@ class Translation:
         """
         if value is None:
             return
-        known = self.native.get(key)
-        if known is not None and known.value != value:
-            new = Native(value, self._given(sources), why)
-            raise ConfigError(
-                f"says {shown(value)} ({new.place}) and {shown(known.value)} ({known.place}); give one",
-                key=key,
-            )
-        before = known.origins if known else ()
-        new = tuple(one for one in self._given(sources) if one not in before)
-        self.native[key] = Native(value, (*before, *new), why)
+        new, known = Native(value, self._given(sources), why), self.native.get(key)
+        if sources and not new.origins:
+            new = replace(new, why=why or DEFAULT)
+        if known is not None:
+            if known.value != value:
+                rule = f"says {shown(value)} ({new.place}) and {shown(known.value)} ({known.place}); give one"
+                raise ConfigError(rule, key=key)
+            more = (one for one in new.origins if one not in known.origins)
+            new = replace(new, origins=(*known.origins, *more))
+        self.native[key] = new
 
     def replace(self, key: str, value: Any, *sources: str | Given, why: str = "") -> None:
         """Set a native value, and replace any earlier one."""
@@ -120,34 +124,27 @@ class Translation:
 
     def integer(self, key: str, default: Any = None, *, least: int | None = None) -> Any:
         """Read an integer of at least ``least``."""
-        value = self.value(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, "must be an integer")
-        if least is not None and value < least:
-            raise self.error(key, f"must be at least {least}")
-        return value
+        return self._read(key, default, partial(integer, least=least))
 
     def number(self, key: str, default: Any = None, *, least: float | None = None) -> Any:
         """Read a finite number of at least ``least``."""
-        value = self.value(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.error(key, "must be a number")
-        if least is not None and value < least:
-            raise self.error(key, f"must be at least {least:g}")
-        return float(value)
+        return self._read(key, default, lambda value: float(number(value, least=least)))
 
     def flag(self, key: str, default: Any = None) -> Any:
         """Read true or false."""
-        value = self.value(key)
-        if value is None:
+        return self._read(key, default, flag)
+
+    def choice(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
+        """Read one of ``choices``."""
+        return self._read(key, default, choice({one: one for one in choices}))
+
+    def _read(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
+        if key not in self:
             return default
-        if not isinstance(value, bool):
-            raise self.error(key, "must be true or false")
-        return value
+        try:
+            return convert(self.given[key].value)
+        except ValueError as error:
+            raise self.error(key, str(error)) from None
 
     def text(self, key: str, default: Any = None) -> Any:
         """Read a text that is not empty, as the user wrote it."""
@@ -157,16 +154,6 @@ class Translation:
         value = one.value if isinstance(one.value, str) or one.text is None else one.text
         if not isinstance(value, str) or not value.strip():
             raise self.error(key, "must be a text")
-        return value
-
-    def choice(self, key: str, choices: Iterable[Any], default: Any = None) -> Any:
-        """Read one of ``choices``."""
-        value = self.value(key)
-        if value is None:
-            return default
-        choices = list(choices)
-        if not any(type(value) is type(choice) and value == choice for choice in choices):
-            raise self.error(key, f"must be one of {', '.join(map(shown, choices))}")
         return value
 
     def error(self, key: str, rule: str, hint: str | None = None) -> ConfigError:
@@ -312,6 +299,10 @@ def translate(
         result.given[name] = one
         if one.value is not None:
             _take(one, key, result)
+    for key in table.keys:
+        if key.default is not None and not any(native in result.native for native in key.to):
+            for native, value in key.natives(key.default).items():
+                result.put(native, value, why=DEFAULT)
     for rule in rules:
         rule(result)
     return result
@@ -347,7 +338,11 @@ def _take(one: Given, key: Key, result: Translation) -> None:
     elif key.kind is Kind.FIXED:
         result.fixed.append((one, key.says))
     elif key.convert is not None:
-        for native, value in _converted(one, key).items():
+        try:
+            natives = key.natives(one.value)
+        except ValueError as error:
+            raise ConfigError(str(error), key=one.key, value=one.value, place=one.place) from None
+        for native, value in natives.items():
             result.put(native, value, one)
 
 
@@ -361,14 +356,3 @@ def _check_fixed(one: Given, key: Key) -> None:
         value=one.value,
         place=one.place,
     )
-
-
-def _converted(one: Given, key: Key) -> Mapping[str, Any]:
-    try:
-        value = key.convert(one.value)
-    except ValueError as error:
-        rule = error.rule if isinstance(error, ConfigError) else str(error)
-        raise ConfigError(rule, key=one.key, value=one.value, place=one.place) from None
-    if isinstance(value, Mapping):
-        return value
-    return dict.fromkeys(key.to, value)

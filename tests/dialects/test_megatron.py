@@ -590,7 +590,7 @@ def test_a_launcher_in_front_says_how_many(line, world, monkeypatch):
         ("--num-layer-list 2,x", "must be a list of numbers"),
         ("--num-layer-list 2,1 --pipeline-model-parallel-size 2", "must add up to num_layers 4"),
         ("--noop-layers 9", "place 9 does not exist"),
-        ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "the warm-up is given in one way"),
+        ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "give the warm-up once"),
         ("--swiglu --squared-relu", "there is one activation"),
         ("--global-batch-size=9", "is already given"),
         ("--zero-stage 4", "must be 0, 1, 2 or 3"),

@@ -263,7 +263,7 @@ def cases() -> Iterator[tuple[str, list[str], str]]:
         ["--batchsize", "3"],
         "--batchsize (argument 3): run_mindformer.py has no such flag. Did you mean --batch_size",
     )
-    yield whole[0], ["--epochs", "0"], "runner_config.epochs = 0"
+    yield whole[0], ["--epochs", "0"], "Engine.num_train_epochs = 0 (argument 3, --epochs"
     yield "run_nothing.yaml", [], "there is no such file"
 
 

@@ -182,7 +182,7 @@ def test_single_arguments(keys, section, values):
         ({"optim": "muon"}, "optim = 'muon' (theirs.yaml:"),
         ({"context_parallel_size": 2}, "rings are not built"),
         ({"sharding": "stage4"}, "'stage4' is not one of"),
-        ({"tensor_parallel_degree": 2, "tensor_model_parallel_size": 4}, "two names of one degree differ"),
+        ({"tensor_parallel_degree": 2, "tensor_model_parallel_size": 4}, "mp_degree: says 2 ("),
         ({"fp16": True, "bf16": True}, "a run computes in one precision"),
         ({"model_name_or_path": "gpt2-medium-en"}, "Nothing is downloaded"),
         ({"learning_rate": "fast"}, "learning_rate = 'fast' (theirs.yaml:2): must be a number"),

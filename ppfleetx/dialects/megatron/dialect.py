@@ -44,7 +44,7 @@ def rules(world_size: int | None) -> list[Rule]:
         run_rules.schedule,
         run_rules.checkpoints,
         run_rules.profiler,
-        run_rules.defaults_rule("megatron_log", log_interval=100),
+        run_rules.logs_rule("megatron_log", interval=100),
         plan_rule(world_size),
         recomputation,
     ]

@@ -30,6 +30,8 @@ def experts(run: Translation) -> None:
     """Translate ``Model.moe`` and the distribution of experts among ranks."""
     number = _num_experts(run)
     if number < 2:
+        for key in [key for key in run.native if key.startswith("Model.moe.")]:
+            del run.native[key]
         if idle := [name for name in run.given if name.startswith("moe_")]:
             run.notes.append(f"the network is dense, and {', '.join(idle)} without effect: no num_experts")
         return
@@ -69,12 +71,10 @@ def _layers(run: Translation, is_deepspeed: bool) -> None:
         return
     if "noop_layers" in run:
         raise run.conflict(("noop_layers", *names), "noop_layers needs a mixture of experts in every layer")
-    origins = run.origins(*names)
-    why = "" if origins else "its default: every second layer"
     if mixtures == list(range(total - len(mixtures), total)):
-        run.put("Model.moe.first_dense_layers", total - len(mixtures), *origins, why=why)
+        run.put("Model.moe.first_dense_layers", total - len(mixtures), *names)
     else:
-        run.put("Model.moe.layers", mixtures, *origins, why=why)
+        run.put("Model.moe.layers", mixtures, *names)
 
 
 def _pattern(run: Translation, total: int) -> list[int]:
@@ -120,8 +120,6 @@ def _number_of(node: ast.expr) -> int:
 
 def _widths(run: Translation) -> None:
     width = run.integer("moe_ffn_hidden_size", least=1)
-    if width is not None:
-        run.put("Model.moe.expert_ffn_size", width, "moe_ffn_hidden_size")
     shared = run.integer("moe_shared_expert_intermediate_size", least=1)
     names = ["moe_shared_expert_intermediate_size"]
     if number := run.integer("n_shared_experts", 0, least=0):
@@ -142,21 +140,13 @@ def _choice(run: Translation, is_deepspeed: bool) -> None:
     """Translate the number of experts for a token, and their weights."""
     name = "topk" if is_deepspeed else "moe_router_topk"
     top_k = run.integer(name, 1 if is_deepspeed else 2, least=1)
-    run.put("Model.moe.top_k", top_k, name, why="" if name in run else "its default")
-    score = run.choice("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
+    run.put("Model.moe.top_k", top_k, name)
     names = ("moe_router_score_function", "moe_router_pre_softmax", "norm_topk_prob")
-    run.put("Model.moe.router.score", score, names[0])
-    where_several = score == "sigmoid" or is_deepspeed
+    where_several = run.value(names[0]) == "sigmoid" or is_deepspeed
     normalize = top_k > 1 if where_several else not run.flag("moe_router_pre_softmax", False)
     normalize = normalize or run.flag("norm_topk_prob", False)
     run.put("Model.moe.router.normalize", normalize, *names)
-    for name in ("moe_router_topk_scaling_factor", "routed_scaling_factor"):
-        run.put("Model.moe.router.scale", run.number(name), name)
-    jitter = "moe_input_jitter_eps"
-    run.put("Model.moe.router.jitter", run.number(jitter, least=0), jitter)
     if run.flag("moe_router_enable_expert_bias", False):
-        origins = run.origins("moe_router_enable_expert_bias")
-        run.put("Model.moe.router.bias", True, *origins)
         rate = run.number("moe_router_bias_update_rate", 1e-3, least=0)
         run.put("Model.moe.bias_update_rate", rate, "moe_router_bias_update_rate")
     _groups(run, top_k)
@@ -186,8 +176,7 @@ def _losses(run: Translation, is_deepspeed: bool) -> None:
     weight = _only_one(run, name, 0.1 if is_deepspeed else 0.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
         raise run.error(name, "must be a number of at least 0")
-    z_loss, kinds = "moe_z_loss_coeff", "moe_router_load_balancing_type"
-    run.put("Model.moe.z_loss_weight", run.number(z_loss, least=0), z_loss)
+    kinds = "moe_router_load_balancing_type"
     kind = _only_one(run, kinds, "aux_loss")
     if kind not in _LOSSES:
         raise run.error(kinds, f"must be one of {', '.join(_LOSSES)}; others are not built")
@@ -199,8 +188,7 @@ def _losses(run: Translation, is_deepspeed: bool) -> None:
         run.put("Model.moe.aux_loss.kind", "none", name, kinds, why="no weight")
         return
     run.put("Model.moe.aux_loss.kind", loss, kinds, "seq_aux")
-    why = "" if name in run else "its default"
-    run.put("Model.moe.aux_loss.weight", float(weight), name, why=why)
+    run.put("Model.moe.aux_loss.weight", float(weight), name)
     if loss != "sequence":
         run.notes.append(
             f"the balancing loss {loss} takes the experts' shares from the step before, so that it does not "
@@ -225,9 +213,8 @@ def _capacity(run: Translation, is_deepspeed: bool) -> None:
     if factor is None or factor < 0 or (is_deepspeed and run.flag(names[1], False)):
         return  # nothing is dropped
     policy = "position" if is_deepspeed else run.choice(names[1], ("probs", "position"), "probs")
-    origins = run.origins(*names)
-    run.put("Model.moe.capacity.factor", factor, *origins, why="" if names[0] in run else "its default")
-    run.put("Model.moe.capacity.policy", policy, *origins, why="its default" if not origins else "")
+    run.put("Model.moe.capacity.factor", factor, *names)
+    run.put("Model.moe.capacity.policy", policy, *names)
     run.notes.append(
         "the capacity of an expert is counted in each sequence, so that every plan drops the same tokens; "
         "there it is counted in a micro batch on a rank. Evaluation drops none"

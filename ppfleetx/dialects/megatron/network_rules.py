@@ -23,14 +23,7 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "m
 _GPT2_WORDS = {"gpt2-vocab.json": 50257}
 # The constants of use_rope_scaling besides its factor (Megatron-LM, rotary_pos_embedding.py).
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_ACTS = {
-    "gelu": "gelu",
-    "gelu_exact": "gelu_exact",
-    "relu": "relu",
-    "relu2": "relu2",
-    "squared_relu": "relu2",
-    "swiglu": "swiglu",
-}
+_ACTS = {name: name for name in ("gelu", "gelu_exact", "relu", "relu2", "swiglu")} | {"squared_relu": "relu2"}
 
 
 def required(run: Translation) -> None:
@@ -40,11 +33,8 @@ def required(run: Translation) -> None:
         absent.append("train_iters")
     if absent:
         first, *others = (option(name, run) for name in absent)
-        raise ConfigError(
-            f"is missing, and so are {', '.join(others)}" if others else "is missing",
-            key=first,
-            place=run.place,
-        )
+        rule = f"is missing, and so are {', '.join(others)}" if others else "is missing"
+        raise ConfigError(rule, key=first, place=run.place)
 
 
 def option(name: str, run: Translation) -> str:
@@ -59,8 +49,6 @@ def network(run: Translation) -> None:
     _norms(run)
     _activation(run)
     _window(run)
-    name = "attention_softmax_in_fp32"
-    run.put("Model.softmax_in_fp32", run.flag(name), name)
 
 
 def _heads(run: Translation) -> None:
@@ -91,8 +79,7 @@ def _latent_heads(run: Translation) -> None:
         ("rope_head_dim", "qk_pos_emb_head_dim", 64),
         ("value_head_dim", "v_head_dim", 128),
     ):
-        why = "" if theirs in run else "its default"
-        run.put(f"Model.latent_attention.{key}", run.integer(theirs, default, least=1), theirs, name, why=why)
+        run.put(f"Model.latent_attention.{key}", run.integer(theirs, default, least=1), theirs, name)
     run.put("Model.rotary_interleaved", True, name)
 
 
@@ -271,7 +258,6 @@ def data(run: Translation) -> None:
             "Engine.eval_iters",
             run.integer("eval_iters", 100),
             "eval_iters",
-            why="" if "eval_iters" in run else "its default",
         )
 
 
@@ -322,9 +308,6 @@ def _is_directory(path: Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such names
 
 
-_MAX_BYTES = 64 << 20  # the largest vocabularies, with merges, take about 35 MB
-
-
 def highest_id(file: Path, one: Given) -> int:
     """Read the highest id in a ``vocab.json`` or ``tokenizer.json``.
 
@@ -332,39 +315,25 @@ def highest_id(file: Path, one: Given) -> int:
         ConfigError: the file cannot be read or is not a vocabulary. The message has the place of ``one``,
             which names the file.
     """
-
-    def error(rule: str) -> ConfigError:
-        return ConfigError(f"{file} {rule}", key=one.key, place=one.place)
-
     try:
-        if file.is_dir():
-            raise error("is a directory, and no vocabulary")
-        if not file.is_file():
-            raise error("is not there; the size of the vocabulary is read from it (or give --vocab-size)")
-        if file.stat().st_size > _MAX_BYTES:
-            raise error(f"is larger than {_MAX_BYTES:,} bytes, which no vocabulary needs")
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except ConfigError:
-        raise
+        ids = _ids(json.loads(file.read_text(encoding="utf-8")))
     except OSError as problem:
-        raise error(f"cannot be read: {problem.strerror}") from None
-    except (ValueError, RecursionError):
-        raise error("is not a vocabulary in JSON") from None
-    ids = _ids(read)
+        rule = f"cannot be read: {problem.strerror}; the size of the vocabulary is in it (or --vocab-size)"
+        raise ConfigError(f"{file} {rule}", key=one.key, place=one.place) from None
+    except ValueError:
+        ids = []
     if not ids or not all(type(number) is int and 0 <= number < 2**31 for number in ids):
-        raise error("is not a vocabulary: a mapping of tokens to their ids")
+        rule = "is not a vocabulary in JSON: a mapping of tokens to their ids"
+        raise ConfigError(f"{file} {rule}", key=one.key, place=one.place)
     return max(ids)
 
 
 def _ids(read: Any) -> list[Any]:
-    if not isinstance(read, dict):
-        return []
-    model = read.get("model")
-    if not isinstance(model, dict):
-        return list(read.values())
-    words = model.get("vocab")
-    added = read.get("added_tokens")
-    more = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    if isinstance(words, list):  # in a unigram model, the position is the id
-        return [*range(len(words)), *more]
-    return [*(words.values() if isinstance(words, dict) else ()), *more]
+    if not isinstance(read, dict) or not isinstance(read.get("model"), dict):
+        return list(read.values()) if isinstance(read, dict) else []
+    words, added = read["model"].get("vocab", {}), read.get("added_tokens", [])
+    # In a unigram model, the position is the id.
+    return [
+        *(words.values() if isinstance(words, dict) else range(len(words))),
+        *(one["id"] for one in added),
+    ]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
+from ppfleetx.config.reading.parse import parse_yaml
+from ppfleetx.config.reading.tree import plain_value
 from ppfleetx.config.sections.distributed import DistributedConfig
 from ppfleetx.dialects.megatron.network_rules import PIPELINE, TENSOR
 from ppfleetx.dialects.translation import Rule, Translation
 
 _ZERO = "deepspeed_config.zero_optimization"
-_COUNTS = re.compile(r"[\[\]\d,\s]*", re.ASCII)
 _MAX_COUNTS = 10_000
 
 
@@ -279,20 +279,14 @@ def _chunk_sizes(run: Translation) -> list[int]:
     def of(key: str, default: Any) -> Any:
         return run.native[key].value if key in run.native else default
 
-    layers, stages, virtual = (
-        of("Model.num_layers", 1),
-        of("Distributed.pp_degree", 1),
-        of("Model.virtual_pp_degree", 1),
-    )
+    layers, stages = of("Model.num_layers", 1), of("Distributed.pp_degree", 1)
+    virtual, rows = of("Model.virtual_pp_degree", 1), of("Distributed.pp_layers", None)
     if type(layers) is not int or type(stages) is not int or stages < 1 or layers < 1:
         return [0]  # refused later because of their types
-    listed = {name: of(f"Distributed.{name}", None) for name in ("pp_layers", "noop_layers")}
-    rows = listed["pp_layers"]
     if rows is not None:
         return [number for row in rows for number in (row if isinstance(row, list) else [row])]
-    shared = DistributedConfig.model_construct(
-        pp_degree=stages, pp_layers=None, noop_layers=listed["noop_layers"]
-    )
+    empty = of("Distributed.noop_layers", None)
+    shared = DistributedConfig.model_construct(pp_degree=stages, pp_layers=None, noop_layers=empty)
     given = shared.layers_of_chunks(layers, virtual)
     return list(given) if given else [layers // (stages * virtual)] * min(stages * virtual, _MAX_COUNTS)
 
@@ -318,11 +312,9 @@ def _counts(run: Translation, name: str) -> list[list[int]] | None:
     if name not in run:
         return None
     value = run.value(name)
-    rule = "must be a list of numbers, or a list of such lists, e.g. [[4,4],[4,2]]"
-    if isinstance(value, str):
-        if not _COUNTS.fullmatch(value):
-            raise run.error(name, rule)
-        value = _parsed(value)
+    if isinstance(value, str):  # 1,2 or [1,2] or [[1,2],[3,4]]
+        value = parse_yaml(value if value.startswith("[") else f"[{value}]", name)
+        value = None if value is None else plain_value(value)
     elif isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     rows = value if isinstance(value, list) and all(isinstance(row, list) for row in value) else [value]
@@ -330,18 +322,6 @@ def _counts(run: Translation, name: str) -> list[list[int]] | None:
         isinstance(row, list) and all(type(number) is int and 0 <= number <= _MAX_COUNTS for number in row)
         for row in rows
     ) or not any(rows):
+        rule = "must be a list of numbers, or a list of such lists, e.g. [[4,4],[4,2]]"
         raise run.error(name, rule)
     return rows
-
-
-def _parsed(text: str) -> Any:
-    """Parse a text such as ``[[1,2],[3,4]]`` or ``1,2``, of which only brackets, digits and commas are
-    kept.
-    """
-    text = "".join(text.split())
-    inner = text.removeprefix("[[").removesuffix("]]") if text.startswith("[[") else text.strip("[]")
-    rows = [[int(word) for word in row.split(",") if len(word) in range(1, 8)] for row in inner.split("],[")]
-    written = f"[{','.join('[' + ','.join(map(str, row)) + ']' for row in rows)}]"
-    plain = written[1:-1]
-    same = text in (written, plain, plain[1:-1])
-    return rows if same else None

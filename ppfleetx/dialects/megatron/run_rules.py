@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
 
 from ppfleetx.dialects.given import Given
 from ppfleetx.dialects.translation import Rule, Translation
 from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
 
-_DEFAULT = "its default"
 _TYPES = {
     "float32": None,
     "fp32": None,
@@ -19,52 +17,30 @@ _TYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
-_STYLES = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse-square-root": "inverse_square_root",
-    "WSD": "wsd",
-}
 _FP16 = "deepspeed_config.fp16"
 _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
-def defaults_rule(log: str, *, log_interval: int) -> Rule:
-    """Make the rule for defaults of a toolkit that differ from ours.
+def logs_rule(log: str, *, interval: int) -> Rule:
+    """Make the rule for the log lines of a toolkit.
 
     Args:
         log: the callback that writes the toolkit's log lines.
-        log_interval: its default number of steps between log lines.
+        interval: its default number of steps between log lines.
     """
 
-    def defaults(run: Translation) -> None:
-        for name, key, value in (
-            ("seed", "Global.seed", 1234),
-            ("log_interval", "Engine.logging_freq", log_interval),
-            ("eval_interval", "Engine.eval_freq", 1000),
-        ):
-            if name not in run:
-                run.put(key, value, why="its default")
+    def logs(run: Translation) -> None:
+        run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
         run.put("Engine.callbacks", ["default", log], why="its own log lines beside ours")
         workers = run.integer("num_workers", least=0)
         if workers is not None and "Data.Eval.dataset.input_dir" in run.native:
             run.put("Data.Eval.loader.num_workers", workers, "num_workers")
 
-    return defaults
+    return logs
 
 
 def batches(run: Translation) -> None:
-    """Translate micro batch, global batch and steps."""
-    deepspeed = {
-        "Global.global_batch_size": ("global_batch_size", "deepspeed_config.train_batch_size"),
-        "Global.micro_batch_size": ("micro_batch_size", "deepspeed_config.train_micro_batch_size_per_gpu"),
-        "Engine.accumulate_steps": ("micro_batch_num", "deepspeed_config.gradient_accumulation_steps"),
-    }
-    for key, names in deepspeed.items():
-        for name in names:
-            if name in run and run.value(name) != "auto":
-                run.put(key, run.integer(name, least=1), name)
+    """Translate a length in samples."""
     if not run.flag("calculate_per_token_loss", False):
         run.notes.append(
             "a step's loss is the mean over all its tokens; without --calculate-per-token-loss Megatron "
@@ -187,19 +163,12 @@ def _loss_scale(run: Translation) -> None:
             run.put(f"{prefix}.scale_loss", scale, name)
             run.put(f"{prefix}.use_dynamic_loss_scaling", False, name, why="a constant scale")
             return
-    power = run.integer(f"{_FP16}.initial_scale_power", least=0)
-    if power is not None and power > 64:
-        raise run.error(f"{_FP16}.initial_scale_power", "must be at most 64")
-    if power is not None:
-        run.put(f"{prefix}.scale_loss", 2.0**power, f"{_FP16}.initial_scale_power")
-    elif "initial_loss_scale" in run:
-        run.put(
-            f"{prefix}.scale_loss",
-            run.number("initial_loss_scale"),
-            "initial_loss_scale",
-        )
+    name = f"{_FP16}.initial_scale_power"
+    if name in run:
+        run.put(f"{prefix}.scale_loss", 2.0 ** run.choice(name, range(65)), name)
     else:
-        run.put(f"{prefix}.scale_loss", 2.0**32, why=_DEFAULT)
+        scale = run.number("initial_loss_scale", 2.0**32)
+        run.put(f"{prefix}.scale_loss", scale, "initial_loss_scale")
 
 
 def optimizer(run: Translation) -> None:
@@ -232,19 +201,10 @@ def _weight_decay(run: Translation) -> None:
 
 
 def schedule(run: Translation) -> None:
-    """Translate the schedule of the learning rate."""
-    prefix = "Optimizer.lr"
-    run.put(f"{prefix}.max_lr", run.number("lr", least=0.0), "lr")
-    run.put(f"{prefix}.min_lr", run.number("min_lr", least=0.0), "min_lr")
-    style = _STYLES[run.choice("lr_decay_style", _STYLES, "linear")]
-    run.put(
-        f"{prefix}.decay_style",
-        style,
-        "lr_decay_style",
-        why="" if "lr_decay_style" in run else _DEFAULT,
-    )
-    _decay(run, style)
-    _warmup(run)
+    """Translate the parts of the learning rate's schedule that no single argument says."""
+    _decay(run)
+    if "lr_warmup_samples" in run and (steps := _steps(run, "lr_warmup_samples")):
+        _warmup_samples(run, steps, run.origins("lr_warmup_samples", "global_batch_size"))
     names = ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
     chosen = [name for name in names if run.flag(name, False)]
     if len(chosen) > 1:
@@ -254,37 +214,16 @@ def schedule(run: Translation) -> None:
         run.put("Engine.save_load.lr_schedule", which, name)
 
 
-def _decay(run: Translation, style: str) -> None:
-    prefix, names = "Optimizer.lr", ("lr_decay_iters", "lr_decay_samples")
-    if all(name in run for name in names):
-        raise run.conflict(names, "the length is given in one way")
-    if "lr_decay_iters" in run:
-        run.put(f"{prefix}.decay_steps", run.integer(names[0], least=1), names[0])
-    elif "lr_decay_samples" in run:
-        steps = _steps(run, names[1], least=0.5)
-        origins = run.origins(names[1], "global_batch_size")
-        run.put(f"{prefix}.decay_steps", round(steps), *origins)
+def _decay(run: Translation) -> None:
+    prefix, name = "Optimizer.lr", "lr_decay_samples"
+    if name in run:
+        steps = _steps(run, name, least=0.5)
+        run.put(f"{prefix}.decay_steps", round(steps), name, "global_batch_size")
         if steps != round(steps):
             run.notes.append(f"the rate decays in {round(steps)} steps; there in {steps:.2f}")
-    if style != "wsd":
-        return
-    for name, key in (("lr_wsd_decay_iters", "wsd_decay_steps"), ("lr_wsd_decay_style", "wsd_decay_style")):
-        run.put(f"{prefix}.{key}", run.value(name), name)
-
-
-def _warmup(run: Translation) -> None:
-    names = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "warmup")
-    given = [name for name in names if run.number(name)]
-    if len(given) > 1:
-        raise run.conflict(given, "the warm-up is given in one way")
-    for name in given:
-        origins = run.origins(name)
-        if name == "lr_warmup_iters":
-            run.put("Optimizer.lr.warmup_steps", run.integer(name, least=0), *origins)
-        elif name == "lr_warmup_samples":
-            _warmup_samples(run, _steps(run, name), (*origins, *run.origins("global_batch_size")))
-        else:
-            run.put("Optimizer.lr.warmup_rate", run.number(name, least=0.0), *origins)
+    if run.native[f"{prefix}.decay_style"].value == "wsd":
+        for key in ("wsd_decay_iters", "wsd_decay_style"):
+            run.put(f"{prefix}.{key.replace('iters', 'steps')}", run.value(f"lr_{key}"), f"lr_{key}")
 
 
 def _warmup_samples(run: Translation, steps: float, origins: tuple[Given, ...]) -> None:
@@ -309,7 +248,7 @@ def checkpoints(run: Translation) -> None:
     why = "" if interval else "save_interval is not given: only at the end"
     run.put(f"{prefix}.save_steps", interval, "save_interval", why=why)
     origins = run.origins("load", "save", "finetune", "resume_training")
-    same = load is not None and save is not None and _path(load) == _path(save)
+    same = load is not None and save is not None and os.path.normpath(load) == os.path.normpath(save)
     if run.flag("finetune", False):
         if load is None:
             raise run.error("finetune", "needs load, the checkpoint whose weights it starts from")
@@ -321,26 +260,14 @@ def checkpoints(run: Translation) -> None:
         run.put(f"{prefix}.ckpt_dir", load, *origins)
 
 
-def _path(text: str) -> str:
-    return os.path.normpath(text)
-
-
 def profiler(run: Translation) -> None:
     """Translate which steps are profiled, and in how much detail."""
     names = ("profile_step_start", "profile_step_end")
-    if any(name in run for name in names):
-        start, end = (
-            run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)
-        )
-        run.put("Profiler.scheduler", [start, end], *names)
-    elif run.flag("profile", False):
-        run.put("Profiler.scheduler", [10, 12], why=_DEFAULT)
-    level = run.value("profile_level")
-    if level is None:
-        return
-    if level not in ("level0", "level1", "level2", 0, 1, 2):
-        raise run.error("profile_level", "must be level0, level1 or level2")
-    number = int(str(level)[-1])
-    values: dict[str, Any] = {"Profiler.record_shapes": number > 0, "Profiler.detailed": number > 1}
-    for key, value in values.items():
-        run.put(key, value, "profile_level")
+    if run.flag("profile", False) or any(name in run for name in names):
+        steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]
+        run.put("Profiler.scheduler", steps, *names)
+    level = run.choice("profile_level", ("level0", "level1", "level2", 0, 1, 2))
+    if level is not None:
+        number = int(str(level)[-1])
+        run.put("Profiler.record_shapes", number > 0, "profile_level")
+        run.put("Profiler.detailed", number > 1, "profile_level")

@@ -20,7 +20,6 @@ _RULES = (
     rules.degrees,
     rules.experts,
     rules.batch,
-    rules.recompute,
     rules.data,
     rules.checkpoint,
     rules.length,

@@ -6,10 +6,8 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.dialects.given import Given
 from ppfleetx.dialects.mindformers.arguments import RUN_MODES
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.devices import CPU, GPU, NPU, expected_device, of_recipe
@@ -68,20 +66,18 @@ def _precision(run: Translation, on_cpu: bool) -> None:
         compute = "float16"  # the default of GPT2Config
     weights_key = "model.model_config.param_init_type"
     weights = run.choice(weights_key, _TYPES, "float32")
-    origins = run.origins(names[0])
-    why = "" if origins else "the default of GPT2Config"
     run.put("Model.softmax_in_fp32", softmax == "float32", names[1])
     if compute == "float32":
         if weights != "float32":
             raise run.conflict((weights_key, names[0]), "weights in 16 bits need a compute_dtype of 16 bits")
-        run.put("Engine.mix_precision.enable", False, *origins)
+        run.put("Engine.mix_precision.enable", False, names[0])
         return
     if on_cpu:
-        run.put("Engine.mix_precision.enable", False, *origins, why="a CPU computes in float32")
+        run.put("Engine.mix_precision.enable", False, names[0], why="a CPU computes in float32")
         run.notes.append(f"compute_dtype {compute} is for accelerators: this CPU computes in float32")
         return
-    run.put("Engine.mix_precision.enable", True, *origins, why=why)
-    run.put("Engine.mix_precision.dtype", compute, *origins, why=why)
+    run.put("Engine.mix_precision.enable", True, names[0])
+    run.put("Engine.mix_precision.dtype", compute, names[0])
     run.put("Engine.mix_precision.level", "O2", weights_key, why="float32 masters")
     run.put("Engine.mix_precision.hysteresis", 1, why="DynamicLossScaleUpdateCell halves at each overflow")
 
@@ -110,8 +106,7 @@ def experts(run: Translation) -> None:
         ("capacity.factor", run.number(factor, 1.1, least=0), factor),
         ("capacity.policy", "position", factor),
     ):
-        why = "" if name in run else "the default of MoEConfig"
-        run.put(f"Model.moe.{key}", value, name, why=why)
+        run.put(f"Model.moe.{key}", value, name)
     if degree > 1:
         run.put("Distributed.ep_degree", degree, parallel)
     run.notes.append(
@@ -221,39 +216,22 @@ def batch(run: Translation) -> None:
         and run.value("parallel.parallel_mode", 0) == 1
         and run.integer("parallel_config.pipeline_stage", 1, least=1) > 1
     )
-    origins = run.origins("runner_config.batch_size")
-    why = "" if origins else "the default"
-    run.put("Global.micro_batch_size", size, *origins, why=why)
+    names = ("runner_config.batch_size", "parallel_config.micro_batch_num")
+    run.put("Global.micro_batch_size", size, names[0])
     if in_stages:
-        origins += run.origins("parallel_config.micro_batch_num")
-        run.put("Global.local_batch_size", size * parts, *origins, why="batch_size x micro_batch_num")
+        run.put("Global.local_batch_size", size * parts, *names, why="batch_size x micro_batch_num")
         return
-    run.put("Global.local_batch_size", size, *origins, why=why)
+    run.put("Global.local_batch_size", size, names[0])
     if parts > 1:
-        where: tuple[Given, ...] = run.origins("parallel_config.micro_batch_num")
         run.notes.append(
-            f"micro_batch_num {parts} ({where[0].place}) is not used: without pipeline stages a step has one "
-            "micro batch, as in MindFormers"
+            f"micro_batch_num {parts} ({run.given[names[1]].place}) is not used: without pipeline stages a "
+            "step has one micro batch, as in MindFormers"
         )
-
-
-def recompute(run: Translation) -> None:
-    """Translate recomputation: whole layers are recomputed, or none."""
-    key = "recompute_config.recompute"
-    if run.flag(key, False):
-        run.put("Model.use_recompute", True, key)
-        run.put("Model.recompute_granularity", "full", key)
 
 
 _MODEL = "model.model_config"
 _TEXT_FILES = (".txt", ".tokens", ".raw", ".text")
 _CHECKPOINT_KEYS = ("resume_or_finetune_checkpoint", "load_checkpoint")
-_SCHEDULES = {
-    "polynomial": "linear",
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant_with_warmup": "constant",
-}
 _ALWAYS = {
     "Model.initializer_range": (0.01, "linears of MindFormers' GPT-2"),
     "Model.scale_output_init": (False, "MindFormers starts all linears alike"),
@@ -275,24 +253,12 @@ def network(run: Translation) -> None:
     )
     ratio_key = f"{_MODEL}.expand_ratio"
     if width_key is not None:
-        width = run.integer(width_key, least=1)
-        ratio = run.integer(ratio_key, 4, least=1)
-        run.put(
-            "Model.ffn_hidden_size",
-            width * ratio,
-            width_key,
-            ratio_key,
-            why="width x expand_ratio",
-        )
+        width = run.integer(width_key, least=1) * run.integer(ratio_key, 4, least=1)
+        run.put("Model.ffn_hidden_size", width, width_key, ratio_key, why="width x expand_ratio")
     length_key, positions_key = f"{_MODEL}.seq_length", f"{_MODEL}.max_position_embeddings"
     length = run.integer(length_key, 1024, least=1)
-    origins = run.origins(positions_key) or run.origins(length_key)
-    run.put(
-        "Model.max_position_embeddings",
-        run.integer(positions_key, length, least=1),
-        *origins,
-        why="" if origins else "the default of GPT2Config",
-    )
+    key = positions_key if positions_key in run else length_key
+    run.put("Model.max_position_embeddings", run.integer(key, length, least=1), key)
 
 
 def data(run: Translation) -> None:
@@ -308,18 +274,14 @@ def data(run: Translation) -> None:
 
 def _corpus(run: Translation, block: str, split: str) -> None:
     place = f"Data.{split}.dataset"
-    directory_key, workers_key, length_key = (
-        f"{block}.data_loader.dataset_dir",
-        f"{block}.num_parallel_workers",
-        f"{_MODEL}.seq_length",
-    )
+    directory_key, length_key = f"{block}.data_loader.dataset_dir", f"{_MODEL}.seq_length"
     if run.value(directory_key) not in (None, ""):
         run.put(f"{place}.input_dir", run.text(directory_key), directory_key)
     shares = [1, 0, 0] if split == "Train" else [0, 1, 0]
     run.put(f"{place}.split", shares, why="the whole corpus")
     run.put(f"{place}.max_seq_len", run.integer(length_key, 1024, least=1), length_key)
-    workers = run.integer(workers_key, least=0)
-    run.put(f"Data.{split}.loader.num_workers", workers, workers_key)
+    workers = f"{block}.num_parallel_workers"
+    run.put(f"Data.{split}.loader.num_workers", run.integer(workers, least=0), workers)
 
 
 def _evaluation(run: Translation) -> None:
@@ -338,11 +300,10 @@ def _evaluation(run: Translation) -> None:
     if samples > 0:
         raise run.error(samples_key, "a text file is evaluated whole")
     length = run.integer(length_key, 1024, least=1)
-    origins = run.origins(length_key)
     run.put("Model.module", "GPTEvalModule", "run_mode")
     run.put("Offline_Eval.eval_path", file, directory_key)
-    run.put("Offline_Eval.max_seq_len", length, *origins)
-    run.put("Offline_Eval.overlapping_eval", length, *origins, why="windows do not overlap")
+    run.put("Offline_Eval.max_seq_len", length, length_key)
+    run.put("Offline_Eval.overlapping_eval", length, length_key, why="windows do not overlap")
     size_key = "runner_config.batch_size"
     run.put("Offline_Eval.batch_size", run.integer(size_key, 1, least=1), size_key)
 
@@ -360,7 +321,8 @@ def checkpoint(run: Translation) -> None:
         )
     if mode in ("eval", "predict") and path is None:
         key = f"{_MODEL}.checkpoint_name_or_path"
-        path = _directory_named(run, key)
+        name = run.value(key)  # a model's name, which would have to be downloaded, is left out
+        path = name if name and (os.sep in str(name) or os.path.lexists(str(name))) else None
     if path is None:
         return
     begins = mode == "finetune" or (mode == "train" and resumes is False)
@@ -375,31 +337,12 @@ def _given_checkpoint(run: Translation) -> tuple[str, str | None]:
     return _CHECKPOINT_KEYS[0], None
 
 
-def _directory_named(run: Translation, key: str) -> str | None:
-    """``checkpoint_name_or_path`` if it is a path. A model's name is not, because it would have to be
-    downloaded.
-    """
-    name = run.value(key)
-    if name in (None, ""):
-        return None
-    name = run.text(key)
-    if os.sep in name or os.path.lexists(name):
-        return name
-    return None
-
-
 def length(run: Translation) -> None:
-    """Translate the number of epochs and the learning rate over them."""
-    key = "runner_config.epochs"
-    epochs = run.integer(key, 1, least=1)
-    why = "" if key in run else "the default"
-    run.put("Engine.run_mode", "epoch", key, why=why)
-    run.put("Engine.num_train_epochs", epochs, key, why=why)
+    """Translate the learning rate over the epochs."""
+    run.put("Engine.run_mode", "epoch", why="runner_config.epochs says how long a run is")
     run.put("Engine.max_steps", _END, why="the epochs end the run")
     run.put("Engine.eval_freq", 0, why="no evaluation during training")
-    kind_key, end_key = "lr_schedule.type", "lr_schedule.lr_end"
-    kind = run.choice(kind_key, _SCHEDULES, "polynomial")
-    run.put("Optimizer.lr.decay_style", _SCHEDULES[kind], kind_key)
+    kind, end_key = run.value("lr_schedule.type", "polynomial"), "lr_schedule.lr_end"
     rate_key = (
         "lr_schedule.learning_rate" if "lr_schedule.learning_rate" in run else "optimizer.learning_rate"
     )
@@ -464,7 +407,8 @@ def generation(run: Translation) -> None:
     prompt = run.text("input_data")
     if prompt is None:
         return
-    native = "Generation.prompt_file" if _is_file(prompt) else "Generation.prompt"
+    is_file = os.path.isfile(prompt)  # noqa: PTH113 - Path.is_file raises for names that no file can have
+    native = "Generation.prompt_file" if is_file else "Generation.prompt"
     run.put(native, prompt, "input_data")
 
 
@@ -481,10 +425,3 @@ def _room(run: Translation) -> None:
         return
     why = "half of the positions are the prompt's; run_mindformer.py counts it"
     run.put("Generation.max_dec_len", max(1, positions // 2), key, length_key, why=why)
-
-
-def _is_file(prompt: str) -> bool:
-    try:
-        return Path(prompt).is_file()
-    except (OSError, ValueError):  # a prompt that cannot be a file name
-        return False

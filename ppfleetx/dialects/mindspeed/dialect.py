@@ -79,7 +79,7 @@ def _rules(world_size: int | None) -> list[Rule]:
         run_rules.schedule,
         _checkpoints,
         run_rules.profiler,
-        run_rules.defaults_rule("mindspeed_log", log_interval=1),
+        run_rules.logs_rule("mindspeed_log", interval=1),
         plan_rule(world_size),
         recomputation,
     ]

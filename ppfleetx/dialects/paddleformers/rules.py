@@ -10,16 +10,6 @@ from ppfleetx.dialects.given import weighted_corpora
 from ppfleetx.dialects.translation import Rule, Translation
 from ppfleetx.utils.devices import CPU, GPU, NPU, XPU, expected_device, of_recipe
 
-_DEFAULT = "its default"
-_STYLES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-_DEGREES = {
-    "Distributed.mp_degree": ("tensor_model_parallel_size", "tensor_parallel_degree"),
-    "Distributed.pp_degree": ("pipeline_model_parallel_size", "pipeline_parallel_degree"),
-    "Distributed.sep_degree": ("sep_parallel_size", "sep_parallel_degree"),
-    "Distributed.ep_degree": ("expert_model_parallel_size", "expert_parallel_degree"),
-    "Distributed.expert_mp_degree": ("expert_tensor_model_parallel_size", "expert_tensor_parallel_degree"),
-    "Model.virtual_pp_degree": ("virtual_pp_degree", "virtual_pipeline_model_parallel_size"),
-}
 _SHARDING = ("sharding_parallel_size", "sharding_parallel_degree", "sharding_degree")
 _DATA = ("data_parallel_size", "data_parallel_degree")
 
@@ -61,13 +51,11 @@ def network(run: Translation) -> None:
     run.put("Model.tie_word_embeddings", run.flag(tied, kind == "gpt2"), tied, kind_key)
     default = 0.1 if kind == "gpt2" else 0.0
     hidden, embedded = f"{CONFIG}.resid_pdrop", f"{CONFIG}.embd_pdrop"
-    _unless(run, "Model.hidden_dropout_prob", run.number(hidden, default), run.origins(hidden))
-    if embedded in run:
-        dropout = run.number(embedded)
-        _unless(run, "Model.embedding_dropout_prob", dropout, run.origins(embedded))
+    _unless(run, "Model.hidden_dropout_prob", run.number(hidden, default), hidden)
+    _unless(run, "Model.embedding_dropout_prob", run.number(embedded), embedded)
     names = (f"{CONFIG}.attn_pdrop", f"{CONFIG}.attention_dropout")
     attention = next((run.number(name) for name in names if name in run), default)
-    _unless(run, "Model.attention_probs_dropout_prob", attention, run.origins(*names))
+    _unless(run, "Model.attention_probs_dropout_prob", attention, *names)
 
 
 def balancing(run: Translation) -> None:
@@ -77,23 +65,23 @@ def balancing(run: Translation) -> None:
         run.replace("Model.moe.bias_update_rate", run.number(name, least=0.0), name)
 
 
-def _unless(run: Translation, key: str, value: float, origins: tuple) -> None:
+def _unless(run: Translation, key: str, value: float, *names: str) -> None:
     """Set a native value, unless an argument of the run has set it."""
     if key not in run.native:
-        run.put(key, value, *origins, why="" if origins else _DEFAULT)
+        run.put(key, value, *names)
 
 
 def plan_rule(world_size: int | None) -> Rule:
     """Make the rule for degrees in a job of ``world_size`` processes; None if unknown."""
 
     def plan(run: Translation) -> None:
-        degrees = {key: _degree(run, names) for key, names in _DEGREES.items()}
-        for key, value in degrees.items():
-            if value is not None and (value > 1 or "expert" not in _DEGREES[key][0]):
-                run.put(key, value, *_DEGREES[key])
-        if run.value("sequence_parallel") in (True, 1) and (degrees["Distributed.mp_degree"] or 1) > 1:
+        degrees = [
+            run.native[key].value if (key := f"Distributed.{axis}_degree") in run.native else 1
+            for axis in ("mp", "pp", "sep")
+        ]
+        if run.value("sequence_parallel") in (True, 1) and degrees[0] > 1:
             run.put("Model.sequence_parallel", True, "sequence_parallel")
-        model = math.prod(degrees[f"Distributed.{axis}_degree"] or 1 for axis in ("mp", "pp", "sep"))
+        model = math.prod(degrees)
         if world_size is not None and world_size % model:
             raise ConfigError(
                 f"the job has {world_size} processes, which {model} (tensor x pipeline x sep) do not divide",
@@ -103,15 +91,6 @@ def plan_rule(world_size: int | None) -> Rule:
         _sharding(run, None if world_size is None else world_size // model)
 
     return plan
-
-
-def _degree(run: Translation, names: tuple[str, ...]) -> int | None:
-    """The degree under either of its names; -1 and 0 mean 1."""
-    said = {name: run.integer(name, least=-1) for name in names if name in run}
-    found = {name: max(1, value) for name, value in said.items()}
-    if len(set(found.values())) > 1:
-        raise run.conflict(tuple(found), "two names of one degree differ")
-    return next(iter(found.values()), None)
 
 
 def _sharding(run: Translation, replicas: int | None) -> None:
@@ -142,43 +121,20 @@ def _sharding(run: Translation, replicas: int | None) -> None:
     run.put("Distributed.sharding.sharding_stage", stages[0], *origins)
     if "offload" in words and degree > 1:
         run.put("Distributed.sharding.sharding_offload", True, *origins)
-    said = _degree(run, _DATA)
-    data = said if said is not None else None if replicas is None else replicas // degree
-    run.put("Distributed.dp_degree", data, "sharding", *_DATA)
+    if "Distributed.dp_degree" not in run.native and replicas is not None:
+        run.put("Distributed.dp_degree", replicas // degree, "sharding", *_DATA)
 
 
 def batches(run: Translation) -> None:
-    """Translate micro batch, accumulation and length."""
-    for name, key, default in (
-        ("per_device_train_batch_size", "Global.micro_batch_size", 8),
-        ("gradient_accumulation_steps", "Engine.accumulate_steps", 1),
-        ("logging_steps", "Engine.logging_freq", 5),
-        ("seed", "Global.seed", 42),
-    ):
-        _put(run, name, key, run.integer(name, default, least=0))
-    if run.integer("global_batch_size", -1) > 0:
-        _put(
-            run,
-            "global_batch_size",
-            "Global.global_batch_size",
-            run.integer("global_batch_size"),
-        )
+    """Check the length, and translate the steps of a profile."""
     if run.integer("max_steps", -1) < 1:
         raise ConfigError(
             "must be given: a run here is as long as its steps", key="max_steps", place=run.place
         )
-    _put(run, "max_steps", "Engine.max_steps", run.integer("max_steps"))
-    if "dataloader_num_workers" in run:
-        number = run.integer("dataloader_num_workers", least=0)
-        _put(run, "dataloader_num_workers", "Data.Train.loader.num_workers", number)
     names = ("profile_step_start", "profile_step_end")
     if run.flag("profile", False):
         steps = [run.integer(name, default, least=0) for name, default in zip(names, (10, 12), strict=True)]
         run.put("Profiler.scheduler", steps, *names)
-
-
-def _put(run: Translation, name: str, key: str, value: object) -> None:
-    run.put(key, value, name, why="" if name in run else _DEFAULT)
 
 
 def precision(run: Translation) -> None:
@@ -192,7 +148,7 @@ def precision(run: Translation) -> None:
         chosen,
         "device",
         "no_cuda",
-        why=instead if "device" in run else _DEFAULT,
+        why=instead,
     )
     on = {name: dtype for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if run.flag(name, False)}
     if len(on) > 1:
@@ -205,38 +161,16 @@ def precision(run: Translation) -> None:
     origins, prefix = run.origins(name), "Engine.mix_precision"
     run.put(f"{prefix}.enable", not on_cpu, *origins, why="a CPU computes in float32" if on_cpu else "")
     run.put(f"{prefix}.dtype", dtype, *origins)
-    run.put(
-        f"{prefix}.level",
-        level,
-        "fp16_opt_level",
-        why="" if "fp16_opt_level" in run else _DEFAULT,
-    )
+    run.put(f"{prefix}.level", level, "fp16_opt_level")
     if on_cpu:
         run.notes.append(f"{dtype} is for accelerators: this CPU computes in float32")
 
 
 def optimizer(run: Translation) -> None:
-    """Translate AdamW and the learning rate."""
-    for name, key, default in (
-        ("learning_rate", "Optimizer.lr.max_lr", 1e-5),
-        ("weight_decay", "Optimizer.weight_decay", 0.1),
-        ("adam_beta2", "Optimizer.beta2", 0.95),
-    ):
-        _put(run, name, key, run.number(name, default, least=0.0))
-    style = _STYLES[run.choice("lr_scheduler_type", _STYLES, "linear")]
-    _put(run, "lr_scheduler_type", "Optimizer.lr.decay_style", style)
-    for name in ("min_learning_rate", "min_lr"):
-        run.put("Optimizer.lr.min_lr", run.number(name, least=0.0), name)
-    if "decay_steps" in run:
-        _put(
-            run,
-            "decay_steps",
-            "Optimizer.lr.decay_steps",
-            run.integer("decay_steps", least=1),
-        )
+    """Translate the warm-up."""
     steps, ratio = run.integer("warmup_steps", 0, least=0), run.number("warmup_ratio", 0.0, least=0.0)
     if steps:
-        _put(run, "warmup_steps", "Optimizer.lr.warmup_steps", steps)
+        run.put("Optimizer.lr.warmup_steps", steps, "warmup_steps")
     elif ratio:
         number = math.ceil(ratio * run.integer("max_steps"))
         run.put("Optimizer.lr.warmup_steps", number, "warmup_ratio", "max_steps")
@@ -285,7 +219,7 @@ def _corpus(run: Translation, prefix: str) -> None:
         run.put(f"{prefix}.weights", weights, *origins)
     run.put(f"{prefix}.input_dir", names if len(names) > 1 else names[0], *origins)
     split = run.value("split", "949,50,1")
-    run.put(f"{prefix}.split", split, "split", why="" if "split" in run else _DEFAULT)
+    run.put(f"{prefix}.split", split, "split")
     lengths = ("max_seq_length", "max_seq_len")
     given = next((run.integer(name, least=1) for name in lengths if name in run), 1024)
     run.put(f"{prefix}.max_seq_len", given, *lengths)
@@ -299,7 +233,7 @@ def checkpoints(run: Translation) -> None:
     if run.choice("save_strategy", ("no", "steps"), "steps") == "no":
         run.put(f"{prefix}.save_steps", 0, "save_strategy")
     else:
-        _put(run, "save_steps", f"{prefix}.save_steps", run.integer("save_steps", 500, least=1))
+        run.put(f"{prefix}.save_steps", run.integer("save_steps", 500, least=1), "save_steps")
     if run.flag("load_best_model_at_end", False):
         run.put(f"{prefix}.keep_best", "loss", "load_best_model_at_end")
     resume = run.value("resume_from_checkpoint")
