@@ -10,7 +10,7 @@ import pytest
 
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config, load_tree
+from ppfleetx.config.loader import load_tree
 from ppfleetx.dialects.keys import Kind
 from ppfleetx.dialects.megatron.dialect import ALL_KEYS, FLAGS, MANY, of_arguments, of_file
 
@@ -19,14 +19,6 @@ BASE = (
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 1e-3 --data-path d/text "
     "--vocab-size 100"
 )
-# The five sizes of the Ascend port of Megatron-DeepSpeed's GPT-2, and what follows from their arguments.
-SIZES = {
-    "345M": ("1 2 24 1024 16 1024 16 4", "dp 4", 1, 354_871_296),
-    "1.3B": ("2 2 24 2048 16 1024 32 8", "dp 2", 2, 1_313_984_512),
-    "2.7B": ("2 2 32 2560 32 2048 32 8", "dp 2", 2, 2_652_001_280),
-    "3.7B": ("2 2 32 3072 32 2048 16 4", "dp 2", 2, 3_786_381_312),
-    "345M_without_mp": ("1 1 24 1024 16 1024 32 4", "dp 8", 1, 354_871_296),
-}
 # The first column of the five tables of MindSpeed-Core-MS's guide.
 _GUIDE = """
 padded_vocab_size hidden_size seq_length rotary_base num_layers position_embedding_type
@@ -226,47 +218,6 @@ def test_every_argument_of_the_guide_has_an_entry():
     assert [name for name in GUIDE if ALL_KEYS.find(name) is None] == []
     assert [name for name in (*FLAGS, *MANY) if ALL_KEYS.find(name) is None] == []
     assert [key.name for key in ALL_KEYS.keys if key.kind is not Kind.MAPPED and not key.says] == []
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_five_sizes_of_the_gpt2_port(size, tmp_path):
-    numbers, replicas, micro_batches, parameters = SIZES[size]
-    tp, pp, layers, hidden, heads, length, batch, micro = numbers.split()
-    ds = deepspeed_file(
-        tmp_path,
-        train_batch_size=int(batch),
-        train_micro_batch_size_per_gpu=int(micro),
-        zero_optimization={"stage": 0},
-        gradient_clipping=1.0,
-        prescale_gradients=True,
-        fp16={"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 12},
-    )
-    words = (
-        f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --num-layers "
-        f"{layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {length} "
-        f"--max-position-embeddings {length} --micro-batch-size {micro} --global-batch-size {batch} "
-        "--train-iters 500000 --lr-decay-iters 320000 --save ckpts/ckpts_tmp --data-path "
-        "./data/my-gpt_text_sentence --vocab-file ./data/gpt2-vocab.json --merge-file "
-        "./data/gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr "
-        "1.5e-4 --lr-decay-style cosine --min-lr 1.5e-5 --num-workers 16 --weight-decay 1e-2 "
-        "--clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 100 --save-interval 100000 "
-        "--eval-interval 1000 --eval-iters 10 --fp16 --tensorboard-dir ckpts/tb --seed 1234 "
-        "--attention-dropout 0.0 --hidden-dropout 0.0 --checkpoint-activations --deepspeed "
-        f"--deepspeed_config={ds} --zero-stage=0 --deepspeed-activation-checkpointing"
-    )
-    result = of_arguments(words.split(), 8)
-    cfg = load_tree(result.tree(), result.warnings, world_size=8)
-    report = check_report(cfg)
-    assert f"plan           {replicas}, mp {tp}, pp {pp}, sharding 1" in report
-    assert f"({parameters:,})" in report
-    assert cfg.batch.accumulate_steps == micro_batches
-    assert cfg.Engine.mix_precision.scale_loss == 4096.0
-    assert cfg.Engine.mix_precision.incr_every_n_steps == 500
-    assert cfg.Optimizer.lr.num_warmup_steps == 3200
-    assert len(cfg.Model.recomputed_layers()) == int(layers)
-    assert cfg.Data.Train.dataset.input_dir == "./data/my-gpt_text_sentence"
-    (tmp_path / "ours.yaml").write_text(result.yaml())
-    assert load_config(tmp_path / "ours.yaml", world_size=8) == cfg
 
 
 @pytest.mark.parametrize("name", SOURCES)

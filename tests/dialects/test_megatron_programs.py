@@ -13,7 +13,7 @@ import pytest
 
 from ppfleetx.commands.dialects import megatron
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.config.loader import load_tree
+from ppfleetx.config.loader import load_config, load_tree
 from ppfleetx.core.engine.callbacks.log_lines import MegatronLog, MindSpeedLog
 from ppfleetx.core.engine.run import EvalRecord, StepRecord
 from ppfleetx.dialects.megatron import gpt2_sizes
@@ -22,18 +22,33 @@ from ppfleetx.dialects.megatron.dialect import of_arguments
 PROJECT = Path(__file__).resolve().parents[2] / "projects" / "megatron"
 
 
-@pytest.mark.parametrize("size", gpt2_sizes.SIZES)
-def test_each_size_can_be_looked_at(size, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("size", "plan", "micro_batches", "parameters"),
+    [
+        ("345M", "dp 4, mp 1, pp 2", 1, 354_871_296),
+        ("1.3B", "dp 2, mp 2, pp 2", 2, 1_313_984_512),
+        ("2.7B", "dp 2, mp 2, pp 2", 2, 2_652_001_280),
+        ("3.7B", "dp 2, mp 2, pp 2", 2, 3_786_381_312),
+        ("345M_without_mp", "dp 8, mp 1, pp 1", 1, 354_871_296),
+    ],
+)
+def test_each_size(size, plan, micro_batches, parameters, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    asked = [f"--model_size={size}", f"--data_path={tmp_path}", "--check"]
-    assert megatron.run_gpt2(asked, evaluates=True) == 0
-    shape = gpt2_sizes.SIZES[size]
+    asked = [f"--model_size={size}", f"--data_path={tmp_path}"]
+    assert megatron.run_gpt2([*asked, "--check"], evaluates=True) == 0
     report = capsys.readouterr().out
-    assert f"mp {shape.tensor}, pp {shape.pipeline}" in report
-    assert "500000 steps" in report
-    assert "3200 warm-up steps" in report
+    for words in (f"plan           {plan}, sharding 1", f"({parameters:,})", "500000 steps", "3200 warm-up"):
+        assert words in report
     assert f"note           {tmp_path}/gpt2-vocab.json is not there: 50257 tokens" in report
     assert not list(tmp_path.iterdir())  # nothing is left of a look
+    request = gpt2_sizes.request_of(asked)
+    (tmp_path / "ds.json").write_text(gpt2_sizes.deepspeed_json(request))
+    result = of_arguments(gpt2_sizes.arguments_of(request, tmp_path / "ds.json", evaluates=True), 8)
+    cfg = load_tree(result.tree(), result.warnings, world_size=8)
+    assert (cfg.batch.accumulate_steps, cfg.Engine.mix_precision.scale_loss) == (micro_batches, 4096.0)
+    assert len(cfg.Model.recomputed_layers()) == cfg.Model.num_layers
+    (tmp_path / "ours.yaml").write_text(result.yaml())
+    assert load_config(tmp_path / "ours.yaml", world_size=8) == cfg
 
 
 def test_further_arguments_replace_those_of_the_size(tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -83,54 +83,32 @@ def test_wrong_arguments(tmp_path: Path, hosts: int, arguments: list[str], words
     assert words in str(error.value)
 
 
-def change(table: dict[str, Any], words: str) -> None:
-    servers = table["server_list"]
-    if words == "count":
-        table["server_count"] = "3"
-    elif words == "status":
-        table["status"] = "initializing"
-    elif words == "rank twice":
-        servers[1]["device"][0]["rank_id"] = "7"
-    elif words == "rank missing":
-        servers[1]["device"][-1]["rank_id"] = "16"
-    elif words == "not renumbered":
-        for number, device in enumerate(servers[1]["device"]):
-            device["rank_id"] = str(number)
-    elif words == "host twice":
-        servers[1]["server_id"] = servers[0]["server_id"]
-    elif words == "order":
-        servers.reverse()
-    elif words == "shorter":
-        servers[1]["device"].pop()
-    elif words == "no device":
-        servers[1]["device"] = []
-    elif words == "device twice":
-        servers[1]["device"][3]["device_id"] = servers[1]["device"][2]["device_id"]
-    elif words == "rank no number":
-        servers[1]["device"][0]["rank_id"] = "-1"
+def renumber(devices: list[dict[str, str]]) -> None:
+    for number, device in enumerate(devices):
+        device["rank_id"] = str(number)
 
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("change", "words"),
     [
-        ("count", "server_count = 3"),
-        ("status", "must be 'completed'"),
-        ("rank twice", "rank_id ("),
-        ("rank missing", "rank_id ("),
-        ("not renumbered", "merge_hccl.py"),
-        ("host twice", "server_id = '10.155.111.140'"),
-        ("order", "in the order of the hosts"),
-        ("device twice", "device_id = 2"),
-        ("shorter", "10.155.111.140 8, 10.155.111.141 7"),
-        ("no device", "server_list.1.device = []"),
-        ("rank no number", "server_list.1.device.0.rank_id = '-1'"),
+        (lambda table, one, other: table.update(server_count="3"), "server_count = 3"),
+        (lambda table, one, other: table.update(status="initializing"), "must be 'completed'"),
+        (lambda table, one, other: other["device"][0].update(rank_id="7"), "rank_id ("),
+        (lambda table, one, other: other["device"][-1].update(rank_id="16"), "rank_id ("),
+        (lambda table, one, other: renumber(other["device"]), "merge_hccl.py"),
+        (lambda table, one, other: other.update(server_id=one["server_id"]), f"server_id = '{HOSTS[0]}'"),
+        (lambda table, one, other: table["server_list"].reverse(), "in the order of the hosts"),
+        (lambda table, one, other: other["device"].pop(), f"{HOSTS[0]} 8, {HOSTS[1]} 7"),
+        (lambda table, one, other: other["device"].clear(), "server_list.1.device = []"),
+        (lambda table, one, other: other["device"][3].update(device_id="2"), "device_id = 2"),
+        (lambda table, one, other: other["device"][0].update(rank_id="-1"), "device.0.rank_id = '-1'"),
     ],
 )
-def test_wrong_tables(tmp_path: Path, how: str, words: str) -> None:
+def test_wrong_tables(tmp_path: Path, change: Callable[..., None], words: str) -> None:
     path = table_file(tmp_path, 2)
     table = json.loads(path.read_text())
-    change(table, how)
+    change(table, *table["server_list"])
     path.write_text(json.dumps(table))
     with pytest.raises(ConfigError) as error:
         launch.launch_of([str(path), str(CONFIG), "[0,8]", "train"], {})
