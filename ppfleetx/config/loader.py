@@ -44,10 +44,9 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
         entry: key, value and place of the ``_base_`` that names the file, or ``shown``; see
             :func:`read_yaml`.
     """
-    real = [_real(one) for one in chain]
-    if _real(path) in real:
-        circle = " -> ".join(one.name for one in (*chain[real.index(_real(path)) :], path))
-        raise ConfigError(f"_base_ files form a circle: {circle}", **entry)
+    if path.resolve() in map(Path.resolve, chain):
+        names = " -> ".join(one.name for one in (*chain, path))
+        raise ConfigError(f"_base_ files form a circle: {names}", **entry)
     return _over_bases(read_yaml(path, **entry), (*chain, path))
 
 
@@ -57,25 +56,13 @@ def _over_bases(tree: Node, chain: tuple[Path, ...]) -> tuple[Node, tuple[str, .
     tree, warnings = modernize(tree)
     merged: Node | None = None
     for item in _base_items(base_node):
-        named = _tidy(chain[-1].parent / item.value)
+        named = chain[-1].parent / item.value
+        plain = Path(os.path.normpath(named))  # for messages, unless a link leads elsewhere
+        named = plain if plain.resolve() == named.resolve() else named
         base, more = _read(named, chain, key="_base_", value=item.value, place=item.place)
         warnings = tuple(dict.fromkeys((*more, *warnings)))
         merged = base if merged is None else merge(merged, base)
     return (strip_marks(tree) if merged is None else merge(merged, tree)), warnings
-
-
-def _real(path: Path) -> str:
-    """Resolve links in ``path``; return it unchanged if no file can have this name."""
-    try:
-        return os.path.realpath(path)
-    except (OSError, ValueError):
-        return os.fspath(path)
-
-
-def _tidy(path: Path) -> Path:
-    """Remove ``..`` from ``path`` if the result is the same file, for messages."""
-    plain = Path(os.path.normpath(path))
-    return plain if _real(plain) == _real(path) else path
 
 
 def _base_items(node: Node | None) -> list[Node]:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, product
-from operator import itemgetter
 
 AXES = ("dp", "pp", "sharding", "sep", "mp")
 """Order of the axes in a global rank, from the slowest to the fastest changing (fleet's order)."""
 
 _MAX_TRIED, _MAX_VARIED = 5_000, 500  # number of factorisations that nearest_plan tries
+_OPTIONS = ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "pp_schedule")
 
 CONFIG_KEYS = {
     "dp": "Distributed.dp_degree",
@@ -299,39 +299,28 @@ class Violation:
 
 def violations(plan: ParallelPlan, work: Workload | None = None) -> list[Violation]:
     """Find the rules of :data:`LEGAL` that ``plan`` breaks for ``work``."""
-    return list(_violations(plan, work or Workload()))
-
-
-def _violations(plan: ParallelPlan, work: Workload) -> Iterator[Violation]:
+    found, work = [], work or Workload()
     for rule in LEGAL:
         values = {key: getattr(plan if hasattr(plan, key) else work, key) for key in rule.reads}
-        if any(value is None for key, value in values.items() if hasattr(work, key)):
-            continue
-        if not rule.holds(plan, work):
-            yield Violation(
-                tuple(CONFIG_KEYS[key] for key in rule.reads if key in CONFIG_KEYS),
-                rule.sentence.format(**values),
-            )
+        is_known = all(value is not None for key, value in values.items() if hasattr(work, key))
+        if is_known and not rule.holds(plan, work):
+            keys = tuple(CONFIG_KEYS[key] for key in rule.reads if key in CONFIG_KEYS)
+            found.append(Violation(keys, rule.sentence.format(**values)))
+    return found
 
 
 def enumerate_plans(world_size: int, work: Workload | None = None) -> list[ParallelPlan]:
-    """Yield all legal plans of ``world_size`` processes (for ``work``, if given).
+    """All legal plans of ``world_size`` processes (for ``work``, if given).
 
     This combines each factorisation into degrees with every sharding stage, with and without sequence
     parallelism, and with one or two virtual stages. Offload does not change the ranks' messages, so it is
     combined only with stages 2 and 3 of some factorisations (:func:`_offloads`). Explicit ``pp_layers`` are
     left out.
     """
-    return _legal(_candidates(world_size), work)
-
-
-def _legal(plans: Iterable[ParallelPlan], work: Workload | None) -> list[ParallelPlan]:
+    plans = (
+        plan for degrees in _factorizations(world_size) for plan in _with_options(ParallelPlan(*degrees))
+    )
     return [plan for plan in plans if not violations(plan, work)]
-
-
-def _candidates(world_size: int) -> Iterator[ParallelPlan]:
-    for degrees in _factorizations(world_size):
-        yield from _with_options(ParallelPlan(*degrees))
 
 
 def _factorizations(world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -379,30 +368,21 @@ def nearest_plan(plan: ParallelPlan, world_size: int, work: Workload | None = No
     the options of ``plan`` are preferred. Only the nearest few thousand plans are tried; if none of them is
     legal, the result is the plan with only data parallelism.
     """
-    nearest_first = heapq.nsmallest(_MAX_TRIED, _distances(plan, world_size), key=itemgetter(0))
-    near = [degrees for _, degrees in nearest_first]
-    options = {
-        key: getattr(plan, key)
-        for key in ("sharding_stage", "sequence_parallel", "virtual_pp_degree", "pp_schedule")
-    }
-    alike = (ParallelPlan(*degrees, **options) for degrees in near if degrees[-1] == plan.sep)
-    every = (
-        option
-        for degrees in near[:_MAX_VARIED]
-        for option in _with_options(ParallelPlan(*degrees))
-        if not option.sharding_offload
-    )
+    kept = {key: getattr(plan, key) for key in _OPTIONS}
+    near = heapq.nsmallest(_MAX_TRIED, _factorizations(world_size), key=partial(_distance, plan))
+    same = (ParallelPlan(*degrees, **kept) for degrees in near if degrees[-1] == plan.sep)
+    every = (option for degrees in near[:_MAX_VARIED] for option in _with_options(ParallelPlan(*degrees)))
     candidates = chain(
-        (p for p in alike if p.sharding > 1 or p.sharding_stage == 1), every, [ParallelPlan(dp=world_size)]
+        (one for one in same if one.sharding > 1 or one.sharding_stage == 1),
+        (one for one in every if not one.sharding_offload),
+        [ParallelPlan(dp=world_size)],
     )
-    nearest = next((p for p in candidates if not violations(p, work)), None)
+    nearest = next((one for one in candidates if not violations(one, work)), None)
     if nearest is None:
         return None
     nearest = _with_experts(nearest, plan, work)
-    if not plan.sharding_offload:
-        return nearest
     offloading = replace(nearest, sharding_offload=True, sharding_stage=max(2, nearest.sharding_stage))
-    return nearest if violations(offloading, work) else offloading
+    return offloading if plan.sharding_offload and not violations(offloading, work) else nearest
 
 
 def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None) -> ParallelPlan:
@@ -413,12 +393,7 @@ def _with_experts(plan: ParallelPlan, like: ParallelPlan, work: Workload | None)
     return next((choice for choice in choices if not violations(choice, work)), plan)
 
 
-def _distances(plan: ParallelPlan, world_size: int) -> Iterator[tuple[float, tuple[int, int, int, int, int]]]:
-    """Yield the distance from ``plan`` and the degrees of every factorisation of ``world_size``."""
-    dp, mp, pp, sharding, sep = (
-        {n: cost * abs(math.log2(n / getattr(plan, axis))) for n in divisors(world_size)}
-        for axis, cost in (("dp", 1.0), ("mp", 4.0), ("pp", 4.0), ("sharding", 2.0), ("sep", 8.0))
-    )
-    for degrees in _factorizations(world_size):
-        a, b, c, d, e = degrees
-        yield dp[a] + mp[b] + pp[c] + sharding[d] + sep[e], degrees
+def _distance(plan: ParallelPlan, degrees: tuple[int, int, int, int, int]) -> float:
+    """How far ``degrees`` (dp, mp, pp, sharding, sep) are from those of ``plan``."""
+    costs = zip(("dp", "mp", "pp", "sharding", "sep"), (1.0, 4.0, 4.0, 2.0, 8.0), degrees, strict=True)
+    return sum(cost * abs(math.log2(degree / getattr(plan, axis))) for axis, cost, degree in costs)

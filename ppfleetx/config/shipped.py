@@ -38,7 +38,7 @@ def find_config(given: str | Path) -> Path:
             like a path, it is returned, and the reader reports that there is no such file.
     """
     given = Path(given)
-    if not _can_exist(given) or os.path.lexists(given):
+    if os.path.lexists(given):
         return given
     name = given.as_posix()
     for place in _PLACES:
@@ -59,11 +59,6 @@ def find_config(given: str | Path) -> Path:
         "configs` lists all",
         place=shown_path(given),
     )
-
-
-def _can_exist(path: Path) -> bool:
-    """Whether the system accepts ``path`` as a path. For other texts, the reader reports the error."""
-    return str(path).isprintable() and all(len(os.fsencode(part)) < 256 for part in path.parts)
 
 
 def purpose(path: Path) -> str:

@@ -99,7 +99,6 @@ WRONG_OVERRIDES = [
         ["quantizable_layer_type", "names none of Linear, ColumnParallelLinear, RowParallelLinear"],
     ),
     ("Compress.Quantization.weight_bits=64", ["weight_bits = 64", "between 2 and 16"]),
-    ("Engine.max_steps=1\udcff", ["is not valid YAML: character 1 is not Unicode text", "override 1"]),
     ("Engine.max_steps", ["not of the form Section.key=value. Example: Engine.max_steps=10.", "override 1"]),
     ("=5", ["not of the form"]),
     ("Engine..max_steps=5", ["not of the form"]),

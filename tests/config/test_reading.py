@@ -58,7 +58,7 @@ def test_file(write, small, name):
     assert len(message) < 3000
 
 
-@pytest.mark.parametrize("name", ["nothing.yaml", ".", "\0", "x" * 300])
+@pytest.mark.parametrize("name", ["nothing.yaml", "."])
 def test_name_of_the_file(tmp_path, name):
     refusal(str(tmp_path / name))
 
@@ -68,7 +68,6 @@ OVERRIDES = {
     "infinity": (["Optimizer.lr.max_lr=.INF"], ["Optimizer.lr.max_lr = inf", "a number"]),
     "nan": (["Optimizer.lr.max_lr=.NaN"], ["Optimizer.lr.max_lr = nan"]),
     "an index": (["Data.Train.dataset.split.x=1"], ["'x' is not an index"]),
-    "a long path": (["Data.Train.dataset.input_dir=" + "a/" * 3000], ["6,000 characters", "at most 3500"]),
     "layers": (["Model.num_layers=3000000"], ["Model.num_layers = 3000000", "from 1 to 10000"]),
     "degrees": (
         ["Distributed.dp_degree=1048576", "Distributed.mp_degree=1048576"],

