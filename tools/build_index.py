@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Build the index maps of a configuration ahead of a run, and print their sizes and the hash of their order.
 
-The same as `ppfleetx index`; the program is `ppfleetx/commands/corpora.py`.
+The same as `ppfleetx index`.
 """
 
 import sys

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Convert checkpoints: Hugging Face, GGUF, FleetX, Megatron-LM in; ppfleetx, Hugging Face, GGUF out.
 
-The same as `ppfleetx convert`; the program is `ppfleetx/commands/convert.py`.
+The same as `ppfleetx convert`.
 """
 
 import sys

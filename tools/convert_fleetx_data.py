@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a corpus preprocessed by FleetX (_ids.npy with _idx.npz, or _ids.npz) as a .bin/.idx pair.
 
-The same as `ppfleetx convert-data`; the program is `ppfleetx/commands/corpora.py`.
+The same as `ppfleetx convert-data`.
 """
 
 import sys

@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""Check everything that a job needs before it starts.
-
-The same as `ppfleetx doctor`; the program is `ppfleetx/commands/doctor.py`.
-"""
+"""Check everything that a job needs before it starts: the same as `ppfleetx doctor`."""
 
 import sys
 from pathlib import Path

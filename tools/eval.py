@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""Evaluate a checkpoint (Engine.save_load.ckpt_dir).
-
-The same as `ppfleetx eval`; the program is `ppfleetx/commands/evaluate.py`.
-"""
+"""Evaluate a checkpoint (Engine.save_load.ckpt_dir): the same as `ppfleetx eval`."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Export a checkpoint (Engine.save_load.ckpt_dir) of any plan as a program that generates by itself.
 
-The same as `ppfleetx export`; the program is `ppfleetx/commands/serving.py`.
+The same as `ppfleetx export`.
 """
 
 import sys

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Continue prompts (Generation.prompt or .prompt_file) with an exported model (Inference.model_dir).
 
-The same as `ppfleetx infer`; the program is `ppfleetx/commands/infer.py`.
+The same as `ppfleetx infer`.
 """
 
 import sys

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show the contents of a checkpoint, recompute its checksums, or compare two checkpoints.
 
-The same as `ppfleetx inspect`; the program is `ppfleetx/commands/inspect_checkpoint.py`.
+The same as `ppfleetx inspect`.
 """
 
 import sys

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Show the contents of a tokenised corpus, compare it with its checksums, or write checksums for it.
 
-The same as `ppfleetx inspect-data`; the program is `ppfleetx/commands/corpora.py`.
+The same as `ppfleetx inspect-data`.
 """
 
 import sys

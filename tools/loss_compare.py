@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare the loss sequences of two runs: two plans, two commits, or two existing runs.
 
-The same as `ppfleetx compare`; the program is `ppfleetx/commands/compare.py`.
+The same as `ppfleetx compare`.
 """
 
 import sys

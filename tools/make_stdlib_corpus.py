@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the source files of this Python's standard library as json lines: a corpus without a download.
 
-The same as `ppfleetx stdlib-corpus`; the program is `ppfleetx/commands/corpora.py`.
+The same as `ppfleetx stdlib-corpus`.
 """
 
 import sys

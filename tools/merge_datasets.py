@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write several .bin/.idx corpora as one, in the order given (a directory: all its corpora, by name).
 
-The same as `ppfleetx merge-data`; the program is `ppfleetx/commands/corpora.py`.
+The same as `ppfleetx merge-data`.
 """
 
 import sys

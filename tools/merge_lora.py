@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Merge the adapters of a checkpoint trained with Model.lora into its weights, and write a plain checkpoint.
 
-The same as `ppfleetx merge`; the program is `ppfleetx/commands/convert.py`.
+The same as `ppfleetx merge`.
 """
 
 import sys

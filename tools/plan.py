@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Predict memory and step time of a configuration under one plan, or rank all plans of a number of cards.
 
-The same as `ppfleetx plan`; the program is `ppfleetx/commands/plan.py`.
+The same as `ppfleetx plan`.
 """
 
 import sys

@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the loss curves of a run's metrics.jsonl to a PNG.
-
-The same as `ppfleetx plot`; the program is `ppfleetx/commands/compare.py`.
-"""
+"""Draw the loss curves of a run's metrics.jsonl to a PNG: the same as `ppfleetx plot`."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Encode json lines (.gz, .zst), plain text or folders of text to PREFIX_KEY_document.{bin,idx}.
 
-The same as `ppfleetx prepare`; the program is `ppfleetx/commands/prepare.py`.
+The same as `ppfleetx prepare`.
 """
 
 import sys

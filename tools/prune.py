@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""Remove heads, units and layers from a checkpoint.
-
-The same as `ppfleetx prune`; the program is `ppfleetx/commands/prune.py`.
-"""
+"""Remove heads, units and layers from a checkpoint: the same as `ppfleetx prune`."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""Store the weights of a checkpoint in 8 or 4 bits.
-
-The same as `ppfleetx quantize`; the program is `ppfleetx/commands/quantize.py`.
-"""
+"""Store the weights of a checkpoint in 8 or 4 bits: the same as `ppfleetx quantize`."""
 
 import sys
 from pathlib import Path

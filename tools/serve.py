@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Serve a checkpoint (Engine.save_load.ckpt_dir) over HTTP, as OpenAI's completions interface does.
 
-The same as `ppfleetx serve`; the program is `ppfleetx/commands/serving.py`.
+The same as `ppfleetx serve`.
 """
 
 import sys

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run a training command and start it again, a bounded number of times, when it fails.
 
-The same as `ppfleetx supervise`; the program is `ppfleetx/commands/hang_report.py`.
+The same as `ppfleetx supervise`.
 """
 
 import sys

@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""Pretrain or finetune the model of a YAML configuration.
-
-The same as `ppfleetx train`; the program is `ppfleetx/commands/train_verbs.py`.
-"""
+"""Pretrain or finetune the model of a YAML configuration: the same as `ppfleetx train`."""
 
 import sys
 from pathlib import Path

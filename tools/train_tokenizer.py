@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train a byte-level BPE tokenizer on text: json lines (.gz, .zst), plain text files, folders of them.
 
-The same as `ppfleetx tokenizer`; the program is `ppfleetx/commands/prepare.py`.
+The same as `ppfleetx tokenizer`.
 """
 
 import sys

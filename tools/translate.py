@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print a configuration or a command line of another toolkit as a configuration of this one.
 
-The same as `ppfleetx translate`; the program is `ppfleetx/commands/translate.py`.
+The same as `ppfleetx translate`.
 """
 
 import sys

@@ -1,4 +1,8 @@
-"""The commands. They also load FleetX checkpoints, and say how to convert checkpoints of other toolkits."""
+"""The commands. They also load FleetX checkpoints, and say how to convert checkpoints of other toolkits.
+
+Every function here raises a UserError for a mistake of the user (`config/errors.py`); docstrings name errors
+only where more is to be said.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Converters:
-    """The converters. They are imported only if a directory is not a checkpoint in our format."""
+    """The converters, which are imported only if a directory is not a checkpoint in our format."""
 
     def described(self, path: Path) -> str | None:
         from ppfleetx.conversion.detect import described

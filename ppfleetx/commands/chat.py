@@ -165,12 +165,7 @@ def _begin(cfg: RunConfig, chat: Chat) -> Conversation:
 
 
 def _options(cfg: RunConfig) -> GenerationConfig:
-    """The ``Generation`` section to use for answers.
-
-    Raises:
-        ConfigError: the section asks for several continuations or beam search, or sets an option that has no
-            effect.
-    """
+    """The ``Generation`` section to use for answers."""
     check_options(cfg)
     section = cfg.Generation
     if section.num_return_sequences != 1 or section.decode_strategy == "beam_search":

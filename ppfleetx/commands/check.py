@@ -8,7 +8,7 @@ from itertools import islice
 
 from ppfleetx.commands.start_process import refuse_foreign_weights
 from ppfleetx.config.config_notes import absent_loggers, missing
-from ppfleetx.config.counts import counted
+from ppfleetx.config.counts import bytes_text, counted
 from ppfleetx.config.loader import ConfigSource, load_config
 from ppfleetx.config.mesh import Mesh
 from ppfleetx.config.plan import AXES, ParallelPlan
@@ -42,9 +42,6 @@ def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: in
 
     Args:
         world_size: as in :func:`~ppfleetx.config.loader.load_config`.
-
-    Raises:
-        UserError: a run with this configuration would be refused.
     """
     from ppfleetx.core.engine.run_directory import check_start
     from ppfleetx.data.corpus_checks import token_id_lines
@@ -64,10 +61,6 @@ def check_report(cfg: RunConfig, device: str | None = None) -> str:
     Args:
         cfg: the configuration.
         device: the kind of device; None: ``Global.device``, or a GPU if that is ``auto``.
-
-    Raises:
-        ConfigError: the named weights belong to another program's checkpoint, or a callback or a schedule
-            cannot be built as configured.
     """
     refuse_foreign_weights(cfg)
     if cfg.Engine.callbacks != EngineConfig().callbacks:
@@ -288,18 +281,10 @@ def _offload_lines(cfg: RunConfig) -> list[str]:
         ]
     rank_bytes = trained_count(cfg.Model) * size // (plan.mp * plan.pp * plan.sharding)
     ranks = min(plan.world_size, _RANKS_PER_NODE)
-    text = f"optimizer states in host memory, {size} bytes a parameter: about {_binary(rank_bytes)} a rank"
+    text = f"optimizer states in host memory, {size} bytes a parameter: about {bytes_text(rank_bytes)} a rank"
     return [
-        _line("offload", f"{text}, {_binary(rank_bytes * ranks)} on a node with {counted(ranks, 'rank')}")
+        _line("offload", f"{text}, {bytes_text(rank_bytes * ranks)} on a node with {counted(ranks, 'rank')}")
     ]
-
-
-def _binary(num_bytes: int) -> str:
-    """Format a number of bytes: ``2_000_000_000`` becomes ``1.9 GiB``."""
-    unit, name = next(
-        (u for u in ((1 << 30, "GiB"), (1 << 20, "MiB")) if num_bytes >= u[0]), (1 << 10, "KiB")
-    )
-    return f"{num_bytes / unit:.1f} {name}"
 
 
 def _recompute(model: ModelConfig) -> str:

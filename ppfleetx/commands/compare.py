@@ -67,7 +67,6 @@ class Compare(Command):
     work_dir: str | None = option("keep outputs and logs here", metavar="DIR")
 
     def run(self) -> int:
-        """Run both sides, unless they are finished runs, and compare them."""
         if not self.config and not (self.metrics_a and self.metrics_b):
             raise UserError("give -c FILE to run, or --metrics-a and --metrics-b to compare what exists")
         if self.plot:
@@ -113,11 +112,7 @@ class Compare(Command):
 
 
 def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
-    """Run one side under its own plan and from its own commit, and return its losses.
-
-    Raises:
-        UserError: the run fails.
-    """
+    """Run one side under its own plan and from its own commit, and return its losses."""
     from ppfleetx.config.loader import load_config
     from ppfleetx.config.shipped import find_config
 
@@ -147,9 +142,6 @@ def run_side(side: str, options: Compare, work_dir: Path) -> list[Record]:
 def tree_of(commit: str | None) -> Iterator[Path | None]:
     """Context manager with a directory that holds the files of ``commit``; for None, this package's
     directory.
-
-    Raises:
-        UserError: there is no repository or no such commit.
     """
     if commit is None:
         yield None
@@ -170,11 +162,7 @@ def tree_of(commit: str | None) -> Iterator[Path | None]:
 
 
 def compare(a: Sequence[Record], b: Sequence[Record]) -> list[Difference]:
-    """Compute the largest relative differences of loss and gradient norm.
-
-    Raises:
-        DataError: the runs did not record the same steps.
-    """
+    """Compute the largest relative differences of loss and gradient norm."""
     steps = [[record["step"] for record in run] for run in (a, b)]
     if steps[0] != steps[1] or not steps[0]:
         raise DataError(f"the runs recorded different steps: {len(steps[0])} of a and {len(steps[1])} of b")
@@ -194,11 +182,7 @@ def _largest(key: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
 
 
 def draw_comparison(runs: Sequence[Sequence[Record]], path: Path) -> None:
-    """Draw both loss curves, and their relative difference below.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Draw both loss curves, and their relative difference below."""
     pyplot = import_pyplot()
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
     steps = [record["step"] for record in runs[0]]
@@ -223,7 +207,6 @@ class Plot(Command):
     output: Path = option("PNG to write", default=MISSING)
 
     def run(self) -> None:
-        """Draw the loss curves."""
         refuse_unknown_picture(self.output, "--output")
         save_figure(draw_losses(read_records(self.metrics)), self.output, "--output")
         print(f"loss curve: {self.output}")

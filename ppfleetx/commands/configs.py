@@ -30,7 +30,6 @@ examples:
     )
 
     def run(self) -> None:
-        """Print the table, or copy a configuration."""
         if not self.words:
             print(table())
             return

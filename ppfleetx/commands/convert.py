@@ -68,7 +68,6 @@ class Convert(Command):
     )
 
     def run(self) -> None:
-        """Convert, and compare logits if requested."""
         plan = None if self.plan is None else parse_plan(self.plan)
         from ppfleetx.config.plan import ParallelPlan
         from ppfleetx.conversion.convert import Conversion, check_logits, convert, load_model_section
@@ -132,7 +131,6 @@ class Merge(Command):
     plugin: tuple[str, ...] = plugin_option()
 
     def run(self) -> None:
-        """Merge, and print the path of the result."""
         from ppfleetx.checkpoint.adapters import merge_lora
         from ppfleetx.utils.log import configure_logging
 

@@ -34,7 +34,6 @@ class InspectData(Command):
     json: bool = switch("print the summary as JSON, one object per corpus")
 
     def run(self) -> int:
-        """Show, verify, or write checksums."""
         from ppfleetx.data.corpus_formats import find_prefixes
 
         if self.verify + self.write_checksums + self.json > 1:
@@ -72,11 +71,7 @@ def verify(prefix: str) -> int:
 
 
 def write_checksums(prefix: str) -> None:
-    """Write the checksums of a pair that has none.
-
-    Raises:
-        DataError: the pair is damaged, or has checksums already.
-    """
+    """Write the checksums of a pair that has none."""
     from ppfleetx.data.checksums import checksums_path, compute_checksums
     from ppfleetx.data.indexed import IndexedDataset
 
@@ -99,7 +94,6 @@ class MergeData(Command):
     overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
-        """Merge, and print the size of the result."""
         from ppfleetx.data.corpus_formats import find_prefixes
         from ppfleetx.data.prepare.token_files import merge
 
@@ -117,7 +111,6 @@ class ConvertData(Command):
     overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
-        """Convert, and print the size of the result."""
         from ppfleetx.data.corpus_formats import convert
         from ppfleetx.data.indexed import IndexedDataset
 
@@ -143,7 +136,6 @@ class StdlibCorpus(Command):
     overwrite: bool = switch("replace a file that is there already")
 
     def run(self) -> None:
-        """Write the file."""
         from ppfleetx.data.prepare.stdlib_corpus import write_stdlib_corpus
 
         num_documents, num_bytes = write_stdlib_corpus(self.output, self.seed, overwrite=self.overwrite)
@@ -159,7 +151,6 @@ class Index(ConfigOptions):
     """
 
     def run(self) -> None:
-        """Build the missing index maps of each mode."""
         from ppfleetx.config.loader import load_config
         from ppfleetx.data.build import build_dataloader
         from ppfleetx.data.corpus_checks import verify_corpora
@@ -185,11 +176,7 @@ class Index(ConfigOptions):
 
 
 def refuse_unusable_cache(cfg: RunConfig, mode: str) -> None:
-    """Create Data.<mode>.dataset.cache_dir. A run works without it, but this verb cannot.
-
-    Raises:
-        ConfigError: the directory cannot be created or written to.
-    """
+    """Create Data.<mode>.dataset.cache_dir. A run works without it, but this verb cannot."""
     section = getattr(cfg.Data, mode)
     if section is None or section.dataset.cache_dir is None:
         return

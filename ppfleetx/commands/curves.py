@@ -21,9 +21,6 @@ def read_records(path: Path) -> list[Record]:
     """Read the records of a metrics file, or of the run in a directory.
 
     An incomplete last line is left out: the run is writing it, or was killed while writing it.
-
-    Raises:
-        DataError: there is no such file, it is not a metrics file, or it holds no training step.
     """
     from ppfleetx.core.engine.run_directory import METRICS_FILE  # imports NumPy; --help reads this module
 
@@ -83,11 +80,7 @@ def series_of(records: Sequence[Record], key: str) -> Series:
 
 
 def draw_losses(records: Sequence[Record]) -> Any:
-    """Draw a figure with the training loss as a thin line and the evaluation loss as marked points.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Draw a figure with the training loss as a thin line and the evaluation loss as marked points."""
     figure, axes = import_pyplot().subplots(figsize=(8, 4.5))
     series = series_of(records, "loss")
     axes.plot(*series["train"], linewidth=0.8, label="training")
@@ -101,11 +94,7 @@ def draw_losses(records: Sequence[Record]) -> Any:
 
 
 def save_figure(figure: Any, output: Path, option: str) -> None:
-    """Save a figure to the file that ``option`` names, and close it.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Save a figure to the file that ``option`` names, and close it."""
     figure.tight_layout()
     try:
         figure.savefig(output, dpi=120)
@@ -115,11 +104,7 @@ def save_figure(figure: Any, output: Path, option: str) -> None:
 
 
 def import_pyplot() -> Any:
-    """Import matplotlib's ``pyplot``, set up to draw to files.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Import matplotlib's ``pyplot``, set up to draw to files."""
     try:
         import matplotlib
     except ImportError as error:

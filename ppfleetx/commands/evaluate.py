@@ -139,11 +139,7 @@ def _run_offline(cfg: RunConfig) -> None:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Refuse a plan that splits sequences if last words are scored, which needs whole sequences.
-
-    Raises:
-        ConfigError: the plan splits sequences; the message names the key.
-    """
+    """Refuse a plan that splits sequences if last words are scored, which needs whole sequences."""
     if cfg.Offline_Eval.cloze_eval and cfg.plan.sep > 1:
         raise ConfigError(
             "whether a word is right is known only to a rank that has all its tokens; with cloze_eval: True "
@@ -159,11 +155,7 @@ def length_multiple(cfg: RunConfig) -> int:
 
 
 def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
-    """The evaluation set of ``cfg``, encoded with the tokenizer of the configuration or the checkpoint.
-
-    Raises:
-        UserError: a file is missing or wrong, or the tokenizer has ids outside the model's vocabulary.
-    """
+    """The evaluation set of ``cfg``, encoded with the tokenizer of the configuration or the checkpoint."""
     checkpoint = open_resolved(resolve_checkpoint(cfg.Engine.save_load.ckpt_dir))
     tokenizer = find_tokenizer(cfg, checkpoint)
     check_tokenizer(tokenizer, cfg.Model.vocab_size)
@@ -171,11 +163,7 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 
 
 def make_result_dir(cfg: RunConfig) -> Path:
-    """Create ``Engine.save_load.output_dir``, where the result will be written.
-
-    Raises:
-        ConfigError: the directory cannot be created or written to.
-    """
+    """Create ``Engine.save_load.output_dir``, where the result will be written."""
     key, directory = "Engine.save_load.output_dir", Path(cfg.Engine.save_load.output_dir)
     if rule := why_not_writable(directory):
         raise ConfigError(rule, key=key, value=directory, place=cfg.origins.get(key))
@@ -190,9 +178,6 @@ def evaluate(
 
     Returns:
         The result, which is the same on all ranks that know the loss, and the settings of the measurement.
-
-    Raises:
-        UserError: there is no such checkpoint, or it does not fit the model.
     """
     with watched(cfg, ctx, EVALUATION_DIR), explained_device_errors(cfg, ctx, OF_EVALUATION):
         return _evaluate(cfg, ctx, windows)
@@ -291,11 +276,7 @@ def _cell(value: Any) -> str:
 
 
 def write(path: Path, result: Result, about: dict[str, Any]) -> None:
-    """Write ``result`` as one JSON object, with null for non-finite numbers, which JSON cannot hold.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write ``result`` as one JSON object, with null for non-finite numbers, which JSON cannot hold."""
     kind = "perplexity" if isinstance(result, Perplexity) else "cloze"
     values = {"kind": kind, **asdict(result), **about}
     plain = {

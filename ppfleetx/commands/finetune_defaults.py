@@ -43,9 +43,6 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
     Args:
         config: the configuration of the checkpoint.
         given: the user's overrides.
-
-    Raises:
-        ConfigError: the configuration or an override cannot be read.
     """
     cfg = read_config(config, given)[0]
     named = overridden_keys(given)
@@ -81,9 +78,6 @@ def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> li
         max_steps: the number of optimizer steps of the whole run.
         config: the file of the configuration.
         given: the user's overrides.
-
-    Raises:
-        ConfigError: the configuration or an override cannot be read.
     """
     cfg = read_config(config, given)[0]
     options, output_dir = cfg.Engine.save_load, Path(cfg.Engine.save_load.output_dir)

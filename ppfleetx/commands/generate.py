@@ -66,9 +66,6 @@ def generate(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], outpu
     """Continue prompts and print the results. They are also written to ``output``, a jsonl file, if given.
 
     Data-parallel ranks continue different prompts, which the main rank prints and writes, in order.
-
-    Raises:
-        UserError: checkpoint, tokenizer, prompts or options cannot be used.
     """
     with watched(cfg, ctx, GENERATION_DIR), explained_device_errors(cfg, ctx, OF_GENERATION):
         _generate(cfg, ctx, prompts, output)
@@ -121,11 +118,7 @@ def _generation(fields: dict[str, Any]) -> Generation:
 
 
 def check_plan(cfg: RunConfig) -> None:
-    """Refuse a plan under which generation cannot run. The plan may differ from the checkpoint's.
-
-    Raises:
-        ConfigError: generation cannot run under the plan; the message names the nearest plan that works.
-    """
+    """Refuse a plan under which generation cannot run. The plan may differ from the checkpoint's."""
     plan = cfg.plan
     cut = [name for name, degree in (("pp_degree", plan.pp), ("sep_degree", plan.sep)) if degree > 1]
     if cut:
@@ -155,11 +148,7 @@ def check_plan(cfg: RunConfig) -> None:
 
 
 def check_options(cfg: RunConfig) -> None:
-    """Refuse a command-line option that the decoding strategy does not use.
-
-    Raises:
-        ConfigError: an option is not used; the message names the strategy that uses it.
-    """
+    """Refuse a command-line option that the decoding strategy does not use."""
     section = "Generation."
     places = {k.removeprefix(section): place for k, place in cfg.origins.items() if k.startswith(section)}
     given = [key for key, place in places.items() if is_argument(place)]
@@ -179,11 +168,7 @@ def _refusal(cfg: RunConfig, key: str, value: object, why: str) -> ConfigError:
 
 
 def check_checkpoint(cfg: RunConfig) -> None:
-    """Refuse an ``Engine.save_load.ckpt_dir`` that does not hold a text-generating model. Reads no tensor.
-
-    Raises:
-        UserError: the checkpoint is refused; the message gives the reason.
-    """
+    """Refuse an ``Engine.save_load.ckpt_dir`` that does not hold a text-generating model. Reads no tensor."""
     if not cfg.Model.task.continues_text:
         raise ConfigError(
             "a classifier has no next token; only models that continue text can be used here (GPTModule, "
@@ -201,9 +186,6 @@ def check_output(path: Path, *, mark: bytes = b'"generations": [') -> None:
     Args:
         path: a new file, an empty file, or a file of earlier results, which are replaced.
         mark: bytes that occur near the beginning of results.
-
-    Raises:
-        ConfigError: results cannot be written there.
     """
     if path.is_dir():
         reason = "it is a directory; name a file"
@@ -234,9 +216,6 @@ def load_generator(cfg: RunConfig, ctx: ParallelContext, tokenizer: Tokenizer | 
 
     Args:
         tokenizer: the checkpoint's tokenizer, if it has been loaded already.
-
-    Raises:
-        UserError: there is no such checkpoint or tokenizer, or they do not fit the model.
     """
     from ppfleetx.commands.training import build_runner, find_weights
     from ppfleetx.generation.generator import Generator
@@ -280,10 +259,6 @@ def find_tokenizer(cfg: RunConfig, checkpoint: Checkpoint) -> Tokenizer:
 
     The stored tokenizer is also used if the configuration lies beside the checkpoint and its
     ``Data.tokenizer.dir`` is gone, because both were written together and have been moved since.
-
-    Raises:
-        ConfigError: there is no tokenizer in either place.
-        DataError: the tokenizer's files are missing or damaged.
     """
     from ppfleetx.data.build import load_tokenizer
 
@@ -318,9 +293,6 @@ def read_prompts(cfg: RunConfig) -> list[str]:
 
     A ``.jsonl`` file holds one text, or one object with a text under ``prompt``, per line; any other file,
     and ``-`` (standard input), one prompt per line. Empty lines are skipped.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no prompt; a prompt is blank.
     """
     if cfg.Generation.prompt_file is not None:
         return _prompts_of_file(cfg, cfg.Generation.prompt_file)

@@ -7,24 +7,24 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import UserError
 from ppfleetx.resilience.explain import explain
 from ppfleetx.resilience.hang_report import Report, latest, read_reports
 from ppfleetx.resilience.report_dir import HANG_DIRS
 
+if TYPE_CHECKING:
+    from ppfleetx.commands.train_verbs import HangReport
+
 _SHOWN_FAULTS = 5
 
 
-def print_report(directory: Path, *, as_json: bool) -> None:
-    """Print the joint explanation of the last hang reported in ``directory``, and one line per rank.
-
-    Raises:
-        UserError: there is no report.
-    """
-    reports = _newest(directory)
+def print_report(options: HangReport) -> None:
+    """Print the joint explanation of the last hang that was reported, and one line per rank."""
+    reports = _newest(options.directory)
     explanation = explain(reports)
-    if as_json:
+    if options.json:
         ranks = {rank: _facts(report) for rank, report in sorted(reports.items())}
         print(json.dumps({**asdict(explanation), "ranks": ranks}, indent=2))
         return
@@ -34,9 +34,6 @@ def print_report(directory: Path, *, as_json: bool) -> None:
 def _newest(directory: Path) -> dict[int, Report]:
     """Find the reports of the last hang in ``directory``, or in the report directories of a run below it, and
     name files that cannot be read.
-
-    Raises:
-        UserError: there is no report.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: there is no such directory")

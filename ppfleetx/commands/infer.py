@@ -95,11 +95,7 @@ def answer(cfg: RunConfig, ctx: ParallelContext, prompts: Sequence[str], output:
 
 
 def merge_settings(exported: dict[str, Any], cfg: RunConfig) -> GenerationConfig:
-    """Complete the ``Generation`` section with the export's settings for keys that were not given.
-
-    Raises:
-        ConfigError: the settings contradict each other.
-    """
+    """Complete the ``Generation`` section with the export's settings for keys that were not given."""
     written = cfg.Generation.model_dump(exclude_unset=True)
     try:
         return section_of(GenerationConfig, {**exported, **written})

@@ -31,7 +31,6 @@ class Inspect(Command):
     json: bool = switch("print the summary as JSON, without the table")
 
     def run(self) -> int:
-        """Show, verify or compare."""
         if (self.checkpoint is None) == (self.diff is None):
             raise ConfigError("give one checkpoint DIR, or --diff A B")
         if self.diff and (self.verify or self.json):
@@ -70,11 +69,7 @@ def compile_pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def verify(path: str) -> int:
-    """Check a whole checkpoint, and print each damaged place.
-
-    Raises:
-        CheckpointError: there is no such directory.
-    """
+    """Check a whole checkpoint, and print each damaged place."""
     from ppfleetx.checkpoint import inspect
 
     if not Path(path).is_dir():

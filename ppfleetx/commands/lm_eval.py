@@ -74,11 +74,7 @@ def load_model(cfg: RunConfig, ctx: Any, batch_size: int) -> HarnessModel:
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | None) -> Any:
-    """Return the harness's ``TaskManager``, after checking that it knows all of ``tasks``.
-
-    Raises:
-        ConfigError: it does not know a task.
-    """
+    """Return the harness's ``TaskManager``, after checking that it knows all of ``tasks``."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:  # the harness takes half a minute to list its own thousands of tasks

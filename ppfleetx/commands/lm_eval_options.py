@@ -15,9 +15,6 @@ def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[d
     Args:
         asked: the task's options, under the names of Hugging Face ``generate``.
         max_new_tokens: the value to use if the task sets none.
-
-    Raises:
-        ConfigError: generation does not have one of the options.
     """
     left = dict(asked)
     until = left.pop("until", None) or []

@@ -68,9 +68,6 @@ def job_of(
         overrides: the user's overrides.
         key: the configuration key that will name the checkpoint.
         option: the option that names the checkpoint, for messages.
-
-    Raises:
-        UserError: neither ``checkpoint`` nor ``config`` is given, or there is no model in the directory.
     """
     if checkpoint is None and config is None:
         raise ConfigError(f"give {option}, the directory of a model, or -c FILE")

@@ -34,11 +34,7 @@ class Command:
     program: ClassVar[str]
 
     def run(self) -> int | None:
-        """Run the verb and return its exit code; None means 0.
-
-        Raises:
-            UserError: a mistake of the user.
-        """
+        """Run the verb and return its exit code; None means 0."""
         module, _, name = self.program.partition(":")
         getattr(importlib.import_module(f"ppfleetx.commands.{module}"), name)(self)
         return None

@@ -33,11 +33,7 @@ def run(options: Plan) -> None:
 
 
 def report_of(options: Plan) -> str:
-    """The text that the command prints.
-
-    Raises:
-        ConfigError: an argument or the plan is not valid.
-    """
+    """The text that the command prints."""
     refuse_not_positive(options, "price", "mtbf", "save_seconds", "restart_seconds", "network_gbps", "tokens")
     written = read_unresolved(options.config, options.override)
     card = load_card(options.card or written.cfg.Global.card or ANY_CARD)
@@ -72,11 +68,7 @@ def report_of(options: Plan) -> str:
 
 
 def _questions_of(options: Plan) -> Questions:
-    """The questions about the whole run, from the options.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
+    """The questions about the whole run, from the options."""
     ramp = None
     if options.ramp is not None:
         numbers = _numbers(options.ramp, "--ramp")

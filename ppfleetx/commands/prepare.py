@@ -81,7 +81,6 @@ class Prepare(Command):
     overwrite: bool = switch("replace an output that is there already")
 
     def run(self) -> None:
-        """Encode, and print the report."""
         from ppfleetx.data.prepare.corpus import find_sources
         from ppfleetx.data.prepare.preprocess import preprocess
 
@@ -107,11 +106,7 @@ class Prepare(Command):
         print(report)
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer that the options name.
-
-        Raises:
-            DataError: the options name no tokenizer or several, or its files cannot be used.
-        """
+        """The tokenizer that the options name."""
         from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 
         names_vocab, names_merges = self.vocab_file is not None, self.merge_file is not None
@@ -137,7 +132,6 @@ class TrainTokenizer(Command):
     overwrite: bool = switch("replace a tokenizer that is there already")
 
     def run(self) -> None:
-        """Train and write the tokenizer, with a progress bar over the bytes read."""
         from ppfleetx.data.prepare.corpus import find_sources, iterate_texts
         from ppfleetx.data.tokenizer.training import train_tokenizer
         from ppfleetx.utils.progress import ProgressBar

@@ -40,11 +40,7 @@ REPORT_FILE = "pruning.json"
 
 
 def prune(options: Prune) -> Path:
-    """Write the smaller model and the report; return its step directory.
-
-    Raises:
-        UserError: the model cannot be pruned, at least not with these options.
-    """
+    """Write the smaller model and the report; return its step directory."""
     configure_logging()
     output = Path(options.output)
     _check(options)

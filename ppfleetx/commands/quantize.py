@@ -29,11 +29,7 @@ REPORT_FILE = "quantization.json"
 
 
 def quantize(options: Quantize) -> Path:
-    """Write the quantised checkpoint and the report; return its step directory.
-
-    Raises:
-        UserError: the model cannot be quantised, at least not with these options.
-    """
+    """Write the quantised checkpoint and the report; return its step directory."""
     weights = _weights(options)
     output = Path(options.output)
     options.check()

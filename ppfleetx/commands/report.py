@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import complete_checkpoints
 from ppfleetx.checkpoint.inspect import open_for_inspection, summary
@@ -26,6 +27,7 @@ from ppfleetx.commands.curves import (
     save_figure,
     series_of,
 )
+from ppfleetx.commands.options import refuse_not_positive
 from ppfleetx.config.counts import bytes_text
 from ppfleetx.config.errors import DataError, UserError
 from ppfleetx.config.loader import load_config
@@ -34,6 +36,9 @@ from ppfleetx.core.engine.run_directory import CONFIG_FILE, METRICS_FILE
 from ppfleetx.data.build import build_dataloader, load_tokenizer
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
+
+if TYPE_CHECKING:
+    from ppfleetx.commands.train_verbs import Report
 
 SAMPLES_FILE = "samples.jsonl"
 _MOST_EVALUATIONS = 20  # the latest of each set
@@ -61,11 +66,7 @@ class RunFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer, from its directory or else from the configuration.
-
-        Raises:
-            UserError: there is no tokenizer, or its files are damaged.
-        """
+        """The run's tokenizer, from its directory or else from the configuration."""
         own = self.directory / "tokenizer"
         found = Tokenizer.load(own) if own.is_dir() else load_tokenizer(self.cfg)
         if found is None:
@@ -105,13 +106,16 @@ class Section:
     note: str = ""
 
 
-def read_run_files(directory: Path) -> RunFiles:
-    """Read the directory of a run, finished or still training.
+def report(options: Report) -> None:
+    """Write the page of ``ppfleetx report``."""
+    refuse_not_positive(options, "price")
+    run = read_run_files(options.directory)
+    for path in write_report(run, options.output or options.directory / "report", options.price):
+        print(f"report: {path}")
 
-    Raises:
-        DataError: there is no run, or it has not recorded a step.
-        ConfigError: its configuration is not valid, or needs a plugin.
-    """
+
+def read_run_files(directory: Path) -> RunFiles:
+    """Read the directory of a run, finished or still training."""
     for name in (METRICS_FILE, CONFIG_FILE):
         if not (directory / name).is_file():
             raise DataError(f"{directory} is not the directory of a run that has trained: it has no {name}")
@@ -129,9 +133,6 @@ def write_report(run: RunFiles, output: Path, price: float | None) -> list[Path]
 
     Args:
         price: the price of a device-hour; None states the cost in device-hours only.
-
-    Raises:
-        UserError: ``output`` cannot be written, or matplotlib is not installed.
     """
     refuse_unwritable(output, "--output")
     output.mkdir(parents=True, exist_ok=True)
@@ -220,9 +221,6 @@ def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
     """The number of tokens predicted in an evaluation of ``Data.Eval``, per byte of text.
 
     Special tokens are predicted too, but do not count as text.
-
-    Raises:
-        UserError: the data cannot be found.
     """
     tokens = num_bytes = 0
     for step in build_dataloader(cfg, "Eval"):
@@ -235,11 +233,7 @@ def tokens_per_byte(cfg: RunConfig, tokenizer: Tokenizer) -> float:
 
 
 def _samples(path: Path) -> list[Section]:
-    """The section of samples that ``ppfleetx generate --output`` wrote to ``path``, if there are any.
-
-    Raises:
-        DataError: the file is of another kind.
-    """
+    """The section of samples that ``ppfleetx generate --output`` wrote to ``path``, if there are any."""
     if not path.is_file():
         return []
     texts = []

@@ -195,11 +195,6 @@ def resolve_model(place: str | Path, stack: ExitStack, *, with_config: bool = Tr
         place: the path, or the name of a model on the Hugging Face hub, which is downloaded.
         stack: temporary files are removed when the stack is closed.
         with_config: whether to look for the configuration too, which is not needed if the user gives one.
-
-    Raises:
-        CheckpointError: there is no model, it is damaged, or it does not describe its network.
-        ConfigError: its configuration sets more than a model and its data, or a plugin that PPFLEETX_PLUGINS
-            names cannot be imported.
     """
     import_named_plugins()  # plugins of the environment, whose parts the model may use
     is_of_hub = hub_name(place) is not None

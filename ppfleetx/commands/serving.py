@@ -75,7 +75,6 @@ examples:
     port: int | None = option("port of the server (default: Serve.port)", key="Serve.port")
 
     def run(self) -> None:
-        """Serve until SIGINT or SIGTERM."""
         from ppfleetx.commands.generate import check_checkpoint, load_generator
         from ppfleetx.commands.start_process import start_with, world_size
         from ppfleetx.config.loader import load_config

@@ -41,12 +41,7 @@ def start_process(
 
 
 def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig, ParallelContext]:
-    """Like :func:`start_process`, for a configuration that is already loaded.
-
-    Raises:
-        ConfigError: something that the configuration needs is missing, or its task can only be evaluated, not
-            trained.
-    """
+    """Like :func:`start_process`, for a configuration that is already loaded."""
     main = rank(os.environ) == 0
     logger = configure_logging(quiet=not main and not cfg.plan.knows_loss(rank(os.environ)))
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
@@ -99,12 +94,7 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
 
 
 def refuse_foreign_weights(cfg: RunConfig) -> None:
-    """Refuse weights in another toolkit's format.
-
-    Raises:
-        ConfigError: the weights are in another format; the message names the key, and says how to convert
-            them.
-    """
+    """Refuse weights in another toolkit's format."""
     if any(weight_sources(cfg)):
         from ppfleetx.conversion.detect import refuse_foreign  # knows many formats, so it is slow to import
 

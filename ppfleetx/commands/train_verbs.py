@@ -52,7 +52,6 @@ examples:
         return not self.check and super().is_launched
 
     def run(self) -> None:
-        """Train, or with ``--check`` only check the configuration."""
         from ppfleetx.commands.finetune_defaults import up_to
 
         overrides = [*self.override]
@@ -97,7 +96,6 @@ examples:
     )
 
     def run(self) -> None:
-        """Train."""
         from ppfleetx.commands.finetune_defaults import finetuning_defaults, up_to
         from ppfleetx.commands.start_process import start_process
 
@@ -129,7 +127,6 @@ example:
 """
 
     def run(self) -> None:
-        """Print the report."""
         from ppfleetx.commands.check import check
 
         check(self.config, self.override)
@@ -225,7 +222,6 @@ examples:
     write: str | None = option("file to write; without it the configuration is printed", metavar="FILE")
 
     def run(self) -> None:
-        """Print the configuration, or write it and print its prediction."""
         from ppfleetx.planner.recipe import Dial, recipe
         from ppfleetx.utils.files import atomic_write, refuse_as_new_file
 
@@ -267,11 +263,7 @@ examples:
     dialect: str | None = option("the toolkit, if it is not recognised", metavar="NAME")
     to: str | None = option("write there instead of to standard output", metavar="OUT.yaml")
 
-    def run(self) -> None:
-        """Print the translation, or write it."""
-        from ppfleetx.commands.translate import translate
-
-        translate(self.words, self.dialect, self.to)
+    program = "translate:translate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +292,6 @@ class Supervise(Command):
     )
 
     def run(self) -> int:
-        """Supervise the command, and return the exit code of its last start."""
         from ppfleetx.resilience.supervisor import supervise, with_resume
 
         command = self.command[1:] if self.command[:1] == ("--",) else self.command
@@ -335,11 +326,7 @@ examples:
     directory: Path = positional("DIR", "a run's output directory, or its hang/", default=MISSING)
     json: bool = switch("print one JSON object")
 
-    def run(self) -> None:
-        """Read the reports, join them, and print the result."""
-        from ppfleetx.commands.hang_report import print_report
-
-        print_report(self.directory, as_json=self.json)
+    program = "hang_report:print_report"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,11 +347,4 @@ examples:
     price: float | None = option("price of a device-hour, for the cost", metavar="P")
     plugin: tuple[str, ...] = plugin_option()
 
-    def run(self) -> None:
-        """Write the page."""
-        from ppfleetx.commands.report import read_run_files, write_report
-
-        refuse_not_positive(self, "price")
-        run = read_run_files(self.directory)
-        for path in write_report(run, self.output or self.directory / "report", self.price):
-            print(f"report: {path}")
+    program = "report:report"

@@ -58,9 +58,6 @@ def train(cfg: RunConfig, ctx: ParallelContext, callbacks: Sequence[Callback] = 
 
     Returns:
         The engine, whose runner has the trained model.
-
-    Raises:
-        UserError: data, checkpoint or configuration cannot be used.
     """
     refuse_small_weights(cfg)
     if cfg.Data.Train is None:
@@ -168,11 +165,7 @@ def _sources(cfg: RunConfig, loader: DataLoader) -> list[str]:
 
 
 def refuse_small_weights(cfg: RunConfig) -> None:
-    """Refuse to train quantised weights without adapters.
-
-    Raises:
-        ConfigError: the configuration belongs to a quantised checkpoint and has no adapters.
-    """
+    """Refuse to train quantised weights without adapters."""
     if cfg.Compress.Weights is not None and cfg.Model.lora is None:
         raise ConfigError(
             "describes a quantised checkpoint, whose weights cannot be trained. Train adapters beside them "
@@ -188,9 +181,6 @@ def evaluate(cfg: RunConfig, ctx: ParallelContext) -> list[EvalRecord]:
 
     Predictions of a classifier, including predictions for ``Data.Test``, are written to
     ``output_dir/predictions``.
-
-    Raises:
-        UserError: there is no such checkpoint or data, or they do not fit the model.
     """
     if cfg.Data.Eval is None:
         raise _without_data("evaluation", "Data.Eval.dataset.input_dir")
@@ -242,10 +232,6 @@ def find_weights(cfg: RunConfig, ctx: ParallelContext) -> Start:
 
     For weights that do not record a run's progress (quantised, pruned, merged), the step is read from the
     name of their directory.
-
-    Raises:
-        ConfigError: ``ckpt_dir`` is not set.
-        CheckpointError: there is no sound checkpoint.
     """
     named_checkpoint(cfg)
     start = find_start(cfg.Engine.save_load, None, ctx)

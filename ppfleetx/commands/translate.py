@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_tree
@@ -12,19 +13,18 @@ from ppfleetx.dialects.registry import dialect_named, dialect_of_arguments, dial
 from ppfleetx.dialects.translation import Translation
 from ppfleetx.utils.files import atomic_write
 
+if TYPE_CHECKING:
+    from ppfleetx.commands.train_verbs import Translate
+
 _FILES = (".yaml", ".yml", ".json")
 
 
-def translate(arguments: Sequence[str], dialect: str | None, to: str | None) -> None:
-    """Print the translation of ``arguments``, or write it to the file ``to``.
-
-    Raises:
-        ConfigError: the arguments cannot be translated, or the file cannot be written.
-    """
-    words = list(arguments)
+def translate(options: Translate) -> None:
+    """Print the translation of the arguments, or write it to the file of ``--to``."""
+    words, to = list(options.words), options.to
     if to is None and words[-2:-1] == ["--to"]:  # at the end of a command line
         *words, _, to = words
-    result = translation_of(words, dialect)
+    result = translation_of(words, options.dialect)
     load_tree(result.tree(), result.warnings)  # only valid results are printed
     print(result.yaml().rstrip("\n") if to is None else _write(Path(to), result.yaml()))
 
@@ -46,9 +46,6 @@ def translation_of(words: Sequence[str], dialect: str | None = None) -> Translat
     Args:
         words: a file followed by further arguments, or the words of a command line.
         dialect: the name of the toolkit; None: it is recognised by the keys or options.
-
-    Raises:
-        ConfigError: the file or command line belongs to no known toolkit, or its arguments are wrong.
     """
     if not words:
         raise ConfigError("name a file, or give a command line after --", key="FILE")

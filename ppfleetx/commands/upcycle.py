@@ -26,11 +26,7 @@ _EXPERTS, _MLP = ".mlp.experts.", ".mlp."
 
 
 def upcycle(options: Upcycle) -> Path:
-    """Write the mixture of experts; return its step directory.
-
-    Raises:
-        UserError: the model cannot become a mixture, at least not with these options.
-    """
+    """Write the mixture of experts; return its step directory."""
     configure_logging()
     options.check()
     if not 0 <= options.noise <= 1:

@@ -1,4 +1,7 @@
-"""Errors that a user can fix: one message, no traceback, exit code 2."""
+"""Errors that a user can fix: one message, no traceback, exit code 2.
+
+Everything that reads a configuration raises a ConfigError for what is wrong in it.
+"""
 
 from __future__ import annotations
 

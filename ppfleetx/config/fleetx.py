@@ -90,9 +90,6 @@ def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, .
     Args:
         tree: the content of one file, or the whole configuration.
         is_whole: whether ``tree`` is the whole configuration.
-
-    Raises:
-        ConfigError: the old and the new spelling of a key are both given, with different values.
     """
     tree = copy_tree(tree)
     warnings = [

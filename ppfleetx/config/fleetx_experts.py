@@ -27,11 +27,7 @@ def _given(flat: dict[str, Node], key: str) -> bool:
 
 
 def rewrite_experts(tree: Node) -> list[str]:
-    """Rewrite a configuration's expert keys in place, and return warnings.
-
-    Raises:
-        ConfigError: the keys ask for something unsupported; the message has key, value and place.
-    """
+    """Rewrite a configuration's expert keys in place, and return warnings."""
     model, engine = _section(tree, "Model"), _section(tree, "Engine")
     given, flat = model.pop("moe_configs", None), {key: model.pop(key) for key in _FLAT if key in model}
     number = model.pop("num_experts", None) if flat else None

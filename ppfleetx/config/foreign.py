@@ -26,9 +26,6 @@ def refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
     Args:
         tree: the mapping of a file.
         sections: the names of our sections.
-
-    Raises:
-        ConfigError: the file is of another toolkit; the message has our names for its keys.
     """
     if not sections.isdisjoint(tree.value):
         return

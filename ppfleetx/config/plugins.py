@@ -33,9 +33,6 @@ def refuse_unnamed(tree: Node) -> None:
 
     Args:
         tree: the configuration as read, before it is validated.
-
-    Raises:
-        ConfigError: a plugin is missing; the message says which one, and how to name it.
     """
     section = tree.value.get("Global") if isinstance(tree.value, dict) else None
     wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None

@@ -29,11 +29,7 @@ from ppfleetx.config.validate import violation_error
 def resolve(
     cfg: RunConfig, origins: dict[str, str], warnings: tuple[str, ...], world_size: int | None
 ) -> RunConfig:
-    """Fill in the derived values of ``cfg`` and check all rules between sections.
-
-    Raises:
-        ConfigError: see :func:`ppfleetx.config.loader.load_config`.
-    """
+    """Fill in the derived values of ``cfg`` and check all rules between sections."""
     given = cfg
     try:
         cfg = _with_data_parallel(cfg, world_size, origins)

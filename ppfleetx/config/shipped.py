@@ -32,10 +32,6 @@ def find_config(given: str | Path) -> Path:
     """Find the file given by ``-c``: ``given`` if it exists, else the shipped file of that name.
 
     A name may include the folder of the file and ``.yaml``, and may leave out ``gpt/``.
-
-    Raises:
-        ConfigError: there is no such file or name; the message lists the nearest names. If ``given`` looks
-            like a path, it is returned, and the reader reports that there is no such file.
     """
     given = Path(given)
     if os.path.lexists(given):
@@ -75,12 +71,7 @@ def purpose(path: Path) -> str:
 
 
 def copy_config(name: str, directory: Path) -> list[Path]:
-    """Copy a shipped file and its bases into ``directory``. Returns the written files, the file itself first.
-
-    Raises:
-        ConfigError: there is no such name, another file has the name of one to be written, or ``directory``
-            cannot be written.
-    """
+    """Copy a shipped file and its bases into ``directory``, and return the files that were written."""
     known = shipped_configs()
     path = known.get(name) or find_config(name)
     if path not in known.values():

@@ -19,11 +19,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def validate(tree: Node, root: type[RunConfig]) -> tuple[RunConfig, dict[str, str]]:
-    """Build the typed configuration of ``tree``, and the place of every value in it.
-
-    Raises:
-        ConfigError: the first error, with further ones (up to eight) listed below it.
-    """
+    """Build the typed configuration of ``tree``, and the place of every value in it."""
     origins: dict[str, str] = {}
     plain = _to_plain(tree, root, "", origins)
     try:

@@ -70,10 +70,6 @@ def given_arguments(
         known: normal names of all options; None allows any. An unknown option may be a flag, and is refused
             later.
         first: the number of ``argv[0]`` in places.
-
-    Raises:
-        ConfigError: an argument belongs to no option, or an option lacks its value or is given twice with
-            different values.
     """
     seen: dict[str, Given] = {}
     position = 0

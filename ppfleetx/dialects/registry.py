@@ -55,11 +55,7 @@ def dialects() -> dict[str, Dialect]:
 
 
 def dialect_named(name: str) -> Dialect:
-    """The dialect ``name``.
-
-    Raises:
-        ConfigError: there is no dialect of that name.
-    """
+    """The dialect ``name``."""
     known = dialects()
     if name not in known:
         raise ConfigError(f"must be one of {', '.join(known)}", key="--dialect", value=name)
@@ -67,11 +63,7 @@ def dialect_named(name: str) -> Dialect:
 
 
 def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
-    """Find the dialect to which most of the top-level ``keys`` of the file ``path`` belong.
-
-    Raises:
-        ConfigError: no key belongs to a dialect.
-    """
+    """Find the dialect to which most of the top-level ``keys`` of the file ``path`` belong."""
     scores = {one.name: len(one.keys_of_files & keys) for one in dialects().values()}
     best = max(scores, key=lambda name: scores[name], default=None)
     if best is None or scores[best] == 0:
@@ -88,9 +80,6 @@ def dialect_of_file(path: Path, keys: frozenset[str]) -> Dialect:
 def dialect_of_arguments(argv: Sequence[str]) -> tuple[Dialect, list[str]]:
     """Find the dialect of a command line. Returns it and the arguments for its ``of_arguments``: the whole
     line if a launcher's options come before the program, otherwise the words after the program.
-
-    Raises:
-        ConfigError: neither the program nor the options belong to a dialect.
     """
     refuse_other_models(argv)
     known = [one for one in dialects().values() if one.of_arguments is not None]

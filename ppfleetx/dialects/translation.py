@@ -1,5 +1,8 @@
 """A translation: the user's values, the engine that applies a key table and rules to them, and native values
 that know their origins.
+
+Every function of the dialects raises a ConfigError for a mistake; it has key, value and place as the user
+wrote them.
 """
 
 from __future__ import annotations
@@ -78,9 +81,6 @@ class Translation:
             sources: the values that it follows from, or their names. Names that are not given are left out;
                 if none is given, the value is the toolkit's default.
             why: an explanation for the comment in the YAML.
-
-        Raises:
-            ConfigError: the key already has another value, from another place.
         """
         if value is None:
             return
@@ -275,10 +275,6 @@ def translate(
         given: the values; later values replace earlier ones of the same name.
         table: the table of the toolkit's keys.
         rules: the rules, applied in order after the keys that are translated one by one.
-
-    Raises:
-        ConfigError: a key is unknown or refused, a value is unsupported, or values contradict each other. The
-            message has key, value and place as the user wrote them.
     """
     result = Translation(dialect, place)
     found: dict[str, tuple[Given, Key]] = {}

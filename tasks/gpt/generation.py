@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Continue prompts (Generation.prompt or .prompt_file) with a checkpoint (Engine.save_load.ckpt_dir).
 
-The same as `ppfleetx generate`; the program is `ppfleetx/commands/generate.py`.
+The same as `ppfleetx generate`.
 """
 
 import sys

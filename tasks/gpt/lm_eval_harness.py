@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure a checkpoint (Engine.save_load.ckpt_dir) on tasks of lm-evaluation-harness (docs/evaluation.md).
 
-The same as `ppfleetx lm-eval`; the program is `ppfleetx/commands/lm_eval.py`.
+The same as `ppfleetx lm-eval`.
 """
 
 import sys

@@ -38,14 +38,7 @@ _LOG = Path("test/output/0")
 
 
 def run(argv: Sequence[str]) -> None:
-    """The program ``pretrain_gpt.py``.
-
-    Args:
-        argv: the program's arguments.
-
-    Raises:
-        UserError: an argument, or a file that it names, is wrong.
-    """
+    """The program ``pretrain_gpt.py``."""
     train_translated(argv or ["--help"], USAGE, of_arguments)
 
 
@@ -58,9 +51,6 @@ def train_translated(
         argv: the arguments, including our own (`own_arguments`).
         usage: the text that ``--help`` prints.
         translate: a function that takes the toolkit's arguments and the number of processes.
-
-    Raises:
-        UserError: an argument, or a file that it names, is wrong.
     """
     if "--help" in argv or "-h" in argv:
         print(usage, end="")
@@ -197,11 +187,7 @@ _VOCAB, _MERGES, _TEXT = "gpt2-vocab.json", "gpt2-merges.txt", "wiki_all.json"
 
 
 def prepare_gpt2_corpus(argv: Sequence[str]) -> None:
-    """The program of the script that prepares the corpus.
-
-    Raises:
-        DataError: there is no text or no vocabulary, or the corpus exists already.
-    """
+    """The program of the script that prepares the corpus."""
     parser = argparse.ArgumentParser(prog="dataset_preprocess_gpt.sh", description=__doc__)
     add = parser.add_argument
     add(

@@ -38,14 +38,7 @@ _FOREIGN_DATA = (".mindrecord", ".tfrecord")
 
 
 def run(argv: Sequence[str]) -> None:
-    """The program ``run_mindformer.py``.
-
-    Args:
-        argv: the program's arguments.
-
-    Raises:
-        UserError: an argument, the file that it names, or a path in that file is wrong.
-    """
+    """The program ``run_mindformer.py``."""
     if not argv or "--help" in argv or "-h" in argv:
         print(usage())
         return
@@ -170,9 +163,6 @@ def convert_weight(torch_path: Path, output: Path, *, layers: int, num_heads: in
 
     Returns:
         The step directory that was written.
-
-    Raises:
-        UserError: a file is missing, damaged or of another model, or the output exists.
     """
     if not torch_path.is_file():
         raise ConfigError("there is no such file", key="--torch_path", value=str(torch_path))

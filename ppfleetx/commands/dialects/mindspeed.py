@@ -29,9 +29,6 @@ def run(argv: Sequence[str], default: Path) -> None:
     Args:
         argv: the program's arguments.
         default: the file to read if the arguments name none.
-
-    Raises:
-        UserError: an argument, the file, or a path in the file is wrong.
     """
 
     def translate(arguments: list[str], world: int | None) -> Translation:
@@ -46,9 +43,6 @@ def msrun(argv: Sequence[str]) -> int:
 
     Returns:
         The launcher's exit code; 0 at once with ``--join=False``.
-
-    Raises:
-        UserError: an argument is not supported.
     """
     args = _parser().parse_args(list(argv))
     nodes, rest = divmod(args.worker_num, max(1, args.local_worker_num))

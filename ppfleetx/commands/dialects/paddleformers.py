@@ -16,12 +16,5 @@ docs/dialects/paddleformers.md lists the arguments.
 
 
 def run(argv: Sequence[str]) -> None:
-    """The program ``run_pretrain.py``.
-
-    Args:
-        argv: the program's arguments.
-
-    Raises:
-        UserError: an argument, the file, or a path in the file is wrong.
-    """
+    """The program ``run_pretrain.py``."""
     train_translated(argv or ["--help"], USAGE, of_arguments)

@@ -54,9 +54,6 @@ def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Sectio
     """Apply the overrides to ``tree`` in order. Unknown keys are found later, when the result is validated.
 
     Overrides must agree: a later one may repeat or extend an earlier one, but not contradict it.
-
-    Raises:
-        ConfigError: an override cannot be read, contradicts another, or does not fit the tree.
     """
     numbers = count(1)
     read = [

@@ -59,9 +59,6 @@ def read_text(path: Path, *, key: str | None = None, value: str = UNSET, place: 
     Args:
         key, value, place: the entry that names the file, for messages; without them, messages name the path
             itself.
-
-    Raises:
-        ConfigError: there is no such file, or it cannot be read, is too large, or is not UTF-8.
     """
     entry = {"place": shown_path(path)} if key is None else {"key": key, "value": value, "place": place}
     try:
@@ -117,9 +114,6 @@ def read_yaml(
         key, value, place: the entry that names the file; see :func:`ppfleetx.config.reading.parse.read_text`.
         shown: the place of all nodes, instead of the file and its lines.
         is_ours: see :func:`parse_yaml`.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds no mapping.
     """
     text = read_text(path, key=key, value=value, place=place)
     node = parse_yaml(text, shown or shown_path(path), with_lines=shown is None, is_ours=is_ours)
@@ -142,9 +136,6 @@ def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool
         with_lines: whether to add line numbers to places.
         is_ours: whether to apply the rules of this program's files. In files of other toolkits, a key may
             contain dots or be repeated with an equal value, and ``<<`` merges mappings.
-
-    Raises:
-        ConfigError: the text is not a single document of plain YAML values.
     """
     try:
         root = yaml.compose(text, Loader=_Loader)

@@ -57,11 +57,7 @@ def is_argument(place: str) -> bool:
 
 
 def node_of(value: Any, place: str, key: str | None = None) -> Node:
-    """Convert Python values to a tree. ``key`` is the dotted key of ``value``.
-
-    Raises:
-        ConfigError: a value is of a type that a configuration cannot hold.
-    """
+    """Convert Python values to a tree. ``key`` is the dotted key of ``value``."""
     above = "" if key is None else f"{key}."
     if isinstance(value, Mapping):
         items = {str(name): node_of(item, place, f"{above}{name}") for name, item in value.items()}
@@ -111,9 +107,6 @@ def merge(base: Node, top: Node, path: str = "") -> Node:
 
     ``_inherited_: False`` in a mapping of ``top`` drops the base's mapping there. ``path`` is the dotted key
     of both, for messages.
-
-    Raises:
-        ConfigError: ``_inherited_`` is neither true nor false.
     """
     if not isinstance(top.value, dict) or not isinstance(base.value, dict):
         return strip_marks(top)

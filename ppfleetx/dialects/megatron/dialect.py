@@ -56,9 +56,6 @@ def of_arguments(argv: Sequence[str], world_size: int | None = None) -> Translat
     Args:
         world_size: the number of processes of the job; None: from the launcher's options or environment, if
             known.
-
-    Raises:
-        ConfigError: an argument cannot be translated; the message names it.
     """
     world, argv, first = without_launcher(argv)
     given = list(given_arguments(argv, FLAGS, MANY, OPTIONS, first=first))

@@ -57,11 +57,7 @@ class Request:
 
 
 def request_of(argv: Sequence[str]) -> Request:
-    """Read the arguments of a script, each ``--name=value``.
-
-    Raises:
-        ConfigError: there is no such size, no number of steps, or no data.
-    """
+    """Read the arguments of a script, each ``--name=value``."""
     own = {"data_path": "./data", "model_size": DEFAULT_SIZE, "train_iters": str(DEFAULT_STEPS)}
     more = []
     for number, word in enumerate(argv, start=1):

@@ -309,12 +309,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def highest_id(file: Path, one: Given) -> int:
-    """Read the highest id in a ``vocab.json`` or ``tokenizer.json``.
-
-    Raises:
-        ConfigError: the file cannot be read or is not a vocabulary. The message has the place of ``one``,
-            which names the file.
-    """
+    """Read the highest id in a ``vocab.json`` or ``tokenizer.json``."""
     try:
         ids = _ids(json.loads(file.read_text(encoding="utf-8")))
     except OSError as problem:

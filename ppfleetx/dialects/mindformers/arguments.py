@@ -81,12 +81,7 @@ class CommandLine:
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read the arguments of ``run_mindformer.py`` and the file that ``--config`` names.
-
-    Raises:
-        ConfigError: a flag is unknown, a value has the wrong form, or ``--config`` is missing or names a
-            wrong file.
-    """
+    """Read the arguments of ``run_mindformer.py`` and the file that ``--config`` names."""
     given: dict[str, Given] = {}
     for one in given_arguments(argv, flags={"check"}, many={"options"}):
         if FLAGS.find(one.key) is None:
@@ -149,9 +144,6 @@ def read_with_bases(path: Path, chain: tuple[str, ...] = (), **entry: str) -> No
     Args:
         chain: the real paths of the files that lead to this one.
         entry: key, value and place of the ``base_config`` that names the file.
-
-    Raises:
-        ConfigError: a file cannot be read, or the files form a circle.
     """
     here = os.path.realpath(path) if "\0" not in str(path) else str(path)
     if here in chain:
@@ -182,11 +174,7 @@ def _items(bases: Node | None) -> list[Node]:
 
 
 def option(text: str, place: str) -> tuple[list[str], Node]:
-    """Split one ``a.b=c`` of ``--options`` into key and value. The value is read as YAML.
-
-    Raises:
-        ConfigError: the text has another form.
-    """
+    """Split one ``a.b=c`` of ``--options`` into key and value. The value is read as YAML."""
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
     problem = next(filter(None, map(key_problem, path)), None)
@@ -206,11 +194,7 @@ def _list_of(value: str) -> str:
 
 
 def put(tree: Node, path: list[str], node: Node) -> None:
-    """Put ``node`` into ``tree`` at ``path``, and create missing mappings on the way.
-
-    Raises:
-        ConfigError: the path leads to a missing item of a list, or through a single value.
-    """
+    """Put ``node`` into ``tree`` at ``path``, and create missing mappings on the way."""
     key = ".".join(path)
     for depth, part in enumerate(path):
         is_last = depth == len(path) - 1

@@ -50,11 +50,7 @@ class MindFormersRun:
 
 
 def run_of(argv: Sequence[str]) -> MindFormersRun:
-    """Translate the arguments of ``run_mindformer.py`` and the file they name.
-
-    Raises:
-        ConfigError: something is wrong. The message has key, value and place as the user wrote them.
-    """
+    """Translate the arguments of ``run_mindformer.py`` and the file they name."""
     line = read_command_line(argv)
     result = _translation(line)
     return MindFormersRun(result, rules.run_mode(result), line.checks)

@@ -64,11 +64,7 @@ class RankTable(BaseModel):
 
 
 def read_rank_table(path: Path) -> RankTable:
-    """Read a rank table and check it.
-
-    Raises:
-        ConfigError: there is no such file, it is not JSON, or counts, ranks or hosts are wrong.
-    """
+    """Read a rank table and check it."""
     place = str(path)
     try:
         table = RankTable.model_validate_json(read_text(path))
@@ -105,11 +101,7 @@ def _refuse_twice(key: str, values: Sequence[Any], place: str) -> None:
 
 
 def this_host() -> str:
-    """The address under which other hosts reach this one, as far as can be determined.
-
-    Raises:
-        ConfigError: this host has only a loopback address.
-    """
+    """The address under which other hosts reach this one, as far as can be determined."""
     found = []
     with contextlib.suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))
@@ -131,11 +123,7 @@ def table_of_host(devices: Sequence[int], address: str) -> RankTable:
 
 
 def merged(tables: Sequence[RankTable]) -> RankTable:
-    """Merge several tables into one, with hosts in the given order and ranks numbered anew.
-
-    Raises:
-        ConfigError: a host is in two tables.
-    """
+    """Merge several tables into one, with hosts in the given order and ranks numbered anew."""
     servers = [server.model_copy(deep=True) for table in tables for server in table.server_list]
     _refuse_twice("server_id", [server.server_id for server in servers], "the tables")
     ranked = (device for server in servers for device in sorted(server.device, key=lambda one: one.rank_id))
@@ -145,11 +133,7 @@ def merged(tables: Sequence[RankTable]) -> RankTable:
 
 
 def write_rank_table(path: Path, table: RankTable) -> None:
-    """Write a table. If the file exists already, it must hold the same table.
-
-    Raises:
-        ConfigError: the file holds something else, or cannot be written.
-    """
+    """Write a table. If the file exists already, it must hold the same table."""
     text = table.model_dump_json(indent=4)
     try:
         if path.exists():
@@ -186,12 +170,7 @@ class Launch:
 
 
 def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
-    """Read the four or five arguments of the script.
-
-    Raises:
-        ConfigError: there are more or fewer arguments, a table or a file cannot be read, or the ranks do not
-            belong to one host.
-    """
+    """Read the four or five arguments of the script."""
     if len(argv) not in (4, 5):
         raise ConfigError(f"takes four or five arguments, not {len(argv)}. {USAGE}", key="run_distribute.sh")
     config, mode = Path(os.path.abspath(argv[1])), argv[3]  # noqa: PTH100 - `..` is taken out, links are left
@@ -220,11 +199,7 @@ def launch_of(argv: Sequence[str], environ: Mapping[str, str]) -> Launch:
 
 
 def device_range(text: str) -> tuple[int, int]:
-    """Read a range of devices: ``[a,b]`` includes b, ``[a,b)`` does not.
-
-    Raises:
-        ConfigError: the text has another form, or the range is empty.
-    """
+    """Read a range of devices: ``[a,b]`` includes b, ``[a,b)`` does not."""
     found = _RANGE.fullmatch(text.strip())
     if found is None:
         raise ConfigError("must be a range such as [0,8], which is 0 to 7", key="DEVICE_RANGE", value=text)

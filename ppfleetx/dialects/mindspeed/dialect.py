@@ -30,9 +30,6 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
     Args:
         world_size: the number of processes of the job; None: from the launcher's environment, if there is
             one.
-
-    Raises:
-        ConfigError: a key cannot be translated; the message names the line or the argument.
     """
     tree = read_yaml(path, is_ours=False)
     given = [_without_empty_text(one) for one in given_in(tree)]

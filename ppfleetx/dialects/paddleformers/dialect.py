@@ -28,9 +28,6 @@ def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None)
     Args:
         world_size: the number of processes of the job; None: from the launcher's environment, if there is
             one.
-
-    Raises:
-        ConfigError: a key cannot be translated; the message names the line or the argument.
     """
     given = list(_read(path, ""))
     return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
