@@ -1,20 +1,16 @@
 """``--nproc N``: run a verb in N processes, started by Paddle's launcher in this process.
 
-The launcher shows the log of its first rank and, if a rank fails, the end of that rank's log. This module
-shows the standard error of the other ranks as it arrives, with the rank's number before each line.
+The launcher shows the log of its first rank and, if a rank fails, the end of that rank's log, where the
+rank's number is before each line of its errors.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import io
 import os
-import re
 import runpy
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -29,9 +25,6 @@ from ppfleetx.utils.installed import not_installed
 SCRIPT = Path(__file__).resolve().parents[1] / "__main__.py"
 """Each rank runs this file, with a verb and its arguments."""
 _LAUNCHER = "paddle.distributed.launch"
-_LOOK_SECONDS = 0.3
-_SAME_SECONDS = 2.0  # the longest time between ranks that find the same mistake
-_MARK = re.compile(r"^\[rank (\d+)\] ")
 _GROUP = "several processes (paddle.distributed.launch)"
 
 
@@ -75,9 +68,6 @@ class LaunchOptions(Command):
         prepare(options)
         import_paddle()
         _refuse_absent_cards(self)
-        errors = RankErrors(Path(self.log_dir or "log"))
-        atexit.register(errors.show)
-        threading.Thread(target=errors.follow, name="errors-of-ranks", daemon=True).start()
         sys.argv = [_LAUNCHER, *options, str(SCRIPT), verb, *without_launch_options(arguments)]
         runpy.run_module(_LAUNCHER, run_name="__main__", alter_sys=True)
         return 0
@@ -165,65 +155,6 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
     for one in fields(LaunchOptions):
         parser.add_argument(*flags_of(one))
     return parser.parse_known_args(list(arguments))[1]
-
-
-class RankErrors:
-    """Shows new lines that all ranks but the first write to standard error.
-
-    An error that several ranks have is shown once: by the launcher if the first rank has it, otherwise by
-    this.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._lock = directory, threading.Lock()
-        self._read = {path: path.stat().st_size for path in self._logs()}
-        self._shown: set[str] = set()  # errors
-        self._held: list[tuple[float, str]] = []  # start times, and errors that the first rank may have too
-
-    def follow(self) -> None:
-        """Show new lines until the process ends."""
-        pause = threading.Event()
-        while not pause.wait(_LOOK_SECONDS):
-            self.show(_SAME_SECONDS)
-
-    def show(self, hold_seconds: float = 0.0) -> None:
-        """Show new lines. Errors are shown once they are ``hold_seconds`` old."""
-        with self._lock:
-            for path in self._logs():
-                lines = self._new_lines(path)
-                if path.suffix == ".0":  # the launcher shows this error
-                    self._shown.update(filter(_is_error, map(_without_mark, lines)))
-                    continue
-                for line in (line for line in lines if _MARK.match(line)):
-                    if _is_error(_without_mark(line)):
-                        self._held.append((time.monotonic(), line))
-                    else:
-                        print(line, file=sys.stderr, flush=True)
-            due = [line for since, line in self._held if time.monotonic() - since >= hold_seconds]
-            self._held = [(since, line) for since, line in self._held if line not in due]
-            for line in due:
-                if _without_mark(line) not in self._shown:
-                    self._shown.add(_without_mark(line))
-                    print(line, file=sys.stderr, flush=True)
-
-    def _logs(self) -> list[Path]:
-        return [path for path in sorted(self._directory.glob("workerlog.*")) if path.suffix[1:].isdigit()]
-
-    def _new_lines(self, path: Path) -> list[str]:
-        with path.open("rb") as file:
-            file.seek(self._read.get(path, 0))
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._read[path] = self._read.get(path, 0) + len(whole)
-        return whole.decode("utf-8", "replace").splitlines()
-
-
-def _is_error(line: str) -> bool:
-    return line.startswith("error: ")
-
-
-def _without_mark(line: str) -> str:
-    return _MARK.sub("", line, count=1)
 
 
 def mark_errors() -> None:

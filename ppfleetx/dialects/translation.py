@@ -187,10 +187,6 @@ class Translation:
             inner.value[last] = _node(native)
         return root
 
-    def overrides(self) -> list[str]:
-        """The native values as ``Section.key=value`` texts."""
-        return [f"{key}={_flow(native.value)}" for key, native in self.native.items()]
-
     def yaml(self) -> str:
         """The native configuration as YAML, with a comment for each key."""
         return "\n".join([*self._head(), *_yaml_lines(self.native)]) + "\n"

@@ -1,14 +1,10 @@
-"""What ``--nproc`` refuses before a rank is started, and what is shown of the ranks' errors."""
+"""What ``--nproc`` refuses before a rank is started."""
 
 from __future__ import annotations
-
-import time
-from pathlib import Path
 
 import pytest
 from paddle.distributed.launch.context.device import Device
 
-from ppfleetx.commands.launching import RankErrors
 from ppfleetx.commands.main import call
 from ppfleetx.config.errors import UserError
 from ppfleetx.utils.cpu_launcher import LAUNCHER, name_devices
@@ -21,7 +17,6 @@ TWO_NODES = ("--nnodes", "2", "--master", "10.0.0.1:8765")
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runpy.run_module", lambda *args, **options: pytest.fail("the ranks were started"))
     monkeypatch.setattr("ppfleetx.utils.cpu_launcher.prepare", lambda options: None)
-    monkeypatch.setattr("atexit.register", lambda function: None)
 
 
 @pytest.mark.parametrize(
@@ -83,19 +78,3 @@ def test_a_cpu_has_as_many_devices_as_ranks(visible: str, options: list[str], th
     environ = {"CUDA_VISIBLE_DEVICES": visible}
     name_devices([LAUNCHER, *options, "train.py"], environ)
     assert environ.get("CUDA_VISIBLE_DEVICES") == then
-
-
-def test_one_rank_of_those_that_say_the_same_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    errors = RankErrors(tmp_path)
-    said = {0: "error: all", 1: "error: all\nTraceback", 2: "error: two\nTraceback", 3: "error: two"}
-    for rank in sorted(said, reverse=True):  # the first rank is the last to say it
-        lines = "".join(f"[rank {rank}] {line}\n" for line in said[rank].splitlines())
-        (tmp_path / f"workerlog.{rank}").write_text(f"not marked\n{lines}")
-        errors.show(60.0)
-    time.sleep(0.01)
-    errors.show()
-    errors.show()
-    shown = capsys.readouterr().err.splitlines()
-    assert sorted(shown) == ["[rank 1] Traceback", "[rank 2] Traceback", "[rank 3] error: two"]

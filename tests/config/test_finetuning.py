@@ -85,9 +85,9 @@ def test_a_missing_tokenizer_is_said_by_the_report_and_refused_by_the_run():
         (
             SFT,
             ["Model.lora.targets=['*.attention.qvk']"],
-            r"Model.lora.targets .* fits no linear of the model; the nearest are \*\.attention\.qkv",
+            r"Model.lora.targets .* fits no linear of the blocks; the nearest are \*\.attention\.qkv",
         ),
-        (SFT, ["Model.lora.targets=['decoder.layers.24.*']"], "fits no linear of the model"),
+        (SFT, ["Model.lora.targets=['decoder.layers.24.*']"], "fits no linear of the blocks"),
         (SFT, ["Model.lora.targets=[]"], "for none at all set Model.lora to null"),
         (SFT, ["Model.lora.rank=0"], "Model.lora.rank = 0 .* must be an integer of at least 1"),
     ],

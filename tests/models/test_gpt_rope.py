@@ -185,5 +185,5 @@ def test_sections_of_one_function_are_equal():
     assert short == long
     assert hash(short) == hash(long)
     assert repr(short).startswith('{type: "yarn", factor: 2.0,')
-    with pytest.raises(ValueError, match="stretches rotary positions"):
+    with pytest.raises(ValueError, match="rope_scaling"):
         ModelConfig(vocab_size=8, hidden_size=8, num_layers=1, num_attention_heads=1, rope_scaling=short)

@@ -26,7 +26,7 @@ from ppfleetx.config.fields import (
     Text,
     UnitFloat,
 )
-from ppfleetx.config.sections.lora import BLOCK_LINEARS
+from ppfleetx.config.sections.lora import BLOCK_LINEARS, refuse_unmatched
 
 GROUP_MULTIPLE = 8
 """The number of input features that kernels read together."""
@@ -107,16 +107,7 @@ class QuantizationConfig(Section):
                     (f"skip_tensor_map.{block}",),
                     f"the model has the layers block_0 to block_{num_layers - 1} (Model.num_layers)",
                 )
-        for pattern in self.skip_layers:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                ends = dict.fromkeys(name.split(".", 3)[-1] for name in names)
-                known = [*(f"*.{end}" for end in ends), *names]
-                near = get_close_matches(pattern, known, n=2, cutoff=0.0)
-                raise RuleError(
-                    ("skip_layers",),
-                    f"the pattern {pattern!r} fits no linear of the blocks; the nearest are "
-                    f"{', '.join(near)}",
-                )
+        refuse_unmatched("skip_layers", self.skip_layers, names)
 
     @model_validator(mode="after")
     def _check(self) -> QuantizationConfig:

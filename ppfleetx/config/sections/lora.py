@@ -55,23 +55,26 @@ class LoraConfig(Section):
     def check_targets(self, names: Sequence[str]) -> None:
         """Raise RuleError (keys relative to this section's parent) if a pattern matches none of the linears'
         ``names``. Of the default patterns, only one has to match."""
-        if self.targets == LoraConfig.model_fields["targets"].default:
-            return
-        for pattern in self.targets:
-            if not any(map(_any_of((pattern,)).match, names)):
-                ends = dict.fromkeys(name.split(".", 3)[-1] for name in names)
-                known = [*(f"*.{end}" for end in ends), *names]
-                near = difflib.get_close_matches(pattern, known, n=2, cutoff=0.0)
-                raise RuleError(
-                    ("lora.targets",),
-                    f"the pattern {pattern!r} fits no linear of the model; the nearest are {', '.join(near)}",
-                )
+        if self.targets != LoraConfig.model_fields["targets"].default:
+            refuse_unmatched("lora.targets", self.targets, names)
 
     @model_validator(mode="after")
     def _check(self) -> LoraConfig:
         if not self.targets:
             raise RuleError(("targets",), "names no linear; for none at all set Model.lora to null")
         return self
+
+
+def refuse_unmatched(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise RuleError if one of the ``patterns`` in ``key`` matches none of the ``names`` of linears."""
+    for pattern in patterns:
+        if not any(map(_any_of((pattern,)).match, names)):
+            ends = dict.fromkeys(name.split(".", 3)[-1] for name in names)
+            near = difflib.get_close_matches(
+                pattern, [*(f"*.{end}" for end in ends), *names], n=2, cutoff=0.0
+            )
+            rule = f"the pattern {pattern!r} fits no linear of the blocks; the nearest are {', '.join(near)}"
+            raise RuleError((key,), rule)
 
 
 @lru_cache

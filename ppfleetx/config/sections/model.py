@@ -487,6 +487,7 @@ class ModelConfig(Section):
     def _check_variants(self) -> ModelConfig:
         """Check keys that need another key."""
         rotates, has_table = self.positions.rotates, self.positions.has_table
+        is_rope = self.position_embedding_type == "rope"
         for key, wants, is_there in (
             ("shared_input_norm", "parallel_residual", self.parallel_residual),
             ("attention_window_layers", "attention_window", self.attention_window is not None),
@@ -494,9 +495,13 @@ class ModelConfig(Section):
             ("rotary_layers", "position_embedding_type", rotates),
             ("local_rotary_base", "position_embedding_type", rotates),
             ("position_offset", "position_embedding_type", has_table),
+            ("rotary_interleaved", "position_embedding_type", is_rope),
+            ("rope_scaling", "position_embedding_type", is_rope),
         ):
             if getattr(self, key) not in (None, False, 0) and not is_there:
                 raise RuleError((key, wants), f"has no meaning with {wants} {getattr(self, wants)}")
+        if self.rope_scaling is not None and self.rope_scaling.type == "yarn" and self.rotary_base <= 1:
+            raise RuleError(("rotary_base", "rope_scaling.type"), "yarn needs a base greater than 1")
         if self.qk_layernorm == "all_heads" and self.normalization != "RMSNorm":
             raise RuleError(
                 ("qk_layernorm", "normalization"), f"needs RMSNorm, and normalization is {self.normalization}"
@@ -538,28 +543,6 @@ class ModelConfig(Section):
         return self.positions.rotates and (self.rotary_layers is None or layer in self.rotary_layers)
 
     @model_validator(mode="after")
-    def _check_rotary_pairs(self) -> ModelConfig:
-        if self.rotary_interleaved and self.position_embedding_type != "rope":
-            raise RuleError(
-                ("rotary_interleaved", "position_embedding_type"),
-                f"belongs to rotary positions, and position_embedding_type is {self.position_embedding_type}",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_rope_scaling(self) -> ModelConfig:
-        if self.rope_scaling is None:
-            return self
-        if self.position_embedding_type != "rope":
-            raise RuleError(
-                ("rope_scaling", "position_embedding_type"),
-                f"stretches rotary positions, and position_embedding_type is {self.position_embedding_type}",
-            )
-        if self.rope_scaling.type == "yarn" and self.rotary_base <= 1:
-            raise RuleError(("rotary_base", "rope_scaling.type"), "yarn needs a base greater than 1")
-        return self
-
-    @model_validator(mode="after")
     def _check_widths(self) -> ModelConfig:
         projection = (self.num_attention_heads + 2 * self.kv_heads) * self.head_size
         inner = self.ffn_size * (2 if self.is_gated else 1)
@@ -586,13 +569,9 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_moe(self) -> ModelConfig:
+    def _check_parts(self) -> ModelConfig:
         if self.moe is not None:
             self.moe.check_layers(self.num_layers)
-        return self
-
-    @model_validator(mode="after")
-    def _check_lora(self) -> ModelConfig:
         if self.lora is not None:
             self.lora.check_targets(self.block_linears())
         return self
