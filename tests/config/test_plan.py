@@ -115,12 +115,6 @@ def test_every_rule_refuses_something():
         assert any(s.startswith(head) and s.endswith(tail) for s in sentences), rule.sentence
 
 
-def test_nearest_plan_changes_data_parallelism_first():
-    assert nearest_plan(ParallelPlan(dp=2, mp=2, pp=2), 16, WORK) == ParallelPlan(dp=4, mp=2, pp=2)
-    assert nearest_plan(ParallelPlan(mp=3), 8, WORK).world_size == 8
-    assert nearest_plan(ParallelPlan(dp=8), 1, WORK) == ParallelPlan()
-
-
 def test_nearest_plan_offloads_only_where_the_plan_did():
     given = ParallelPlan(mp=2, sharding=2, sharding_stage=2)
     for offload in (False, True):
