@@ -28,7 +28,7 @@ from ppfleetx.checkpoint.writer import save_checkpoint
 from ppfleetx.config.errors import CheckpointError, ConfigError, DataError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.plan import ParallelPlan
-from ppfleetx.config.reading.parse import MadeFile, model_in, parse_yaml
+from ppfleetx.config.reading.parse import made_sections, model_in, parse_yaml
 from ppfleetx.config.reading.tree import plain_value
 from ppfleetx.config.sections.generation import GenerationConfig
 from ppfleetx.config.sections.model import ModelConfig
@@ -191,7 +191,7 @@ def write_ppfleetx(
     if tokenizer is None and (ends := _end_ids(weights.source)):  # else the tokenizer's files name them
         generation["eos_token_id"] = ends
     _write_config(output, model, tokenizer, generation)
-    cfg = load_config(MadeFile(output / CONFIG_FILE, model_in(weights.place)))
+    cfg = load_config(made_sections(output / CONFIG_FILE, model_in(weights.place)))
     with shown_reading(tensors, "writing") as shown:
         return save_weights(
             output,

@@ -33,7 +33,7 @@ from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
 from ppfleetx.config.errors import CheckpointError, ConfigError
 from ppfleetx.config.loader import CONFIG_FILE, load_config
 from ppfleetx.config.reading.overrides import Override, Setting, overridden_keys
-from ppfleetx.config.reading.parse import MadeFile, Sections, model_in, read_yaml
+from ppfleetx.config.reading.parse import Sections, made_sections, model_in, read_yaml
 from ppfleetx.config.sections.root import DistributedConfig, RunConfig
 from ppfleetx.config.shipped import shipped_configs
 from ppfleetx.conversion.convert import Conversion, convert
@@ -161,7 +161,7 @@ class ModelPlace:
     """
 
     name: str
-    config: Path | MadeFile | Sections | None
+    config: Path | Sections | None
     checkpoint: Path
     tokenizer: Path | None
 
@@ -269,7 +269,7 @@ def _converted(place: str | Path, path: Path, source: str, stack: ExitStack) -> 
 
     target = shared_directory(path, os.environ, fill, stack)
     step = resolve_checkpoint(target)
-    config = MadeFile(step / CONFIG_FILE, model_in(place))
+    config = made_sections(step / CONFIG_FILE, model_in(place))
     return ModelPlace(str(place), config, step, find_tokenizer_dir(step))
 
 

@@ -12,7 +12,7 @@ from ppfleetx.config.fleetx import modernize, refuse_left_out
 from ppfleetx.config.foreign import refuse_foreign
 from ppfleetx.config.plugins import imported_plugins, refuse_unnamed
 from ppfleetx.config.reading.overrides import Override, apply_overrides
-from ppfleetx.config.reading.parse import MadeFile, Sections, read_yaml
+from ppfleetx.config.reading.parse import Sections, read_yaml
 from ppfleetx.config.reading.tree import Node, merge, node_of, plain_value, strip_marks
 from ppfleetx.config.resolve import resolve
 from ppfleetx.config.sections.root import RunConfig
@@ -20,7 +20,7 @@ from ppfleetx.config.shipped import find_config
 from ppfleetx.config.validate import validate
 
 
-def read_with_bases(path: Path | MadeFile | Sections) -> tuple[Node, tuple[str, ...]]:
+def read_with_bases(path: Path | Sections) -> tuple[Node, tuple[str, ...]]:
     """Read ``path`` merged over its ``_base_`` files (the last of a list takes precedence). Also returns
     warnings.
 
@@ -31,8 +31,6 @@ def read_with_bases(path: Path | MadeFile | Sections) -> tuple[Node, tuple[str, 
     """
     if isinstance(path, Sections):
         return _over_bases(node_of(path.values, path.place), (Path("config.yaml"),))
-    if isinstance(path, MadeFile):
-        return _read(path.path, (), shown=path.place)
     return _read(path, ())
 
 
@@ -41,8 +39,7 @@ def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tupl
 
     Args:
         chain: the files that lead here.
-        entry: key, value and place of the ``_base_`` that names the file, or ``shown``; see
-            :func:`read_yaml`.
+        entry: key, value and place of the ``_base_`` that names the file.
     """
     if path.resolve() in map(Path.resolve, chain):
         names = " -> ".join(one.name for one in (*chain, path))
@@ -82,7 +79,7 @@ def _base_items(node: Node | None) -> list[Node]:
 
 CONFIG_FILE = "config.yaml"
 
-ConfigSource = str | Path | MadeFile | Sections
+ConfigSource = str | Path | Sections
 """The source of a configuration."""
 
 

@@ -10,24 +10,13 @@ from typing import Any, NoReturn
 import yaml
 
 from ppfleetx.config.errors import UNSET, ConfigError, shown
-from ppfleetx.config.reading.tree import Node, plain_scalar, same_value
+from ppfleetx.config.reading.tree import Node, plain_scalar, plain_value, same_value
 
 MAX_FILE_BYTES = 1 << 20
 """A resolved configuration with every key has about 10,000."""
 
 _MAX_SHOWN = 400
 _OF_A_MODEL = "the model in "
-
-
-@dataclass(frozen=True)
-class MadeFile:
-    """A configuration file that a program has generated.
-
-    The user has not seen the file, so messages name ``place``, the origin of its values.
-    """
-
-    path: Path
-    place: str
 
 
 @dataclass(frozen=True)
@@ -104,19 +93,16 @@ def read_yaml(
     key: str | None = None,
     value: str = UNSET,
     place: str | None = None,
-    shown: str | None = None,
     is_ours: bool = True,
 ) -> Node:
     """Read the mapping in the file ``path``.
 
     Args:
-        path: the file.
-        key, value, place: the entry that names the file; see :func:`ppfleetx.config.reading.parse.read_text`.
-        shown: the place of all nodes, instead of the file and its lines.
+        key, value, place: the entry that names the file; see :func:`read_text`.
         is_ours: see :func:`parse_yaml`.
     """
     text = read_text(path, key=key, value=value, place=place)
-    node = parse_yaml(text, shown or shown_path(path), with_lines=shown is None, is_ours=is_ours)
+    node = parse_yaml(text, shown_path(path), with_lines=True, is_ours=is_ours)
     if node is None:
         raise ConfigError(
             "the file is empty; a configuration has sections such as Model", place=shown_path(path)
@@ -125,6 +111,13 @@ def read_yaml(
         kind = "list" if isinstance(node.value, list) else "single value"
         raise ConfigError(f"the file holds a {kind}; sections such as `Model:` are needed", place=node.place)
     return node
+
+
+def made_sections(path: Path, place: str) -> Sections:
+    """The sections of a file that a program has generated. The user has not seen the file, so messages name
+    ``place``, the origin of its values.
+    """
+    return Sections(plain_value(read_yaml(path)), place)
 
 
 def parse_yaml(text: str, place: str, *, with_lines: bool = False, is_ours: bool = True) -> Node | None:
