@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +15,9 @@ from ppfleetx.commands.generate import (
     find_tokenizer,
     load_generator,
 )
-from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, UserError
-from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.tree import is_argument
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.chat.templates import ChatError, ChatTemplate, chosen_template
@@ -146,8 +144,7 @@ def _stops(options: GenerationConfig) -> Sequence[str]:
 def run(chat: Chat) -> None:
     """Run the conversation until the input ends."""
     with chat.job() as job:
-        cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
-        Terminal(sys.stdin, sys.stdout, sys.stderr).talk(_begin(cfg, chat))
+        Terminal(sys.stdin, sys.stdout, sys.stderr).talk(_begin(job.load(), chat))
 
 
 def _begin(cfg: RunConfig, chat: Chat) -> Conversation:

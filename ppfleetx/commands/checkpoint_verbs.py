@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, dataclass
@@ -51,8 +52,12 @@ class ShrinkingOptions(RewritingOptions):
     )
 
     def check(self) -> None:
-        """Check the output directory and --samples."""
+        """Check the output directory, --samples, and that there is one process."""
+        from ppfleetx.commands.start_process import world_size
+
         super().check()
+        if world_size(os.environ) > 1:
+            raise ConfigError("one process does this; the result loads under any plan")
         if self.samples < 1:
             raise ConfigError("must be at least 1", key="--samples", value=self.samples)
 
@@ -74,8 +79,13 @@ def open_model(options: RewritingOptions) -> Iterator[tuple[RunConfig, Path, Tok
         yield cfg, place.checkpoint, tokenizer
 
 
-def refuse_adapters(cfg: RunConfig, place: str) -> None:
-    """Raise CheckpointError if the model has adapters."""
+def refuse_unfit(cfg: RunConfig, place: str) -> None:
+    """Raise CheckpointError if the model is quantised or has adapters."""
+    if cfg.Compress.Weights is not None:
+        raise CheckpointError(
+            f"{place} is quantised (Compress.Weights in its configuration), and rounding twice loses more "
+            "than once: take the checkpoint it was made from, and quantise the result"
+        )
     if cfg.Model.lora is not None:
         raise CheckpointError(
             f"{place} has adapters (Model.lora); add them to the weights first: "

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ppfleetx.commands.options import Command, ConfigOptions, option, positional, switch
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
-from ppfleetx.utils.files import why_not_writable
 
 if TYPE_CHECKING:
     from ppfleetx.config.sections.root import RunConfig
@@ -180,10 +179,9 @@ def refuse_unusable_cache(cfg: RunConfig, mode: str) -> None:
     section = getattr(cfg.Data, mode)
     if section is None or section.dataset.cache_dir is None:
         return
-    key, directory = f"Data.{mode}.dataset.cache_dir", Path(section.dataset.cache_dir)
-    if rule := why_not_writable(directory):
-        raise ConfigError(rule, key=key, value=directory, place=cfg.origins.get(key))
-    directory.mkdir(parents=True, exist_ok=True)
+    from ppfleetx.commands.start_process import made_directory
+
+    made_directory(cfg, f"Data.{mode}.dataset.cache_dir", section.dataset.cache_dir)
 
 
 def _evaluation_parts(cfg: RunConfig) -> list[tuple[str, str, RunConfig]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.directory import open_resolved, resolve_checkpoint
 from ppfleetx.commands.generate import check_checkpoint, find_tokenizer
-from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.commands.start_process import made_directory, start_with
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config, read_config
+from ppfleetx.config.loader import read_config
 from ppfleetx.config.reading.overrides import Setting, overridden_keys
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.device_errors import OF_EVALUATION, explained_device_errors
@@ -33,7 +32,7 @@ from ppfleetx.data.tasks.evaluation import (
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.models.evaluator import perplexity
 from ppfleetx.resilience.activity import EVALUATING, PROGRESS
-from ppfleetx.utils.files import atomic_write, why_not_writable
+from ppfleetx.utils.files import atomic_write, writing
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import track
 
@@ -98,7 +97,7 @@ def run(options: Evaluate) -> None:
     module = [] if options.text is None else [Setting("Model.module", "GPTEvalModule", "--text")]
     with options.job(*module) as job:
         window = [] if options.text is None else _window(job)
-        run_loaded(load_config(job.config, [*job.overrides, *window], world_size=world_size(os.environ)))
+        run_loaded(job.load(*window))
 
 
 def _window(job: Job) -> list[Setting]:
@@ -164,11 +163,7 @@ def read_windows(cfg: RunConfig) -> SlidingWindows | LastWords:
 
 def make_result_dir(cfg: RunConfig) -> Path:
     """Create ``Engine.save_load.output_dir``, where the result will be written."""
-    key, directory = "Engine.save_load.output_dir", Path(cfg.Engine.save_load.output_dir)
-    if rule := why_not_writable(directory):
-        raise ConfigError(rule, key=key, value=directory, place=cfg.origins.get(key))
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+    return made_directory(cfg, "Engine.save_load.output_dir", cfg.Engine.save_load.output_dir)
 
 
 def evaluate(
@@ -283,10 +278,5 @@ def write(path: Path, result: Result, about: dict[str, Any]) -> None:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
     }
-    try:
-        with atomic_write(path, "w") as file:
-            file.write(json.dumps(plain, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}", key="Engine.save_load.output_dir", value=str(path)
-        ) from error
+    with writing("Engine.save_load.output_dir", path), atomic_write(path, "w") as file:
+        file.write(json.dumps(plain, indent=2) + "\n")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppfleetx.checkpoint.directory import named_checkpoint, resolve_checkpoint
 from ppfleetx.checkpoint.weights_only import find_tokenizer_dir
-from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError, naming
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.reading.overrides import Setting
@@ -29,7 +29,7 @@ from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.data.vocabulary import check_tokenizer
 from ppfleetx.distributed.together import gather, joint_errors
 from ppfleetx.resilience.activity import PROGRESS
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, writing
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ DEFAULT_PROMPT = "The first thing she saw when she opened the window was"
 def run(options: Generate) -> None:
     """Generate according to the options. Results go to standard output."""
     with options.job() as job:
-        cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
-        run_loaded(cfg, options.output)
+        run_loaded(job.load(), options.output)
 
 
 def run_loaded(cfg: RunConfig, output: str | None = None) -> None:
@@ -398,18 +397,12 @@ def write_generations(
     """
     if output is None:
         return
+    lines = []
+    for prompt, generations in zip(prompts, results, strict=True) if ctx.is_main else ():
+        found = [asdict(one) for one in generations]
+        found = [{key: value for key, value in one.items() if value is not None} for one in found]
+        lines.append(json.dumps({"prompt": prompt, "generations": found}, ensure_ascii=False) + "\n")
     with joint_errors(ctx, name_ranks=False):
         if ctx.is_main:
-            _write(Path(output), prompts, results)
-
-
-def _write(path: Path, prompts: Sequence[str], results: Sequence[Sequence[Generation]]) -> None:
-    try:
-        with atomic_write(path, "w") as file:
-            for prompt, generations in zip(prompts, results, strict=True):
-                found = [asdict(one) for one in generations]
-                found = [{key: value for key, value in one.items() if value is not None} for one in found]
-                line = {"prompt": prompt, "generations": found}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", key="--output", value=str(path)) from error
+            with writing("--output", output), atomic_write(output, "w") as file:
+                file.writelines(lines)

@@ -7,16 +7,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppfleetx.commands.generate import check_checkpoint, check_output, load_generator
-from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.commands.start_process import start_with
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.loader import load_config
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.files import atomic_write
 
@@ -29,7 +27,7 @@ def run(options: LmEval) -> None:
     """Run the harness and print its table."""
     with options.job() as job:
         _check(options)
-        cfg = load_config(job.config, job.overrides, world_size=world_size(os.environ))
+        cfg = job.load()
         check_checkpoint(cfg)
         if cfg.plan.world_size > 1:
             raise ConfigError(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import MISSING, dataclass
@@ -17,6 +18,7 @@ from ppfleetx.config.errors import ConfigError, naming
 if TYPE_CHECKING:
     from ppfleetx.config.loader import ConfigSource
     from ppfleetx.config.reading.overrides import Override, Setting
+    from ppfleetx.config.sections.root import RunConfig
 
 
 MODEL_HELP = (
@@ -31,6 +33,13 @@ class Job:
 
     config: ConfigSource
     overrides: list[Override]
+
+    def load(self, *more: Override) -> RunConfig:
+        """The whole configuration, for the processes of this job."""
+        from ppfleetx.commands.start_process import world_size
+        from ppfleetx.config.loader import load_config
+
+        return load_config(self.config, [*self.overrides, *more], world_size=world_size(os.environ))
 
 
 @dataclass(frozen=True, kw_only=True)

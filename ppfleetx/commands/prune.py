@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from ppfleetx.commands.checkpoint_verbs import (
     Prune,
     calibration_samples,
     open_model,
-    refuse_adapters,
+    refuse_unfit,
 )
-from ppfleetx.commands.start_process import start_with, world_size
+from ppfleetx.commands.start_process import start_with
 from ppfleetx.compress.prune import (
     Kept,
     Scores,
@@ -30,7 +29,7 @@ from ppfleetx.compress.prune import (
     pruned_tensors,
     sizes_after,
 )
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.tokenizer.tokenizer import Tokenizer
 from ppfleetx.models.gpt.spec import flops_per_step, parameter_count
@@ -45,7 +44,7 @@ def prune(options: Prune) -> Path:
     output = Path(options.output)
     _check(options)
     with open_model(options) as (cfg, directory, tokenizer):
-        _check_model(cfg, options.checkpoint)
+        refuse_unfit(cfg, options.checkpoint)
         sizes = sizes_after(
             cfg.Model,
             options.ratio,
@@ -60,23 +59,12 @@ def prune(options: Prune) -> Path:
 
 def _check(options: Prune) -> None:
     options.check()
-    if world_size(os.environ) > 1:
-        raise ConfigError("one process prunes; the result loads under any plan")
     if options.criterion == "saliency" and options.calibration is None:
         raise ConfigError(
             "looks at what the loss would lose: give --calibration DATA", key="--criterion", value="saliency"
         )
     if options.criterion != "saliency" and options.calibration is not None:
         raise ConfigError("is read with --criterion saliency only", key="--calibration")
-
-
-def _check_model(cfg: RunConfig, place: str) -> None:
-    if cfg.Compress.Weights is not None:
-        raise CheckpointError(
-            f"{place} is quantised (Compress.Weights in its configuration): prune the checkpoint it was made "
-            "from, and quantise the result"
-        )
-    refuse_adapters(cfg, place)
 
 
 def _scores(

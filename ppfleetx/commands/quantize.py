@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +12,10 @@ from ppfleetx.checkpoint.weights_only import save_weights
 from ppfleetx.commands.checkpoint_verbs import (
     calibration_samples,
     open_model,
-    refuse_adapters,
+    refuse_unfit,
 )
-from ppfleetx.commands.start_process import start_with, world_size
-from ppfleetx.config.errors import CheckpointError, ConfigError
+from ppfleetx.commands.start_process import start_with
+from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.sections.compress import CompressConfig, WeightsConfig
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.utils.log import get_logger
@@ -33,8 +32,6 @@ def quantize(options: Quantize) -> Path:
     weights = _weights(options)
     output = Path(options.output)
     options.check()
-    if world_size(os.environ) > 1:
-        raise ConfigError("one process quantises, layer by layer; the result loads under any plan")
     with open_model(options) as (cfg, directory, tokenizer):
         _check_model(cfg, options.checkpoint)
         cfg, _ = start_with(cfg)
@@ -70,12 +67,7 @@ def _weights(options: Quantize) -> WeightsConfig:
 
 
 def _check_model(cfg: RunConfig, place: str) -> None:
-    if cfg.Compress.Weights is not None:
-        raise CheckpointError(
-            f"{place} is quantised already (Compress.Weights in its configuration), and rounding twice loses "
-            "more than once: quantise the checkpoint it was made from"
-        )
-    refuse_adapters(cfg, place)
+    refuse_unfit(cfg, place)
     if not cfg.Model.task.continues_text:
         raise ConfigError(
             "only models that continue text are quantised", key="Model.module", value=cfg.Model.module

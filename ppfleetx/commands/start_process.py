@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppfleetx.checkpoint.directory import newest_complete, resolve_checkpoint, weight_sources
@@ -18,6 +19,7 @@ from ppfleetx.core.engine.watching import watch_start
 from ppfleetx.data.build import build_dataset, open_corpora
 from ppfleetx.resilience.activity import MEETING, PROGRESS
 from ppfleetx.utils.devices import expected_device, not_supported_reasons
+from ppfleetx.utils.files import why_not_writable
 from ppfleetx.utils.log import configure_logging
 from ppfleetx.utils.process_env import import_paddle, prepare_process
 
@@ -91,6 +93,15 @@ def _look_for_files(cfg: RunConfig, reads: Sequence[str]) -> None:
     for key, directory in weight_sources(cfg):
         if _is_needed(key, cfg, trains="Train" in reads):
             resolve_checkpoint(directory, verify=False)
+
+
+def made_directory(cfg: RunConfig, key: str, directory: str) -> Path:
+    """Create the directory that ``key`` of the configuration names, before any work is done."""
+    path = Path(directory)
+    if rule := why_not_writable(path):
+        raise ConfigError(rule, key=key, value=path, place=cfg.origins.get(key))
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def refuse_foreign_weights(cfg: RunConfig) -> None:

@@ -11,7 +11,7 @@ from ppfleetx.config.loader import load_tree
 from ppfleetx.config.reading.parse import read_yaml
 from ppfleetx.dialects.registry import dialect_named, dialect_of_arguments, dialect_of_file
 from ppfleetx.dialects.translation import Translation
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, writing
 
 if TYPE_CHECKING:
     from ppfleetx.commands.train_verbs import Translate
@@ -32,11 +32,8 @@ def translate(options: Translate) -> None:
 def _write(path: Path, text: str) -> str:
     if path.exists():
         raise ConfigError("is there already; nothing is overwritten", key="--to", value=str(path))
-    try:
-        with atomic_write(path, "w") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", key="--to", value=str(path)) from error
+    with writing("--to", path), atomic_write(path, "w") as file:
+        file.write(text)
     return f"written: {path}"
 
 

@@ -84,6 +84,17 @@ def refuse_unwritable(directory: Path, key: str) -> None:
         raise ConfigError(rule, key=key, value=str(directory))
 
 
+@contextlib.contextmanager
+def writing(key: str | None, path: str | Path, *, place: str | None = None) -> Iterator[None]:
+    """Turn an OSError inside into a ConfigError: the file or directory of ``key`` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        value = {} if key is None else {"value": str(path)}
+        where = place if key is not None else str(path)
+        raise ConfigError(f"cannot be written: {error.strerror}", key=key, place=where, **value) from error
+
+
 def refuse_as_new_file(path: Path, key: str) -> None:
     """Raise ConfigError if the file of option ``key`` exists, or its directory does not."""
     if path.exists():

@@ -153,7 +153,7 @@ def test_mistakes_are_found_before_paddle_is_loaded(
 
     monkeypatch.setattr(evaluate, "start_with", start)
     size = 2 if any("Distributed" in key for key in changes) else 1
-    monkeypatch.setattr(evaluate, "world_size", lambda environ: size)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", str(size))
     with pytest.raises(UserError) as caught:
         Evaluate(config=str(SHIPPED), override=tuple(overrides(place, **changes))).run()
     for word in words:

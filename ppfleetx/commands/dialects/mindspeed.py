@@ -14,6 +14,7 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.megatron.dialect import without_launcher
 from ppfleetx.dialects.mindspeed.dialect import file_of, of_file
 from ppfleetx.dialects.translation import Translation
+from ppfleetx.utils.files import writing
 from ppfleetx.utils.peers import START_VARIABLE
 
 USAGE = """\
@@ -99,13 +100,9 @@ def _truth(text: str) -> bool:
 
 def _name_logs(log_dir: Path, workers: int) -> None:
     """Link ``worker_N.log`` to each ``workerlog.N`` of Paddle's launcher."""
-    try:
+    with writing("--log_dir", log_dir):
         log_dir.mkdir(parents=True, exist_ok=True)
         for number in range(workers):
             link = log_dir / f"worker_{number}.log"
             if not link.is_symlink() and not link.exists():
                 link.symlink_to(f"workerlog.{number}")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot be written: {error.strerror}", key="--log_dir", value=str(log_dir)
-        ) from error

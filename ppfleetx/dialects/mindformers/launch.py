@@ -22,7 +22,7 @@ from ppfleetx.config.fields import MAX_RANKS
 from ppfleetx.config.reading.parse import read_text
 from ppfleetx.dialects.mindformers.arguments import RUN_MODES
 from ppfleetx.utils.devices import expected_device
-from ppfleetx.utils.files import atomic_write
+from ppfleetx.utils.files import atomic_write, writing
 
 _ELSEWHERE = ("192.0.2.1", 9)  # no host has this address (RFC 5737), and nothing is sent to it
 _Number = Annotated[int, Field(ge=0, lt=MAX_RANKS), PlainSerializer(str)]  # a text in the file
@@ -135,17 +135,14 @@ def merged(tables: Sequence[RankTable]) -> RankTable:
 def write_rank_table(path: Path, table: RankTable) -> None:
     """Write a table. If the file exists already, it must hold the same table."""
     text = table.model_dump_json(indent=4)
-    try:
-        if path.exists():
-            if path.read_text("utf-8", "replace") == text:
-                return
+    with writing(None, path):
+        if not path.exists():
+            with atomic_write(path, "w") as file:
+                file.write(text)
+        elif path.read_text("utf-8", "replace") != text:
             raise ConfigError(
                 "is there already and holds something else; nothing is overwritten", place=str(path)
             )
-        with atomic_write(path, "w") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", place=str(path)) from error
 
 
 USAGE = "usage: bash run_distribute.sh RANK_TABLE_FILE CONFIG_PATH [a,b] RUN_MODE [RANK_SIZE]"
