@@ -37,7 +37,7 @@ class Entry(Generic[TraitsT]):
 
 
 class Registry(Generic[TargetT, TraitsT]):
-    """Parts of one kind, by name.
+    """Parts of one kind, by name. An unknown name is a ConfigError with the nearest names.
 
     Args:
         what: the kind of parts, for messages: ``an optimizer``.
@@ -87,29 +87,16 @@ class Registry(Generic[TargetT, TraitsT]):
         return tuple(self._entries)
 
     def traits(self, name: str) -> TraitsT:
-        """The traits of a part. Nothing is imported.
-
-        Raises:
-            ConfigError: there is no such part.
-        """
+        """The traits of a part. Nothing is imported."""
         return self._entry(name).traits
 
     def target(self, name: str) -> Any:
-        """The registered part, or the text that names it. Nothing is imported.
-
-        Raises:
-            ConfigError: there is no such part.
-        """
+        """The registered part, or the text that names it. Nothing is imported."""
         return self._entry(name).target
 
     def load(self, name: str) -> TargetT:
-        """The part itself, imported if it was registered as text.
-
-        Raises:
-            ConfigError: there is no such part, or its text names nothing.
-        """
-        target = self._entry(name).target
-        return load_target(target)
+        """The part itself, imported if it was registered as text."""
+        return load_target(self._entry(name).target)
 
     def make(self, name: str, *arguments: Any, gives: type | None = None) -> Any:
         """Call the part and return its result.

@@ -42,8 +42,7 @@ def test_each_size(size, plan, micro_batches, parameters, tmp_path, monkeypatch,
     assert f"note           {tmp_path}/gpt2-vocab.json is not there: 50257 tokens" in report
     assert not list(tmp_path.iterdir())  # nothing is left of a look
     request = gpt2_sizes.request_of(asked)
-    (tmp_path / "ds.json").write_text(gpt2_sizes.deepspeed_json(request))
-    result = of_arguments(gpt2_sizes.arguments_of(request, tmp_path / "ds.json", evaluates=True), 8)
+    result = of_arguments(gpt2_sizes.arguments_of(request, evaluates=True), 8)
     cfg = load_tree(result.tree(), result.warnings, world_size=8)
     assert (cfg.batch.accumulate_steps, cfg.Engine.mix_precision.scale_loss) == (micro_batches, 4096.0)
     assert len(cfg.Model.recomputed_layers()) == cfg.Model.num_layers
@@ -51,11 +50,10 @@ def test_each_size(size, plan, micro_batches, parameters, tmp_path, monkeypatch,
     assert load_config(tmp_path / "ours.yaml", world_size=8) == cfg
 
 
-def test_further_arguments_replace_those_of_the_size(tmp_path):
+def test_further_arguments_replace_those_of_the_size():
     asked = ["--train_iters=20", "--hidden-size=64", "--global-batch-size=32"]
     request = gpt2_sizes.request_of(asked)
-    (tmp_path / "ds.json").write_text(gpt2_sizes.deepspeed_json(request))
-    words = gpt2_sizes.arguments_of(request, tmp_path / "ds.json", evaluates=False)
+    words = gpt2_sizes.arguments_of(request, evaluates=False)
     assert [word for word in words if word.startswith("--hidden-size")] == ["--hidden-size=64"]
     cfg = load_tree(of_arguments(words, 8).tree(), world_size=8)
     assert (cfg.Model.hidden_size, cfg.Engine.max_steps, cfg.Data.Eval) == (64, 20, None)
@@ -85,8 +83,7 @@ def test_the_table_of_results(tmp_path):
         {"kind": "eval", "step": 3, "ppl": 27.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    words = gpt2_sizes.arguments_of(gpt2_sizes.request_of([]), tmp_path / "ds.json", evaluates=True)
-    words = [word for word in words if "deepspeed_config" not in word]
+    words = gpt2_sizes.arguments_of(gpt2_sizes.request_of([]), evaluates=True)
     cfg = load_tree(of_arguments(words, 8).tree(), world_size=8)
     assert megatron.results_table("345M", cfg, tmp_path).splitlines()[-1] == (
         "| 8p-CPU | 345M | 26.375 | 15.000 | 1024 | 2 |"

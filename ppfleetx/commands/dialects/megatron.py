@@ -101,8 +101,9 @@ def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     """
     checks = "--check" in argv
     request = gpt2_sizes.request_of([word for word in argv if word != "--check"])
-    with tempfile.TemporaryDirectory() as directory:  # check everything before any file is changed
-        _, cfg = _gpt2_arguments(request, Path(directory), evaluates=evaluates)
+    arguments = gpt2_sizes.arguments_of(request, evaluates=evaluates)
+    result = of_arguments(arguments, gpt2_sizes.PROCESSES)
+    cfg = load_tree(result.tree(), result.warnings, world_size=gpt2_sizes.PROCESSES)
     if checks:
         print(check_report(cfg))
         return 0
@@ -111,26 +112,11 @@ def run_gpt2(argv: Sequence[str], *, evaluates: bool) -> int:
     if not cfg.Engine.save_load.resume:
         _put_aside(output)
     _LOG.mkdir(parents=True, exist_ok=True)
-    arguments, cfg = _gpt2_arguments(request, _LOG, evaluates=evaluates)
     code = _launch(arguments)
     if code == 0:
         size = human_count(parameter_count(cfg.Model)) if request.more else request.size
         print(results_table(size, cfg, output))
     return code
-
-
-def _gpt2_arguments(
-    request: gpt2_sizes.Request, directory: Path, *, evaluates: bool
-) -> tuple[list[str], RunConfig]:
-    """The arguments of ``pretrain_gpt.py`` with their values. The DeepSpeed file is written to
-    ``directory``.
-    """
-    config = directory / "ds_config.json"
-    with atomic_write(config, "w") as file:
-        file.write(gpt2_sizes.deepspeed_json(request))
-    arguments = gpt2_sizes.arguments_of(request, config, evaluates=evaluates)
-    result = of_arguments(arguments, gpt2_sizes.PROCESSES)
-    return arguments, load_tree(result.tree(), result.warnings, world_size=gpt2_sizes.PROCESSES)
 
 
 def _put_aside(output: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +76,8 @@ def request_of(argv: Sequence[str]) -> Request:
     return Request(own["data_path"], own["model_size"], int(own["train_iters"]), tuple(more))
 
 
-def arguments_of(request: Request, deepspeed_config: Path, *, evaluates: bool) -> list[str]:
-    """Make the command line of ``pretrain_gpt.py``.
-
-    Args:
-        deepspeed_config: the file with the output of :func:`deepspeed_json`.
-        evaluates: whether to evaluate on the hold-out every 1000 steps.
-    """
+def arguments_of(request: Request, *, evaluates: bool) -> list[str]:
+    """Make the command line of ``pretrain_gpt.py``, with an evaluation every 1000 steps if ``evaluates``."""
     size, data = SIZES[request.size], Path(request.data_path)
     freq = 100 if request.steps >= 1000 else max(1, request.steps // 10)
     values = {
@@ -119,37 +113,11 @@ def arguments_of(request: Request, deepspeed_config: Path, *, evaluates: bool) -
         "attention-dropout": 0.0,
         "hidden-dropout": 0.0,
         "zero-stage": 0,
-        "deepspeed_config": deepspeed_config,
+        "initial-loss-scale": 4096,
+        "loss-scale-window": 500,
+        "hysteresis": 2,
     }
     flags = ["fp16", "checkpoint-activations", "deepspeed", "deepspeed-activation-checkpointing"]
     given = {normal_name(word.partition("=")[0]) for word in request.more if word.startswith("--")}
     kept = [f"--{name}={value}" for name, value in values.items() if normal_name(name) not in given]
     return [*kept, *(f"--{flag}" for flag in flags if normal_name(flag) not in given), *request.more]
-
-
-def deepspeed_json(request: Request) -> str:
-    """The content of the file that ``--deepspeed_config`` names."""
-    size = SIZES[request.size]
-    given = dict(word.removeprefix("--").replace("-", "_").partition("=")[::2] for word in request.more)
-    batch = given.get("global_batch_size", str(size.batch))
-    micro = given.get("micro_batch_size", str(size.micro_batch))
-    return json.dumps(
-        {
-            "train_batch_size": int(batch) if is_index(batch) else batch,
-            "train_micro_batch_size_per_gpu": int(micro) if is_index(micro) else micro,
-            "steps_per_print": 1,
-            "zero_optimization": {"stage": 0},
-            "gradient_clipping": 1.0,
-            "prescale_gradients": True,
-            "fp16": {
-                "enabled": True,
-                "loss_scale": 0,
-                "loss_scale_window": 500,
-                "hysteresis": 2,
-                "min_loss_scale": 1,
-                "initial_scale_power": 12,
-            },
-            "wall_clock_breakdown": False,
-        },
-        indent=2,
-    )
