@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.reading.tree import Node, plain_value
+from ppfleetx.config.reading.tree import Node, node_of, plain_value
 
 _LOSSES = {"gshard": "gshard", "switch": "switch", "naive": "none"}
 _OF_SECTION = ("expert_mode", "gate", "top_k", "num_experts")
@@ -55,7 +55,7 @@ def rewrite_experts(tree: Node) -> list[str]:
         ]
     if moe["aux_loss"]["kind"] != "none" and weight is not None:
         moe["aux_loss"]["weight"] = weight.value
-    model["moe"] = _node(moe, place)
+    model["moe"] = node_of(moe, place)
     if degree > 1:
         _section(tree, "Distributed")["ep_degree"] = Node(degree, place)
     notes = [f"Model.{key} ({flat[key].place}) is not used: Model.moe has no such setting" for key in unread]
@@ -154,12 +154,6 @@ def _count(key: str, node: Node) -> int:
             "must be an integer of at least 1", key=key, value=plain_value(node), place=node.place
         )
     return int(text)
-
-
-def _node(value: Any, place: str) -> Node:
-    if isinstance(value, dict):
-        return Node({key: _node(child, place) for key, child in value.items()}, place)
-    return Node([_node(child, place) for child in value] if isinstance(value, list) else value, place)
 
 
 def _flow(moe: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ppfleetx.config.errors import ConfigError, shown
-from ppfleetx.config.reading.tree import Node
+from ppfleetx.config.reading.tree import Node, node_of, put
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.dialects.given import Given
 from ppfleetx.dialects.keys import Key, KeyTable, Kind, choice, flag, integer, number
@@ -180,11 +180,9 @@ class Translation:
         """The native values as a tree. Its places name the user's files, lines and keys."""
         root = Node({}, self.place)
         for key, native in self.native.items():
-            *sections, last = key.split(".")
-            inner = root
-            for section in sections:
-                inner = inner.value.setdefault(section, Node({}, native.place))
-            inner.value[last] = _node(native)
+            node = node_of(native.value, native.place)
+            node.text = _as_written(native) or node.text
+            put(root, key.split("."), node)
         return root
 
     def yaml(self) -> str:
@@ -201,16 +199,6 @@ class Translation:
         ):
             if keys:
                 yield _one_line(f"# {words}: {', '.join(dict.fromkeys(keys))}")
-
-
-def _node(native: Native) -> Node:
-    value = native.value
-    if isinstance(value, list | tuple):
-        return Node([_node(Native(item, native.origins, native.why)) for item in value], native.place)
-    if isinstance(value, dict):
-        items = {key: _node(Native(item, native.origins, native.why)) for key, item in value.items()}
-        return Node(items, native.place)
-    return Node(value, native.place, _as_written(native))
 
 
 def _as_written(native: Native) -> str | None:

@@ -42,7 +42,7 @@ WRONG_OVERRIDES = [
     ("Model.add_head_bias=True", ["Model.add_head_bias = True", "tied"]),
     ("Data.Train.dataset.max_seq_len=4096", ["max_seq_len = 4096", "max_position_embeddings 1024"]),
     ("Data.Train.dataset.split.0=abc", ["Data.Train.dataset.split.0 = 'abc'", "a number of at least 0"]),
-    ("Data.Train.dataset.split.3=1", ["the list has 3 items"]),
+    ("Data.Train.dataset.split.3=1", ["has 3 items"]),
     ("Data.Train.dataset.split=[0, 0, 0]", ["shares"]),
     ("Data.Train.dataset.split=nine", ["shares"]),
     ("Data.Train.dataset.input_dir=[a, b, {c: 1}]", ["input_dir.2 = {'c': 1}", "a path"]),

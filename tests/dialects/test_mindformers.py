@@ -246,7 +246,7 @@ def cases() -> Iterator[tuple[str, list[str], str]]:
         ("context.max_device_memory=31", 'must be a size like "31GB"'),
         ("run_mode=test", "run_mode = 'test' (argument 3): must be one of 'train'"),
         ("lr_schedule.warmup_epochs=1", "give the warm-up in steps"),
-        ("callbacks.7.type=x", "'7' is no item of a list of 2"),
+        ("callbacks.7.type=x", "'7' is not an index"),
         ("seed.x=1", "seed is a single value"),
         ("seed", "'seed' is not of the form block.key=value"),
         ("train_dataset.data_loader.num_samples=3", "make a smaller corpus"),

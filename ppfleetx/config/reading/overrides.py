@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.field_types import annotation_at, is_text_only, item_type
 from ppfleetx.config.fields import Section
 from ppfleetx.config.reading.parse import key_problem, parse_yaml
-from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, plain_value, same_value
+from ppfleetx.config.reading.tree import Node, copy_tree, is_index, node_of, plain_value, put, same_value
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Sectio
     _refuse_contradictions(read)
     tree = copy_tree(tree)
     for one in read:
-        _put(tree, one)
+        put(tree, one.path, one.node)
     return tree
 
 
@@ -145,32 +144,3 @@ def _read_value(text: str, annotation: Any, key: str, place: str) -> Node:
     if text_field and isinstance(node.value, list) and item_type(annotation) is None:
         return Node(text, place)
     return node
-
-
-def _put(tree: Node, one: _Read) -> None:
-    """Set the value of an override, creating missing mappings on its path."""
-    for depth, part in enumerate(one.path):
-        is_last = depth == len(one.path) - 1
-        if isinstance(tree.value, list):
-            index = _index(part, len(tree.value), one)
-            if is_last:
-                tree.value[index] = copy_tree(one.node)
-                return
-            tree = tree.value[index]
-            continue
-        if not isinstance(tree.value, dict):
-            tree.value, tree.text, tree.place = {}, None, one.place
-        if is_last:
-            tree.value[part] = copy_tree(one.node)
-            return
-        tree = tree.value.setdefault(part, Node({}, one.place))
-
-
-def _index(text: str, length: int, one: _Read) -> int:
-    if not is_index(text):
-        raise ConfigError(f"{shown(text)} is not an index of the list", key=one.key, place=one.place)
-    if int(text) >= length:
-        raise ConfigError(
-            f"the list has {counted(length, 'item')}, numbered from 0", key=one.key, place=one.place
-        )
-    return int(text)

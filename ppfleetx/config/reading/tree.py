@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.counts import counted
+from ppfleetx.config.errors import ConfigError, shown
 
 _INT = re.compile(r"[-+]?\d+(_\d+)*", re.ASCII)
 _FLOAT = re.compile(
@@ -80,6 +81,29 @@ def copy_tree(node: Node) -> Node:
     if isinstance(node.value, list):
         return Node([copy_tree(child) for child in node.value], node.place, node.text)
     return Node(node.value, node.place, node.text)
+
+
+def put(tree: Node, path: Sequence[str], node: Node) -> None:
+    """Put a copy of ``node`` at ``path`` in ``tree``, creating missing mappings on the way."""
+    for depth, part in enumerate(path):
+        where: Any = part
+        if isinstance(tree.value, list):
+            if not is_index(part) or int(part) >= len(tree.value):
+                items = counted(len(tree.value), "item")
+                rule = f"{shown(part)} is not an index of the list, which has {items}, numbered from 0"
+                raise ConfigError(rule, key=".".join(path), place=node.place)
+            where = int(part)
+        elif tree.value is None:
+            tree.value, tree.text, tree.place = {}, None, node.place
+        elif not isinstance(tree.value, dict):
+            rule = f"{'.'.join(path[:depth])} is a single value ({tree.place}), not a section"
+            raise ConfigError(rule, key=".".join(path), place=node.place)
+        if depth == len(path) - 1:
+            tree.value[where] = copy_tree(node)
+        elif isinstance(tree.value, list):
+            tree = tree.value[where]
+        else:
+            tree = tree.value.setdefault(where, Node({}, node.place))
 
 
 def plain_value(node: Node) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError, shown
 from ppfleetx.config.reading.parse import key_problem, parse_yaml, read_yaml
-from ppfleetx.config.reading.tree import Node, is_index, merge, plain_value
+from ppfleetx.config.reading.tree import Node, merge, plain_value, put
 from ppfleetx.dialects.given import Given, given_arguments, normal_name
 from ppfleetx.dialects.keys import Key, KeyTable, Kind
 
@@ -191,28 +191,3 @@ def option(text: str, place: str) -> tuple[list[str], Node]:
 def _list_of(value: str) -> str:
     """Read a list. ``(1,2)`` is a list too, because MindFormers writes tuples."""
     return f"[{value[1:-1]}]" if value.startswith("(") and value.endswith(")") else value
-
-
-def put(tree: Node, path: list[str], node: Node) -> None:
-    """Put ``node`` into ``tree`` at ``path``, and create missing mappings on the way."""
-    key = ".".join(path)
-    for depth, part in enumerate(path):
-        is_last = depth == len(path) - 1
-        if isinstance(tree.value, list):
-            if not is_index(part) or int(part) >= len(tree.value):
-                rule = f"{shown(part)} is no item of a list of {len(tree.value)}, counted from 0"
-                raise ConfigError(rule, key=key, place=node.place)
-            if is_last:
-                tree.value[int(part)] = node
-            else:
-                tree = tree.value[int(part)]
-            continue
-        if tree.value is None:
-            tree.value, tree.text = {}, None
-        if not isinstance(tree.value, dict):
-            rule = f"{'.'.join(path[:depth])} is a single value ({tree.place}), no block"
-            raise ConfigError(rule, key=key, place=node.place)
-        if is_last:
-            tree.value[part] = node
-        else:
-            tree = tree.value.setdefault(part, Node({}, node.place))
