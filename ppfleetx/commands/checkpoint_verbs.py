@@ -12,7 +12,14 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ppfleetx.commands.options import OptionalConfigOptions, option, positional, repeated, switch
+from ppfleetx.commands.options import (
+    OptionalConfigOptions,
+    option,
+    positional,
+    repeated,
+    switch,
+    whole_number,
+)
 from ppfleetx.compress import Criterion, Part
 from ppfleetx.config.errors import CheckpointError, ConfigError, naming
 from ppfleetx.utils.files import is_taken, refuse_unwritable
@@ -45,21 +52,19 @@ class RewritingOptions(OptionalConfigOptions):
 class ShrinkingOptions(RewritingOptions):
     """The options that ``quantize`` and ``prune`` share."""
 
-    samples: int = option("windows to calibrate on (default: 64)", default=64)
+    samples: int = option("windows to calibrate on (default: 64)", default=64, type=whole_number)
     calibration: str | None = option(
         "a corpus (prefix of .bin/.idx) or a .txt file; its last tenth measures the perplexity",
         metavar="DATA",
     )
 
     def check(self) -> None:
-        """Check the output directory, --samples, and that there is one process."""
+        """Check the output directory, and that there is one process."""
         from ppfleetx.commands.start_process import world_size
 
         super().check()
         if world_size(os.environ) > 1:
             raise ConfigError("one process does this; the result loads under any plan")
-        if self.samples < 1:
-            raise ConfigError("must be at least 1", key="--samples", value=self.samples)
 
 
 @contextmanager

@@ -51,13 +51,8 @@ def run(options: LmEval) -> None:
 def _check(options: LmEval) -> None:
     if find_spec("lm_eval") is None:
         raise ConfigError("this program needs lm-evaluation-harness: pip install 'ppfleetx[lm_eval]'")
-    for key, value, least in (
-        ("--batch-size", options.batch_size, 1),
-        ("--num-fewshot", options.num_fewshot, 0),
-        ("--limit", options.limit, 1),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(f"must be at least {least}", key=key, value=value)
+    if (options.num_fewshot or 0) < 0:
+        raise ConfigError("must be at least 0", key="--num-fewshot", value=options.num_fewshot)
     if options.output is not None:
         check_output(Path(options.output), mark=b'"alias": ')
     if options.include_path is not None and not Path(options.include_path).is_dir():

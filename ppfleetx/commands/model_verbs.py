@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ppfleetx.commands.launching import LaunchOptions
-from ppfleetx.commands.options import OptionalConfigOptions, option, positional
+from ppfleetx.commands.options import OptionalConfigOptions, option, positional, whole_number
 from ppfleetx.config.errors import ConfigError, naming
 
 if TYPE_CHECKING:
@@ -165,9 +165,9 @@ class LmEval(ModelOptions):
     """Measure a checkpoint on tasks of lm-evaluation-harness (docs/evaluation.md)."""
 
     tasks: str = option("tasks or groups of the harness", default=MISSING, metavar="NAME[,NAME...]")
-    batch_size: int = option("texts per forward pass (default: 8)", default=8)
+    batch_size: int = option("texts per forward pass (default: 8)", default=8, type=whole_number)
     num_fewshot: int | None = option("examples in each prompt (default: the task's)")
-    limit: int | None = option("at most this many examples of each task")
+    limit: int | None = option("at most this many examples of each task", type=whole_number)
     include_path: str | None = option("directory with further task definitions", metavar="DIR")
     output: str | None = option("also write the results as JSON", metavar="FILE")
 

@@ -125,7 +125,7 @@ class TrainTokenizer(Command):
     vocab_size: int = option("tokens, special ones included", default=MISSING)
     output: Path = option("where the files are written", default=MISSING, metavar="DIR")
     min_frequency: int = option(
-        "how often a pair of neighbours must occur to be merged (default: 2)", default=2
+        "how often a pair of neighbours must occur to be merged (default: 2)", default=2, type=whole_number
     )
     json_key: str = option("key of the text in json lines (default: text)", default="text")
     suffixes: str = option("in folders, read only files with these endings", default="", metavar=".py,.txt")
@@ -136,8 +136,6 @@ class TrainTokenizer(Command):
         from ppfleetx.data.tokenizer.training import train_tokenizer
         from ppfleetx.utils.progress import ProgressBar
 
-        if self.min_frequency < 1:
-            raise ConfigError("must be at least 1", key="--min-frequency", value=self.min_frequency)
         if (self.output / "tokenizer.json").exists() and not self.overwrite:
             raise DataError(f"{self.output} holds a tokenizer already; --overwrite replaces it")
         refuse_unwritable(self.output, "--output")  # checked before hours of training

@@ -157,9 +157,7 @@ def test_a_task_of_ones_own(both: tuple[Any, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": 0}, "--batch-size = 0: must be at least 1"),
         ({"num_fewshot": -1}, "--num-fewshot = -1: must be at least 0"),
-        ({"limit": 0}, "--limit = 0: must be at least 1"),
         ({}, "Engine.save_load.ckpt_dir: names no checkpoint"),
     ],
 )

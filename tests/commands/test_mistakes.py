@@ -24,10 +24,6 @@ MISTAKES = {
     "infer-absent": ("infer nope words", "Inference.model_dir = 'nope' (EXPORT)"),
     "quantize-absent": ("quantize nope --to int8 --output out", "CHECKPOINT = 'nope'"),
     "prepare-eod": ("prepare --input a --output-prefix b --tokenizer t --eod-token x", "--eod-token = 'x'"),
-    "tokenizer-frequency": (
-        "tokenizer --input a --vocab-size 300 --output b --min-frequency 0",
-        "--min-frequency = 0",
-    ),
     "tokenizer-key": ("tokenizer --input c.jsonl --vocab-size 300 --output b --json-key nope", "key 'nope'"),
     "compare-config": ("compare -c gpt_nano --metrics-a a --metrics-b b", "-c = 'gpt_nano'"),
     "compare-side": ("compare --metrics-a a --metrics-b b --a Global.seed=1", "--a"),

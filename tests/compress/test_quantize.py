@@ -156,7 +156,6 @@ def test_without_data_there_is_no_perplexity_and_layers_may_be_left_out(run_dir,
         ({"to": "int4", "activations": "int8"}, "goes with --to int8: kernels multiply 8 bits by 8"),
         ({"method": "gptq"}, "give --calibration DATA"),
         ({"smooth": True}, "give --calibration DATA"),
-        ({"samples": 0}, "at least 1"),
         ({"calibration": "missing"}, "missing"),
     ],
 )
