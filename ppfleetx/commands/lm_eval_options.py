@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
@@ -23,7 +23,7 @@ def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[d
     temperature = float(left.pop("temperature", 0.0) or 0.0)
     samples = left.pop("do_sample", temperature > 0)
     options: dict[str, Any] = {"max_dec_len": int(given[0]) if given else max_new_tokens}
-    options |= dict(_renamed(left))
+    options |= {ours: left.pop(theirs) for theirs, ours in _SAME_MEANING.items() if theirs in left}
     if left:
         name, value = next(iter(left.items()))
         raise ConfigError(f"a task asks for {name} = {value!r}, which generation does not have")
@@ -54,10 +54,3 @@ _SAME_MEANING = {
     "early_stopping": "early_stopping",
     "min_new_tokens": "min_dec_len",
 }
-
-
-def _renamed(left: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Move supported options out of ``left``, and return them under our names."""
-    for theirs, ours in _SAME_MEANING.items():
-        if theirs in left:
-            yield ours, left.pop(theirs)

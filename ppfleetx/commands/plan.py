@@ -50,9 +50,13 @@ def report_of(options: Plan) -> str:
         cfg, prediction = _one(written, words or "", options, cluster)
         found = None
     else:
-        found = _all(written, options, cluster)
+        whole = job_of(written.under(ParallelPlan(), 1, _batch(written, options), None), cluster.card)
+        found = search(whole, cluster, options.devices, goal=options.goal)
         prediction = found.best[0] if found.best else None
-        cfg = _config_of(written, prediction) if prediction and options.write else None
+        cfg = None
+        if prediction is not None and options.write:
+            job = prediction.job
+            cfg = written.under(job.plan, job.micro_batch, job.global_batch, job.recomputed[0])
     if prediction is not None:
         _files(options, cfg, prediction, found)
     if options.json:
@@ -139,18 +143,8 @@ def _one(
     return cfg, Prediction(job_of(cfg, cluster.card), cluster)
 
 
-def _all(written: UnresolvedConfig, options: Plan, cluster: Cluster) -> SearchResult:
-    whole = job_of(written.under(ParallelPlan(), 1, _batch(written, options), None), cluster.card)
-    return search(whole, cluster, options.devices, goal=options.goal)
-
-
 def _batch(written: UnresolvedConfig, options: Plan) -> int:
     return written.batch() if options.batch is None else options.batch
-
-
-def _config_of(written: UnresolvedConfig, prediction: Prediction) -> RunConfig:
-    job = prediction.job
-    return written.under(job.plan, job.micro_batch, job.global_batch, job.recomputed[0])
 
 
 def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: SearchResult | None) -> None:

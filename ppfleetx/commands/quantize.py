@@ -33,7 +33,10 @@ def quantize(options: Quantize) -> Path:
     output = Path(options.output)
     options.check()
     with open_model(options) as (cfg, directory, tokenizer):
-        _check_model(cfg, options.checkpoint)
+        refuse_unfit(cfg, options.checkpoint)
+        if not cfg.Model.task.continues_text:
+            rule = "only models that continue text are quantised"
+            raise ConfigError(rule, key="Model.module", value=cfg.Model.module)
         cfg, _ = start_with(cfg)
         return _quantize(cfg, directory, options, weights, tokenizer, output)
 
@@ -64,14 +67,6 @@ def _weights(options: Quantize) -> WeightsConfig:
         )
     bits = 8 if options.to == "int8" else 4
     return WeightsConfig(bits=bits, group_size=group, activation_bits=rounded, skip=options.skip)
-
-
-def _check_model(cfg: RunConfig, place: str) -> None:
-    refuse_unfit(cfg, place)
-    if not cfg.Model.task.continues_text:
-        raise ConfigError(
-            "only models that continue text are quantised", key="Model.module", value=cfg.Model.module
-        )
 
 
 def _quantize(

@@ -49,7 +49,8 @@ def start_with(cfg: RunConfig, *, reads: Sequence[str] = ()) -> tuple[RunConfig,
     for warning in (*cfg.warnings, *without_effect(cfg)) if main else ():
         logger.warning(warning)
     device = expected_device(cfg.Global.device, cfg.origins.get("Global.device"))
-    _refuse_unsupported(cfg, device)
+    if reasons := not_supported_reasons(cfg, device):
+        raise ConfigError("this configuration is valid, but cannot run yet:\n  " + "\n  ".join(reasons))
     if "Train" in reads and not cfg.Model.task.trains:
         raise ConfigError(
             "only evaluates (ppfleetx eval); to train use GPTModule",
@@ -122,12 +123,6 @@ def _is_needed(key: str, cfg: RunConfig, *, trains: bool) -> bool:
         return key == CKPT_DIR
     goes_on = cfg.Engine.save_load.resume and newest_complete(output_dir_of(cfg)) is not None
     return not goes_on
-
-
-def _refuse_unsupported(cfg: RunConfig, device: str) -> None:
-    reasons = not_supported_reasons(cfg, device)
-    if reasons:
-        raise ConfigError("this configuration is valid, but cannot run yet:\n  " + "\n  ".join(reasons))
 
 
 def world_size(environ: Mapping[str, str]) -> int:

@@ -148,10 +148,11 @@ def _local_size(
         return local_size
     if global_size is not None:
         if global_size % data_size:
+            near = max(data_size, round(global_size / data_size) * data_size)
             raise RuleError(
                 (_GLOBAL,),
                 f"{counted(global_size, 'sequence')} cannot be shared evenly by {ranks}; "
-                f"the nearest that can is {_nearest_multiple(global_size, data_size)}",
+                f"the nearest that can is {near}",
             )
         return global_size // data_size
     if micro is not None:
@@ -166,7 +167,3 @@ def _divide(local: int, part: int, keys: tuple[str, ...], part_name: str) -> int
     if local % part:
         raise RuleError(keys, f"local_batch_size {local} does not divide by {part_name} {part}")
     return local // part
-
-
-def _nearest_multiple(number: int, unit: int) -> int:
-    return max(unit, round(number / unit) * unit)

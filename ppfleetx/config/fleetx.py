@@ -252,23 +252,15 @@ def _unlimited(tree: Node) -> Iterator[str]:
 _OTHER_MODELS = ("Ernie", "GeneralCls", "Imagen", "MOCO", "Bert", "Debertav2", "T5", "CLIP", "Protein", "VIS")
 
 
-def _is_automatic(value: Any) -> bool:
-    return isinstance(value, str) and value.endswith("Auto")
-
-
-def _is_other_model(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(_OTHER_MODELS)
-
-
 _LEFT_OUT: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "Model.module",
-        _is_other_model,
+        lambda value: str(value).startswith(_OTHER_MODELS),
         "this program has GPT models only; use FleetX for its other models",
     ),
     (
         "Model.module",
-        _is_automatic,
+        lambda value: str(value).endswith("Auto"),
         "this program has no automatic parallel mode (FleetX's tools/auto.py), in which Paddle cuts up a "
         "static program; take the module of this name without Auto, and choose the degrees in Distributed",
     ),

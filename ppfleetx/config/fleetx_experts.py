@@ -22,10 +22,6 @@ _FLAT = (
 _UNREAD = ("moe_eval_capacity_factor", "moe_min_capacity")
 
 
-def _given(flat: dict[str, Node], key: str) -> bool:
-    return key in flat and flat[key].value is not None
-
-
 def rewrite_experts(tree: Node) -> list[str]:
     """Rewrite a configuration's expert keys in place, and return warnings."""
     model, engine = _section(tree, "Model"), _section(tree, "Engine")
@@ -45,7 +41,7 @@ def rewrite_experts(tree: Node) -> list[str]:
     elif number is not None and _count("Model.num_experts", number) > 1:
         place, degree = number.place, 1
         moe = _of_flat(number, flat, model)
-        unread = [key for key in _UNREAD if _given(flat, key)]
+        unread = [key for key in _UNREAD if key in flat and flat[key].value is not None]
         slices = flat.get("enable_expert_tensor_parallelism")
         if slices is not None and slices.value is False:
             _section(tree, "Distributed")["expert_mp_degree"] = Node(1, slices.place)
@@ -58,10 +54,11 @@ def rewrite_experts(tree: Node) -> list[str]:
     model["moe"] = node_of(moe, place)
     if degree > 1:
         _section(tree, "Distributed")["ep_degree"] = Node(degree, place)
+    made = ", ".join(f"{key} {value}" for key, value in moe.items() if not isinstance(value, dict | list))
     notes = [f"Model.{key} ({flat[key].place}) is not used: Model.moe has no such setting" for key in unread]
     return [
         *notes,
-        f"FleetX's experts ({place}) are read as Model.moe ({_flow(moe)}), by formulas that do not depend on "
+        f"FleetX's experts ({place}) are read as Model.moe ({made}), by formulas that do not depend on "
         "the plan: experts are weighted by probabilities, and the balancing loss is E sum(f P)",
     ]
 
@@ -154,7 +151,3 @@ def _count(key: str, node: Node) -> int:
             "must be an integer of at least 1", key=key, value=plain_value(node), place=node.place
         )
     return int(text)
-
-
-def _flow(moe: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in moe.items() if not isinstance(value, dict | list))

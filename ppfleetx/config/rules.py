@@ -74,17 +74,13 @@ def _task(cfg: RunConfig) -> Iterator[RuleError]:
 
 
 def _plan(cfg: RunConfig) -> Iterator[RuleError]:
+    *first, last = [axis for axis in AXES if axis not in cfg.Model.task.refused_axes]
     for axis in cfg.Model.task.refused_axes:
         if getattr(cfg.plan, axis) > 1:
             yield RuleError(
                 (f"Distributed.{axis}_degree", "Model.module"),
-                f"{cfg.Model.module} runs under {_others(cfg)}; {axis} must be 1",
+                f"{cfg.Model.module} runs under {', '.join(first)} and {last}; {axis} must be 1",
             )
-
-
-def _others(cfg: RunConfig) -> str:
-    *first, last = [axis for axis in AXES if axis not in cfg.Model.task.refused_axes]
-    return f"{', '.join(first)} and {last}"
 
 
 def used_lengths(cfg: RunConfig) -> dict[str, int]:
@@ -185,8 +181,9 @@ def compression_violations(cfg: RunConfig) -> Iterator[RuleError]:
             (f"{_SECTION}.enable", "Distributed.expert_mp_degree", "Distributed.mp_degree"),
             "experts whose matrices are sliced are not trained with quantisation; set expert_mp_degree to 1",
         )
-    if cfg.Compress.Distill is not None:
-        yield from _distillation(cfg)
+    if cfg.Compress.Distill is not None and cfg.Model.task.classifies:
+        keys = ("Compress.Distill", "Model.module")
+        yield RuleError(keys, "language models are distilled, not classifiers")
 
 
 def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
@@ -213,12 +210,6 @@ def _pruning(cfg: RunConfig, pruning: PruneConfig) -> Iterator[RuleError]:
     if pruning.last_step >= cfg.Engine.max_steps:
         last = "begin_step" if pruning.end_step is None else "end_step"
         yield RuleError((f"{key}.{last}", "Engine.max_steps"), "training ends before everything is removed")
-
-
-def _distillation(cfg: RunConfig) -> Iterator[RuleError]:
-    key = "Compress.Distill"
-    if cfg.Model.task.classifies:
-        yield RuleError((key, "Model.module"), "language models are distilled, not classifiers")
 
 
 _MIXED = "Engine.mix_precision."

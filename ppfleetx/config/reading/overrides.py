@@ -56,7 +56,9 @@ def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Sectio
     """
     numbers = count(1)
     read = [
-        _typed(one) if isinstance(one, Setting) else _read(one, f"-o override {next(numbers)}", root)
+        _Read(one.key, _path_of(one.key, one.place), node_of(one.value, one.place, one.key))
+        if isinstance(one, Setting)
+        else _read(one, f"-o override {next(numbers)}", root)
         for one in overrides
     ]
     _refuse_contradictions(read)
@@ -64,10 +66,6 @@ def apply_overrides(tree: Node, overrides: Sequence[Override], root: type[Sectio
     for one in read:
         put(tree, one.path, one.node)
     return tree
-
-
-def _typed(one: Setting) -> _Read:
-    return _Read(one.key, _path_of(one.key, one.place), node_of(one.value, one.place, one.key))
 
 
 def _read(text: str, place: str, root: type[Section]) -> _Read:

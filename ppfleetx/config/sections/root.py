@@ -119,8 +119,4 @@ def data_sets(cfg: RunConfig, mode: str = "Eval") -> dict[str | None, RunConfig]
         return {}
     if not isinstance(section, EvalConfig) or not section.sets:
         return {None: cfg}
-    return {name: _with(cfg, section.of_set(name)) for name in section.sets}
-
-
-def _with(cfg: RunConfig, section: EvalConfig) -> RunConfig:
-    return cfg.model_copy(update={"Data": cfg.Data.model_copy(update={"Eval": section})})
+    return {name: cfg.changed("Data", Eval=section.of_set(name)) for name in section.sets}

@@ -94,12 +94,14 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         given[normal_name(one.key)] = one
     if "config" not in given:
         raise ConfigError("is needed: the YAML file of the run", key="--config")
-    path = Path(_text(given["config"]))
+    one = given["config"]
+    path = Path(str(one.value) if one.text is None else one.text)
     tree = read_with_bases(path)
     _put_flags(tree, given, _FIRST)
     for text in _options(given.get("options")):
         put(tree, *option(text, given["options"].place))
-    block = "eval_dataset" if _run_mode(tree) == "eval" else "train_dataset"
+    mode = tree.value.get("run_mode")
+    block = "eval_dataset" if mode is not None and mode.value == "eval" else "train_dataset"
     _put_flags(tree, given, {name: f"{block}.{key}" for name, key in _OF_DATASET.items()})
     _put_flags(tree, given, _LAST)
     left_out = tuple(given[name] for name in ("dataset_id",) if name in given)
@@ -118,15 +120,6 @@ def _options(one: Given | None) -> list[str]:
     if one is None:
         return []
     return [str(text) for text in one.value] if isinstance(one.value, list) else [one.text or str(one.value)]
-
-
-def _text(one: Given) -> str:
-    return one.text if one.text is not None else str(one.value)
-
-
-def _run_mode(tree: Node) -> object:
-    node = tree.value.get("run_mode")
-    return None if node is None else node.value
 
 
 def usage() -> str:
@@ -181,13 +174,11 @@ def option(text: str, place: str) -> tuple[list[str], Node]:
     if not equals or problem:
         rule = problem or f"{shown(text)} is not of the form block.key=value"
         raise ConfigError(rule, key="--options", place=place)
+    value = value.strip()
+    if value.startswith("(") and value.endswith(")"):  # MindFormers writes lists as tuples, too
+        value = f"[{value[1:-1]}]"
     try:
-        node = parse_yaml(_list_of(value.strip()), place)
+        node = parse_yaml(value, place)
     except ConfigError as error:
         raise ConfigError(f"the value {error.rule}", key=key.strip(), value=value, place=place) from None
     return path, node or Node(None, place, "")
-
-
-def _list_of(value: str) -> str:
-    """Read a list. ``(1,2)`` is a list too, because MindFormers writes tuples."""
-    return f"[{value[1:-1]}]" if value.startswith("(") and value.endswith(")") else value

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ppfleetx.dialects.given import given_in, without_launcher
 from ppfleetx.dialects.keys import KeyTable, read_file, tables_of
 from ppfleetx.dialects.mindformers import rules
-from ppfleetx.dialects.mindformers.arguments import FLAGS, CommandLine, read_command_line
+from ppfleetx.dialects.mindformers.arguments import FLAGS, read_command_line
 from ppfleetx.dialects.registry import Dialect
 from ppfleetx.dialects.translation import Translation, translate
 
@@ -52,31 +51,17 @@ class MindFormersRun:
 def run_of(argv: Sequence[str]) -> MindFormersRun:
     """Translate the arguments of ``run_mindformer.py`` and the file they name."""
     line = read_command_line(argv)
-    result = _translation(line)
-    return MindFormersRun(result, rules.run_mode(result), line.checks)
-
-
-def _translation(line: CommandLine) -> Translation:
     result = translate("MindFormers", str(line.path), given_in(line.tree), TABLE, _RULES)
     result.unused.extend(line.unused)
-    return result
-
-
-def _of_file(path: Path, arguments: Sequence[str]) -> Translation:
-    return run_of(["--config", str(path), *arguments]).translation
-
-
-def _of_arguments(argv: Sequence[str]) -> Translation:
-    _, words, _ = without_launcher(argv)
-    return run_of(words).translation
+    return MindFormersRun(result, rules.run_mode(result), line.checks)
 
 
 DIALECT = Dialect(
     name="mindformers",
     title="MindFormers",
     tables={"the configuration": TABLE, "run_mindformer.py": FLAGS},
-    of_file=_of_file,
-    of_arguments=_of_arguments,
+    of_file=lambda path, more: run_of(["--config", str(path), *more]).translation,
+    of_arguments=lambda argv: run_of(without_launcher(argv)[1]).translation,
     programs=frozenset({"run_mindformer.py"}),
     keys_of_files=_BLOCKS,
     options=frozenset({"config", "run_mode", "device_target", "use_parallel", "dataset_dir", "predict_data"}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.dialects.mindformers.arguments import RUN_MODES
@@ -359,8 +358,8 @@ def length(run: Translation) -> None:
 
 def writing(run: Translation) -> None:
     """Translate the callbacks for log lines and checkpoints, and the profile."""
-    for key, prefix in _callbacks(run):
-        kind = run.value(key)
+    for key in [key for key in run.given if key.startswith("callbacks.") and key.endswith(".type")]:
+        prefix, kind = key.removesuffix(".type"), run.value(key)
         if kind == "MFLossMonitor":
             name = f"{prefix}.per_print_times"
             run.put("Engine.logging_freq", run.integer(name, 1, least=1), key, name)
@@ -370,12 +369,6 @@ def writing(run: Translation) -> None:
     if first in run or last in run:
         steps = [run.integer(first, 1, least=0), run.integer(last, 10, least=1)]
         run.put("Profiler.scheduler", steps, first, last)
-
-
-def _callbacks(run: Translation) -> Iterator[tuple[str, str]]:
-    for key in run.given:
-        if key.startswith("callbacks.") and key.endswith(".type"):
-            yield key, key.removesuffix(".type")
 
 
 def _saving(run: Translation, key: str, prefix: str) -> None:

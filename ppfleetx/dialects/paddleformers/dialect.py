@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ppfleetx.config.errors import ConfigError
@@ -59,7 +60,10 @@ def _translated(given: list[Given], place: str, world_size: int | None) -> Trans
         for key, one in ours.items():
             run.put(key.removeprefix(f"{_OURS}."), one.value, one)
 
-    plain = [one if not one.key.startswith("--") else _without_dashes(one) for one in given]
+    plain = [
+        replace(one, key=one.key.lstrip("-").replace("-", "_")) if one.key[:2] == "--" else one
+        for one in given
+    ]
     return translate(TITLE, place, [*network, *plain], TABLE, [native, *_rules(world_size)])
 
 
@@ -75,10 +79,6 @@ def _rules(world_size: int | None) -> list[Rule]:
         rules.plan_rule(world_size),
         rules.recomputation,
     ]
-
-
-def _without_dashes(one: Given) -> Given:
-    return Given(one.key.lstrip("-").replace("-", "_"), one.value, one.place, one.text)
 
 
 def _arguments(argv: Sequence[str]) -> Iterable[Given]:
