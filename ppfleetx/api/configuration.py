@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ppfleetx.config.errors import ConfigError
-from ppfleetx.config.fields import Section
 from ppfleetx.config.loader import ConfigSource
 from ppfleetx.config.reading.overrides import Override, Setting
 from ppfleetx.config.reading.parse import Sections
+from ppfleetx.config.record import without_derived
 from ppfleetx.config.sections.root import RunConfig
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -48,20 +48,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def config_source(config: Configuration) -> ConfigSource:
     """Convert a configuration to a form that :func:`~ppfleetx.config.loader.load_config` accepts."""
     if isinstance(config, RunConfig):
-        return Sections(_written(config, "", config), _PLACE)
+        return Sections(without_derived(config), _PLACE)
     return Sections(_tree(config), _PLACE) if isinstance(config, Mapping) else config
-
-
-def _written(section: Section, prefix: str, cfg: RunConfig) -> dict[str, Any]:
-    """The values of a section, except derived values, which will be derived again."""
-    values = section.model_dump()
-    for name in type(section).model_fields:
-        key, value = f"{prefix}{name}", getattr(section, name)
-        if key in cfg.derived:
-            del values[name]
-        elif isinstance(value, Section):
-            values[name] = _written(value, f"{key}.", cfg)
-    return values
 
 
 def _tree(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -63,29 +62,9 @@ def annotation_at(root: type[Section], path: Sequence[str]) -> Any:
     return annotation
 
 
-@dataclass(frozen=True, slots=True)
-class Inside:
-    """The contents of an annotation: a section, items or values of a type, and whether keys are free."""
-
-    section: type[Section] | None
-    item: Any
-    is_mapping: bool
-
-
-_inside: dict[int, tuple[Any, Inside]] = {}
-
-
-def inside(annotation: Any) -> Inside:
-    """Return ``section_in``, ``item_type`` and whether a mapping with free keys is an alternative.
-
-    The result is cached for each annotation object, because hashing an annotation takes longer than the rest.
-    """
-    known = _inside.get(id(annotation))
-    if known is None or known[0] is not annotation:
-        is_mapping = any(get_origin(part) is dict for part in members(annotation))
-        known = annotation, Inside(section_in(annotation), item_type(annotation), is_mapping)
-        _inside[id(annotation)] = known
-    return known[1]
+def is_mapping(annotation: Any) -> bool:
+    """Whether a mapping with free keys is among the alternatives."""
+    return any(get_origin(part) is dict for part in members(annotation))
 
 
 def is_text_only(annotation: Any) -> bool:

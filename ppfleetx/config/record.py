@@ -68,13 +68,20 @@ def flat_values(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from flat_values(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any]) -> dict[str, Any]:
-    """Convert ``section`` to plain values. Values of derived keys go to ``derived``."""
+def without_derived(cfg: RunConfig) -> dict[str, Any]:
+    """The plain values of ``cfg``, except derived ones, which will be derived again."""
+    return _tree(cfg, "", cfg, None)
+
+
+def _tree(section: Section, prefix: str, cfg: RunConfig, derived: list[Any] | None) -> dict[str, Any]:
+    """Convert ``section`` to plain values. Values of derived keys go to ``derived``; None leaves them out."""
     plain = section.model_dump()
     for name in type(section).model_fields:
         key, value = f"{prefix}{name}", getattr(section, name)
         if isinstance(value, Section):
             plain[name] = _tree(value, f"{key}.", cfg, derived)
+        elif key in cfg.derived and derived is None:
+            del plain[name]
         elif key in cfg.derived:
             derived.append(plain[name])
             plain[name] = _Placeholder(len(derived) - 1)

@@ -8,7 +8,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ppfleetx.config.errors import UNSET, ConfigError, shown, shown_key
-from ppfleetx.config.field_types import describe, field_types, inside, is_text_only, nearest_keys
+from ppfleetx.config.field_types import (
+    describe,
+    field_types,
+    is_mapping,
+    is_text_only,
+    item_type,
+    nearest_keys,
+    section_in,
+)
 from ppfleetx.config.fields import MAX_COUNT, RuleError, Section
 from ppfleetx.config.reading.tree import Node, is_index
 from ppfleetx.config.sections.root import RunConfig
@@ -65,15 +73,15 @@ def _to_plain(node: Node, annotation: Any, key: str, origins: dict[str, str]) ->
     if key:
         origins[key] = node.place
     if isinstance(node.value, dict):
-        within = inside(annotation)
-        types = field_types(within.section) if within.section else {}
-        default = None if within.section else within.item
+        section = section_in(annotation)
+        types = field_types(section) if section else {}
+        default = None if section else item_type(annotation)
         return {
             name: _to_plain(child, types.get(name, default), f"{key}.{name}" if key else name, origins)
             for name, child in node.value.items()
         }
     if isinstance(node.value, list):
-        item = inside(annotation).item
+        item = item_type(annotation)
         return [_to_plain(child, item, f"{key}.{i}", origins) for i, child in enumerate(node.value)]
     if node.value is None:
         # An empty section has all defaults.
@@ -149,14 +157,14 @@ def _follow(location: tuple[int | str, ...], root: type[Section]) -> tuple[type[
     annotation: Any = root
     path: list[str] = []
     for part in location:
-        within = inside(annotation)
-        if within.section is not None and isinstance(part, str):
-            if part == within.section.__name__:
+        inner, item = section_in(annotation), item_type(annotation)
+        if inner is not None and isinstance(part, str):
+            if part == inner.__name__:
                 continue
-            section, annotation = within.section, field_types(within.section).get(part)
+            section, annotation = inner, field_types(inner).get(part)
             path.append(part)
-        elif within.is_mapping or (within.item is not None and isinstance(part, int)):
-            annotation = within.item
+        elif is_mapping(annotation) or (item is not None and isinstance(part, int)):
+            annotation = item
             path.append(str(part))
     return section, annotation, path
 
