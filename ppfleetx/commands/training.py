@@ -13,6 +13,7 @@ from ppfleetx.checkpoint.directory import named_checkpoint
 from ppfleetx.checkpoint.documents import documents_of
 from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
+from ppfleetx.config.registry import load_target
 from ppfleetx.config.sections.root import RunConfig, data_sets
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.callbacks.build import CallbackList, build_callbacks
@@ -211,7 +212,12 @@ def _without_data(what: str, key: str) -> ConfigError:
 
 def evaluator_of(cfg: RunConfig, ctx: ParallelContext, *, has_labels: bool = True) -> Callable[[], Evaluator]:
     """Return a function that creates the task's evaluator for each evaluation."""
-    return partial(build_module(cfg).evaluator, ctx, has_labels=has_labels)
+    task, measure = build_module(cfg), cfg.Model.task.measure
+    if measure is None:
+        return partial(task.evaluator, ctx, has_labels=has_labels)
+    get_logger().warning("ModuleTraits.measure: override `evaluator` of the task in its place")
+    make = load_target(measure)
+    return partial(make, task, ctx, has_labels=has_labels)
 
 
 def _predict_test(cfg: RunConfig, ctx: ParallelContext, runner: Runner) -> None:

@@ -62,6 +62,9 @@ class ModuleTraits:
         for_generation: whether its configuration is for generation, so that ``Generation.max_dec_len`` must
             fit.
         refused_axes: the axes of a plan that it does not support, e.g. ``("pp", "sep")``.
+        measure: the earlier form of ``BasicModule.evaluator``, supported for one more version: a function, or
+            its ``package.module:attribute``, that makes the object in which an evaluation adds up results. It
+            is called with ``(module, ctx, has_labels=...)``.
     """
 
     trains: bool = True
@@ -71,6 +74,7 @@ class ModuleTraits:
     offline_evaluation: bool = False
     for_generation: bool = False
     refused_axes: tuple[str, ...] = ()
+    measure: str | Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)

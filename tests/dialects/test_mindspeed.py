@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from ppfleetx.commands.check import check_report
 from ppfleetx.commands.dialects import mindspeed
@@ -277,16 +276,3 @@ def test_msrun_becomes_the_launcher(tmp_path, monkeypatch):
     assert (tmp_path / "msrun_log" / "worker_3.log").read_text() == "Epoch"
     with pytest.raises(ConfigError, match="--worker_num = 9: must be a multiple"):
         mindspeed.msrun(["--worker_num", "9", "a.py"])
-
-
-def test_the_example_is_the_guides(tmp_path):
-    """The three blocks of the guide stand in the example as they are."""
-    blocks = yaml.safe_load(EXAMPLE.read_text())
-    parallel = blocks["accelerate_config"]["parallelization"]
-    assert parallel["pipeline"]["layer_list"] == "[[4,4,4,4],[4,4,4,4],[4,4,4,4],[4,4,4,2]]"
-    assert blocks["train_config"]["ms_training_config"]["bucket_size"] == 40000000
-    assert blocks["model_config"]["llm"]["tokenizer"] == {
-        "padded_size": 165664,
-        "divided_by": 16,
-        "use_fast": True,
-    }

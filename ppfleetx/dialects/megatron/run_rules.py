@@ -165,7 +165,10 @@ def _loss_scale(run: Translation) -> None:
             return
     name = f"{_FP16}.initial_scale_power"
     if name in run:
-        run.put(f"{prefix}.scale_loss", 2.0 ** run.choice(name, range(65)), name)
+        power = run.integer(name, least=0)
+        if power > 64:
+            raise run.error(name, "must be at most 64")
+        run.put(f"{prefix}.scale_loss", 2.0**power, name)
     else:
         scale = run.number("initial_loss_scale", 2.0**32)
         run.put(f"{prefix}.scale_loss", scale, "initial_loss_scale")
