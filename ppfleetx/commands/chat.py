@@ -181,13 +181,8 @@ def _options(cfg: RunConfig) -> GenerationConfig:
 
 
 class Terminal:
-    """Reads messages and shows answers.
-
-    Args:
-        source: the input for messages. If it is not a terminal, no prompt is shown.
-        output: the output for answers.
-        notes: the output for everything else.
-    """
+    """Reads messages from ``source`` and shows answers; ``notes`` gets everything else. A ``source`` that is
+    not a terminal gets no prompts."""
 
     def __init__(self, source: TextIO, output: TextIO, notes: TextIO) -> None:
         self._source, self._output, self._notes = source, output, notes

@@ -38,11 +38,7 @@ _RANKS_PER_NODE = 8
 
 
 def check(config: ConfigSource, overrides: Sequence[Override], *, world_size: int | None = None) -> None:
-    """Print the report; also check the run's directory and its data.
-
-    Args:
-        world_size: as in :func:`~ppfleetx.config.loader.load_config`.
-    """
+    """Print the report; also check the run's directory and its data."""
     from ppfleetx.core.engine.run_directory import check_start
     from ppfleetx.data.corpus_checks import token_id_lines
 

@@ -39,10 +39,6 @@ _COURSE = {
 def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
     """Default length, batch and learning rate for finetuning a pretrained model. The user's own values are
     kept.
-
-    Args:
-        config: the configuration of the checkpoint.
-        given: the user's overrides.
     """
     cfg = read_config(config, given)[0]
     named = overridden_keys(given)
@@ -72,13 +68,7 @@ def finetuning_defaults(config: ConfigSource, given: Sequence[Override]) -> list
 
 
 def up_to(max_steps: int, config: ConfigSource, given: Sequence[Override]) -> list[Setting]:
-    """Settings that make a run train to step ``max_steps``, or continue an existing run to that step.
-
-    Args:
-        max_steps: the number of optimizer steps of the whole run.
-        config: the file of the configuration.
-        given: the user's overrides.
-    """
+    """Settings that make a run train to optimizer step ``max_steps``, or continue an existing run to it."""
     cfg = read_config(config, given)[0]
     options, output_dir = cfg.Engine.save_load, Path(cfg.Engine.save_load.output_dir)
     values: dict[str, Any] = {"Engine.max_steps": max_steps}

@@ -48,12 +48,7 @@ class LaunchOptions(Command):
         return (self.nproc, self.devices, self.nnodes) != (None, None, None)
 
     def launch(self, verb: str, arguments: Sequence[str]) -> int:
-        """Start the ranks and wait for them. Ends this process with the launcher's exit code.
-
-        Args:
-            verb: the verb that each rank runs.
-            arguments: the options as they were typed.
-        """
+        """Start the ranks and wait for them. Ends this process with the launcher's exit code."""
         self.refuse_unusable()
         if find_spec("paddle") is None:
             raise not_installed(ModuleNotFoundError(name="paddle"))

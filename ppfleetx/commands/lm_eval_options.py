@@ -10,12 +10,7 @@ from ppfleetx.conversion.huggingface.generation import DEFAULTS
 
 
 def generation_options(asked: Mapping[str, Any], max_new_tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """Translate the options of a task's ``generate_until`` to ``Generation`` keys and stop strings.
-
-    Args:
-        asked: the task's options, under the names of Hugging Face ``generate``.
-        max_new_tokens: the value to use if the task sets none.
-    """
+    """Translate the options of a task's ``generate_until`` to ``Generation`` keys and stop strings."""
     left = dict(asked)
     until = left.pop("until", None) or []
     stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]

@@ -129,11 +129,8 @@ def read_run_files(directory: Path) -> RunFiles:
 
 
 def write_report(run: RunFiles, output: Path, price: float | None) -> list[Path]:
-    """Write the page and its pictures into ``output``, replacing an earlier report.
-
-    Args:
-        price: the price of a device-hour; None states the cost in device-hours only.
-    """
+    """Write the page and its pictures into ``output``, replacing an earlier report. Without a ``price`` of a
+    device-hour, the cost is in device-hours only."""
     refuse_unwritable(output, "--output")
     output.mkdir(parents=True, exist_ok=True)
     sections = [

@@ -32,9 +32,7 @@ def start_process(
     path: ConfigSource, overrides: Sequence[str], *, reads: Sequence[str] = ()
 ) -> tuple[RunConfig, ParallelContext]:
     """Read the configuration, refuse it if it cannot run, and only then load Paddle and choose the device.
-
-    Args:
-        reads: the sections of ``Data`` that the program will read.
+    ``reads`` has the sections of ``Data`` that the program will read.
 
     Raises:
         UserError: something is wrong, missing or not supported; raised before any work on a device.

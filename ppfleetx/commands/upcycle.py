@@ -45,13 +45,7 @@ def upcycle(options: Upcycle) -> Path:
 
 
 def _check_source(described: Mapping[str, Any], dense: ModelConfig, place: str) -> None:
-    """Refuse a checkpoint that is already a mixture, or whose network differs in more than the experts.
-
-    Args:
-        described: the ``Model`` section that the checkpoint was saved with; FleetX checkpoints have none.
-        dense: the network without experts.
-        place: the checkpoint, for messages.
-    """
+    """Refuse a checkpoint that is already a mixture, or whose network differs in more than the experts."""
     if not described:
         return
     saved = network_of(described, place)

@@ -85,12 +85,7 @@ _UNLIMITED: dict[str, tuple[int | None, str]] = {
 
 
 def modernize(tree: Node, *, is_whole: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """Rewrite ``tree`` in today's spelling. Also returns a warning for each old spelling.
-
-    Args:
-        tree: the content of one file, or the whole configuration.
-        is_whole: whether ``tree`` is the whole configuration.
-    """
+    """Rewrite ``tree`` in today's spelling. Also returns a warning for each old spelling."""
     tree = copy_tree(tree)
     warnings = [
         *_rename(tree),

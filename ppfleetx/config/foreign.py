@@ -21,12 +21,7 @@ _ADVICE = (
 
 
 def refuse_foreign(tree: Node, sections: frozenset[str]) -> None:
-    """Raise ConfigError if ``tree`` has keys of other toolkits and none of our sections.
-
-    Args:
-        tree: the mapping of a file.
-        sections: the names of our sections.
-    """
+    """Raise ConfigError if ``tree`` has keys of other toolkits and none of our sections."""
     if not sections.isdisjoint(tree.value):
         return
     known = {key: ours for key in _all_keys(tree) if (ours := our_key(key)) is not None}

@@ -29,11 +29,7 @@ def imported_plugins() -> tuple[str, ...]:
 
 
 def refuse_unnamed(tree: Node) -> None:
-    """Refuse a configuration that needs a plugin the user has not named.
-
-    Args:
-        tree: the configuration as read, before it is validated.
-    """
+    """Refuse a configuration that needs a plugin the user has not named."""
     section = tree.value.get("Global") if isinstance(tree.value, dict) else None
     wanted = section.value.get("plugins") if section and isinstance(section.value, dict) else None
     if wanted is None or not isinstance(wanted.value, list):

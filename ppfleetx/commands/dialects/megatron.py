@@ -45,13 +45,7 @@ def run(argv: Sequence[str]) -> None:
 def train_translated(
     argv: Sequence[str], usage: str, translate: Callable[[list[str], int | None], Translation]
 ) -> None:
-    """Train with another toolkit's arguments; with ``--check`` print the plan, with ``--help`` the usage.
-
-    Args:
-        argv: the arguments, including our own (`own_arguments`).
-        usage: the text that ``--help`` prints.
-        translate: a function that takes the toolkit's arguments and the number of processes.
-    """
+    """Train with another toolkit's arguments; with ``--check`` print the plan, with ``--help`` the usage."""
     if "--help" in argv or "-h" in argv:
         print(usage, end="")
         return

@@ -25,12 +25,7 @@ Without a file it reads pretrain_gpt_38BV3.yaml of its own folder; docs/dialects
 
 
 def run(argv: Sequence[str], default: Path) -> None:
-    """The program ``pretrain_gpt.py``.
-
-    Args:
-        argv: the program's arguments.
-        default: the file to read if the arguments name none.
-    """
+    """The program ``pretrain_gpt.py``."""
 
     def translate(arguments: list[str], world: int | None) -> Translation:
         path, rest = file_of(without_launcher(arguments)[1])

@@ -25,12 +25,7 @@ _NO_EVALUATION = "eval_interval is not given: no evaluation"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """Translate a YAML file, with Megatron's arguments, which override the file.
-
-    Args:
-        world_size: the number of processes of the job; None: from the launcher's environment, if there is
-            one.
-    """
+    """Translate a YAML file, with Megatron's arguments, which override the file."""
     tree = read_yaml(path, is_ours=False)
     given = [_without_empty_text(one) for one in given_in(tree)]
     _refuse_two_answers(given)

@@ -24,12 +24,7 @@ _MODEL, _OURS = "model_name_or_path", "config.yaml"
 
 
 def of_file(path: Path, argv: Sequence[str] = (), world_size: int | None = None) -> Translation:
-    """Translate a file, and arguments, which override the file.
-
-    Args:
-        world_size: the number of processes of the job; None: from the launcher's environment, if there is
-            one.
-    """
+    """Translate a file, and arguments, which override the file."""
     given = list(_read(path, ""))
     return _translated([*given, *_arguments(argv)], shown_path(path), world_size)
 
