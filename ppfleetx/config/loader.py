@@ -35,8 +35,8 @@ def read_with_bases(path: Path | Sections) -> tuple[Node, tuple[str, ...]]:
 
 
 def _read(path: Path, chain: tuple[Path, ...], **entry: Any) -> tuple[Node, tuple[str, ...]]:
-    """Read ``path`` merged over its bases. ``chain`` has the files that lead here, and ``entry`` the ``_base_``
-    that names it."""
+    """Read ``path`` merged over its bases. ``chain`` has the files that lead here, and ``entry`` the
+    ``_base_`` that names it."""
     if path.resolve() in map(Path.resolve, chain):
         names = " -> ".join(one.name for one in (*chain, path))
         raise ConfigError(f"_base_ files form a circle: {names}", **entry)

@@ -22,7 +22,7 @@ _CURRICULUM = "deepspeed_config.curriculum_learning"
 
 
 def logs_rule(log: str, *, interval: int) -> Rule:
-    """Make the rule for the toolkit's log lines, which the callback ``log`` writes every ``interval`` steps."""
+    """Make the rule for a toolkit's log lines: its callback ``log`` writes one every ``interval`` steps."""
 
     def logs(run: Translation) -> None:
         run.put("Engine.logging_freq", run.value("log_interval", interval), "log_interval")
