@@ -1,4 +1,4 @@
-"""Connect the ranks of a CPU job; both ends of each connection prove that they belong to the job.
+"""Connect the ranks of a CPU job; both ends of each connection show that they belong to the job.
 
 Each pair of ranks has one connection for its messages. Ranks on different hosts have a second connection that
 shows when the other host is gone (``watch.py``). Strangers are turned away and delay nobody.
@@ -38,9 +38,6 @@ MESSAGES, WATCH = range(2)  # the roles of connections
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
     """Meet all other ranks of the job and connect to each.
-
-    Args:
-        address: a local address to listen on, which the other ranks can reach.
 
     Raises:
         ConfigError: this process cannot listen on the address.
@@ -87,8 +84,6 @@ def meet(rank: int, world_size: int, own: Address) -> Members:
 
 
 class _Connections:
-    """The connections made so far."""
-
     def __init__(self, rank: int, members: Members) -> None:
         self._rank, self._members = rank, members
         self._state = threading.Condition(threading.Lock())
@@ -127,7 +122,6 @@ class _Connections:
             connection.close()
 
     def add(self, peer: Peer, role: int) -> bool:
-        """Add a connection. Returns False if it exists already."""
         with self._state:
             if (peer.rank, role) in self._connected:
                 return False
@@ -180,25 +174,14 @@ def local_address() -> str:
         ) from error
 
 
-def _proof(token: bytes, side: str, *parts: bytes) -> bytes:
-    return hmac.digest(token, b"|".join([side.encode(), *(part.hex().encode() for part in parts)]), "sha256")
-
-
 def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
-    """Connect to ``other``; both ends prove that they know the job's token.
-
-    The proof is an HMAC-SHA256 of both random challenges, both ranks and the role of the connection. The
-    token itself is not sent.
-    """
+    """Connect to ``other``; both ends send the job's token, which the ranks have learnt when they met."""
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.settimeout(HANDSHAKE_SECONDS)
         peer = Peer(other, connection)
-        theirs, ours = _receive_bytes(peer, 32), secrets.token_bytes(32)
-        ends = struct.pack("!III", rank, other, role)
-        connection.sendall(ends + ours + _proof(members.token, "dial", theirs, ours, ends))
-        proof = _proof(members.token, "welcome", ours, theirs, ends)
-        if not hmac.compare_digest(_receive_bytes(peer, 32), proof):
+        connection.sendall(members.token + struct.pack("!III", rank, other, role))
+        if not hmac.compare_digest(_receive_bytes(peer, len(members.token)), members.token):
             raise StartError(f"rank {rank}: {members.names[other]} does not know this job's token")
         if role == MESSAGES:
             _probe_memory(peer)
@@ -211,13 +194,11 @@ def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, 
     """Answer the :func:`_dial` of another rank. Returns the peer and the role of the connection."""
     connection.settimeout(HANDSHAKE_SECONDS)
     peer = Peer(-1, connection)
-    ours = secrets.token_bytes(32)
-    connection.sendall(ours)
-    ends, theirs, proof = (_receive_bytes(peer, n) for n in (12, 32, 32))
-    peer.rank, addressed, role = struct.unpack("!III", ends)
-    if addressed != rank or not hmac.compare_digest(proof, _proof(token, "dial", ours, theirs, ends)):
+    is_known = hmac.compare_digest(_receive_bytes(peer, len(token)), token)
+    peer.rank, addressed, role = struct.unpack("!III", _receive_bytes(peer, 12))
+    if addressed != rank or not is_known:
         raise CommError("a stranger")
-    connection.sendall(_proof(token, "welcome", theirs, ours, ends))
+    connection.sendall(token)
     if role == MESSAGES:
         _probe_memory(peer)
     return peer, role

@@ -20,11 +20,6 @@ PATIENCE = 1.0
             r"arrived and wrote no report: its process is stopped \(SIGSTOP or Ctrl-Z\) \(step 3\)",
         ),
         (
-            "elsewhere",
-            r"rank 0 waits in all_reduce #\d+ of group 0 \[0, 1\] .*; rank 1 never arrived: it is reading "
-            r"data \(hang_cases\.py:\d+ in halt\) \(step 3\)",
-        ),
-        (
             "beside",
             r"rank 1 waits in all_gather #\d+ of group 0 \[0, 1\] .*; rank 0 never arrived: it is in its "
             r"step \(hang_cases\.py:\d+ in _wait_for_ever, in thread first-on-node_0\) \(step 3\)",
