@@ -58,7 +58,7 @@ def report_of(options: Plan) -> str:
         prediction = found.best[0] if found.best else None
         cfg = _config_of(written, prediction) if prediction and options.write else None
     if prediction is not None:
-        _files(options, cfg, prediction, found)
+        _files(options, cfg, prediction)
     if options.json:
         calibrated = {"calibration": calibration.splitlines()} if calibration else {}
         return json.dumps({**_json(written, prediction, found, questions, options), **calibrated})
@@ -161,13 +161,13 @@ def _config_of(written: UnresolvedConfig, prediction: Prediction) -> RunConfig:
     return written.under(job.plan, job.micro_batch, job.global_batch, job.recomputed[0])
 
 
-def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: SearchResult | None) -> None:
+def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction) -> None:
     if options.write:
         write_config(cfg, prediction.job, Path(options.write))
     if options.report:
         from ppfleetx.planner.pictures import write_report
 
-        write_report(Path(options.report), prediction, found)
+        write_report(Path(options.report), prediction)
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:
