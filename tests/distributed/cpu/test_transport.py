@@ -66,7 +66,7 @@ def test_a_rank_that_gives_up_is_one_error(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", threads.append)
     with pytest.raises(StartError, match=rf"rank 1: no connection to rank 0 at 127.0.0.1:{port}"):
         handshake.connect_ranks(1, 3, "127.0.0.1")
-    wait_for(lambda: not any(thread.name.endswith("(accept)") for thread in threading.enumerate()), 5)
+    wait_for(lambda: not any(thread.name.endswith("(_accept)") for thread in threading.enumerate()), 5)
     assert threads == []
 
 
