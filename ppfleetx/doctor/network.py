@@ -8,9 +8,7 @@ machine, as NCCL and Gloo will.
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
-import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -137,7 +135,7 @@ _VARIABLES = (("NCCL_SOCKET_IFNAME", nccl_choice), ("GLOO_SOCKET_IFNAME", _exact
 _THREADS = 32
 _REACH_SECONDS, _SEND_SECONDS, _ROUND_SECONDS = 5.0, 5.0, 60.0
 _FEW_BYTES, _PACKETS_BYTES = 64, 64 << 10
-_HEAD = struct.Struct("!I")
+_DONE = b"!"  # the answer to bytes that have arrived
 _OPEN_FIX = "NCCL and Gloo open ports of their own: let the machines reach each other on all ports"
 _FIREWALL_FIX = "a firewall or proxy opens connections and drops the data: let it through"
 _MTU_FIX = (
@@ -158,7 +156,7 @@ def reach(address: tuple[str, int], seconds: float) -> str:
 
 @contextlib.contextmanager
 def receiving() -> Iterator[int]:
-    """Context in which a port of this machine receives data from :func:`send`."""
+    """Context in which a port of this machine receives what :func:`try_link` sends."""
     with socket.create_server(("", 0), backlog=1024) as listener:
         threading.Thread(target=_serve, args=(listener,), name="links", daemon=True).start()
         yield listener.getsockname()[1]
@@ -173,23 +171,9 @@ def _serve(listener: socket.socket) -> None:
 def _take(connection: socket.socket) -> None:
     with connection, contextlib.suppress(OSError):
         connection.settimeout(2 * _SEND_SECONDS)
-        while len(head := connection.recv(_HEAD.size, socket.MSG_WAITALL)) == _HEAD.size:
-            count = left = min(_HEAD.unpack(head)[0], _PACKETS_BYTES)
-            while left and (data := connection.recv(left)):
-                left -= len(data)
-            connection.sendall(_HEAD.pack(count))
-
-
-def send(connection: socket.socket, count: int) -> None:
-    """Send ``count`` bytes and wait for the acknowledgement.
-
-    Raises:
-        OSError: the acknowledgement did not come in time.
-    """
-    connection.settimeout(_SEND_SECONDS)
-    connection.sendall(_HEAD.pack(count) + bytes(count))
-    if connection.recv(_HEAD.size, socket.MSG_WAITALL) != _HEAD.pack(count):
-        raise ConnectionResetError(errno.ECONNRESET, "something else answers")
+        for count in (_FEW_BYTES, _PACKETS_BYTES):
+            if len(connection.recv(count, socket.MSG_WAITALL)) == count:
+                connection.sendall(_DONE)
 
 
 def try_link(address: tuple[str, int]) -> dict[str, Any]:
@@ -199,8 +183,11 @@ def try_link(address: tuple[str, int]) -> dict[str, Any]:
     done = 0
     try:
         with socket.create_connection(address, _REACH_SECONDS) as connection:
+            connection.settimeout(_SEND_SECONDS)
             for count in (_FEW_BYTES, _PACKETS_BYTES):
-                send(connection, count)
+                connection.sendall(bytes(count))
+                if connection.recv(1) != _DONE:
+                    raise ConnectionResetError
                 done = count
     except OSError:
         what = "nothing that is sent arrives" if not done else f"{bytes_text(_PACKETS_BYTES)} do not arrive"
