@@ -83,8 +83,8 @@ operators: $(VENV)/.test  ## Record every kernel that runs on a GPU, and what a 
 	$(PY) -m tests.operators table --sizes 1 2 4
 	$(PY) -m tests.operators counts
 
-hangs: $(VENV)/.test  ## Let jobs come to a halt in ten ways, and read what they say (two of the ways need root)
-	$(PY) -m tests.faults.hang_campaign
+hangs: $(VENV)/.test  ## Let jobs come to a halt in nine ways, and read what they say (one of the ways needs root)
+	$(PY) -m pytest -s tests/faults/hang_campaign.py
 
 planner-accuracy: $(VENV)/.test  ## Compare the planner with this machine and with published runs; writes the table of docs/planner.md
 	$(PY) -m tests.planner.accuracy

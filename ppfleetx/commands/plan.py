@@ -58,7 +58,7 @@ def report_of(options: Plan) -> str:
             job = prediction.job
             cfg = written.under(job.plan, job.micro_batch, job.global_batch, job.recomputed[0])
     if prediction is not None:
-        _files(options, cfg, prediction, found)
+        _files(options, cfg, prediction)
     if options.json:
         calibrated = {"calibration": calibration.splitlines()} if calibration else {}
         return json.dumps({**_json(written, prediction, found, questions, options), **calibrated})
@@ -147,13 +147,13 @@ def _batch(written: UnresolvedConfig, options: Plan) -> int:
     return written.batch() if options.batch is None else options.batch
 
 
-def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction, found: SearchResult | None) -> None:
+def _files(options: Plan, cfg: RunConfig | None, prediction: Prediction) -> None:
     if options.write:
         write_config(cfg, prediction.job, Path(options.write))
     if options.report:
         from ppfleetx.planner.pictures import write_report
 
-        write_report(Path(options.report), prediction, found)
+        write_report(Path(options.report), prediction)
 
 
 def _tokens(written: UnresolvedConfig, prediction: Prediction, options: Plan) -> float:

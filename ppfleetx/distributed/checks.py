@@ -72,9 +72,6 @@ def check_batches(ctx: ParallelContext, digests: Sequence[int], *, distinct: boo
     """Check that ranks of one replica read the same batch and, with ``distinct``, that replicas read
     different batches.
 
-    Args:
-        digests: :func:`batch_digest` of every rank.
-
     Raises:
         CheckFailedError: on every rank, if the check fails; the message names two ranks.
     """
@@ -190,11 +187,7 @@ class NonFinitePlace:
 
 
 class NonFiniteSearch:
-    """Context manager that checks every stage output and every parameter gradient for non-finite numbers.
-
-    Args:
-        stages: (index in the model, layer) of each stage on this rank.
-    """
+    """Context manager that checks every stage output and every parameter gradient for non-finite numbers."""
 
     def __init__(self, stages: Iterable[tuple[int, nn.Layer]]) -> None:
         self._stages = list(stages)
@@ -231,7 +224,6 @@ class NonFiniteSearch:
 
     @property
     def place(self) -> NonFinitePlace | None:
-        """The first place on this rank; the forward pass comes before the backward pass."""
         return self.forward or self.backward
 
     def _look_at_output(self, index: int, layer: nn.Layer, out: Any, passes: dict[Any, int]) -> None:

@@ -103,7 +103,6 @@ class Packed:
 
     @paddle.no_grad()
     def complete(self) -> None:
-        """Wait for the operation and write the results into the tensors."""
         self._task.wait()
         end, flat = 0, self._flat
         for tensor in self._tensors if len(self._tensors) > 1 else ():
@@ -137,7 +136,6 @@ def move_together(tensors: Sequence[paddle.Tensor]) -> paddle.Tensor:
 
 
 def _whole(tensor: paddle.Tensor) -> paddle.Tensor:
-    """Make a tensor contiguous, as NCCL requires. Paddle moves the tensor itself."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -148,7 +146,6 @@ def start_packed(tensors: Sequence[paddle.Tensor], start: Callable[[paddle.Tenso
 
 
 def _buckets(tensors: Sequence[paddle.Tensor]) -> Iterator[list[paddle.Tensor]]:
-    """Yield buckets of tensors of one type, in order, of up to :data:`BUCKET_BYTES` each."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         bucket, size = [], 0
         for tensor in (t for t in tensors if t.dtype == dtype):

@@ -25,10 +25,8 @@ class ParallelContext:
     Processes that differ only in other axes read the same samples.
 
     Attributes:
-        plan: the degrees.
         rank: the number of this process in the job.
         data_rank: the number of the replica, ``dp rank x sharding + sharding rank``.
-        device: ``cpu`` or ``gpu``.
         groups: Paddle's process group of each axis with more than one rank.
     """
 
@@ -45,17 +43,14 @@ class ParallelContext:
 
     @classmethod
     def single(cls, device: str = "cpu") -> ParallelContext:
-        """The context of a job with one process."""
         return cls(device=device)
 
     @classmethod
     def of(cls, plan: ParallelPlan, rank: int, device: str, groups: Mapping[str, Any]) -> ParallelContext:
-        """The context of global rank ``rank`` in a job with the layout ``plan``."""
         return cls(plan, rank, plan.data_rank(rank), device, groups)
 
     @property
     def world_size(self) -> int:
-        """The number of processes in the job."""
         return self.plan.world_size
 
     @property
@@ -78,7 +73,6 @@ class ParallelContext:
         return self.mesh.coordinates(self.rank)[axis]
 
     def size_of(self, axis: str) -> int:
-        """The degree of ``axis``."""
         return self.mesh.size_of(axis)
 
     def group_of(self, axis: str) -> Any:

@@ -70,14 +70,12 @@ def waiting_for_each_operator(device: str) -> Iterator[None]:
 
 
 def on_gpu() -> bool:
-    """Whether this process runs on an NVIDIA GPU."""
     import paddle
 
     return is_gpu(paddle.get_device())
 
 
 def on_card() -> bool:
-    """Whether this process runs on a card."""
     import paddle
 
     return is_card(paddle.get_device())
@@ -110,9 +108,6 @@ def cards_here() -> list[str]:
 
 def choose_device(wanted: str, place: str | None = None) -> str:
     """Resolve ``Global.device`` to a kind of device that exists.
-
-    Args:
-        place: the place where it was set, for messages.
 
     Raises:
         ConfigError: the configuration asks for cards and there are none, or this process's card does not
@@ -154,7 +149,6 @@ def is_built_for_gpus() -> bool:
 
 
 def place() -> Any:
-    """The Paddle place on which this process creates tensors."""
     import paddle
 
     return paddle.framework._current_expected_place_()
@@ -202,7 +196,6 @@ def peak_memory() -> int:
 
 
 def capability(device: str) -> tuple[int, int]:
-    """The compute capability (major, minor) of an NVIDIA GPU."""
     import paddle
 
     return paddle.device.cuda.get_device_capability(device)

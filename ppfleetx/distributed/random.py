@@ -94,7 +94,6 @@ class DropoutStreams:
 
 
 def stream_tracker() -> Any:
-    """Paddle's generators of named streams."""
     from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 
     return get_rng_state_tracker()

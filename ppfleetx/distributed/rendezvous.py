@@ -93,7 +93,6 @@ class Line:
         return value
 
     def fill(self) -> None:
-        """Read the bytes that have arrived."""
         data = self.connection.recv(1 << 16)
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "connection closed")
@@ -203,8 +202,6 @@ def receive(point: Address, size: int, own: Member, seconds: float) -> Members:
 
 
 class _Reception:
-    """The processes that have arrived so far."""
-
     def __init__(self, point: Address, size: int, own: Member) -> None:
         self._where, self._size = "{}:{}".format(*point), size
         self._came: dict[int, Member] = {0: own}
@@ -351,7 +348,6 @@ def visit(point: Address, size: int, own: Member, seconds: float) -> Members:
 
 
 def _connect(point: Address, name: str, first: str, wait: _Wait) -> socket.socket:
-    """Try to connect until it succeeds or the time is up."""
     while True:
         try:
             connection = socket.create_connection(point, max(0.2, min(_CONNECT_SECONDS, wait.next_look())))

@@ -18,7 +18,6 @@ _FLAGS = ("FLAGS_cublas_allow_tf32", "FLAGS_cudnn_allow_tf32")
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Context manager that turns TF32 off."""
     cublas, cudnn = core.get_cublas_switch(), core.get_cudnn_switch()
     flags = {flag: paddle.get_flags(flag)[flag] for flag in _FLAGS if flag in core.globals()}
     allow_tf32(False)

@@ -54,7 +54,6 @@ def gather_numbers(ctx: ParallelContext, numbers: Sequence[int]) -> np.ndarray:
 
 
 def any_rank(ctx: ParallelContext, flag: object) -> bool:
-    """Whether ``flag`` is true on at least one rank."""
     return bool(gather_numbers(ctx, [1 if flag else 0]).any())
 
 
@@ -77,7 +76,6 @@ def joint_errors(ctx: ParallelContext, *, name_ranks: bool = True) -> Iterator[N
 
 
 def raise_on_all_ranks(ctx: ParallelContext, error: UserError | None, *, name_ranks: bool = True) -> None:
-    """Raise an error on all ranks if any rank has one."""
     if ctx.world_size == 1:
         if error is not None:
             raise error
@@ -124,7 +122,6 @@ def local_rank() -> int:
 
 
 def _has_other_nodes(ctx: ParallelContext) -> bool:
-    """Whether the job has more than one node."""
     return int(os.environ.get("PADDLE_LOCAL_SIZE") or 0) != ctx.world_size
 
 

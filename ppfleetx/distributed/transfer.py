@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ppfleetx.distributed.collectives import ALIGNMENT, begins_of
 from ppfleetx.distributed.device import on_card, queue_copy, queue_copy_to_host, recorded_event
 from ppfleetx.resilience.activity import PROGRESS
 from ppfleetx.resilience.flight_recorder import RECORD
 
-_ALIGNMENT = 256  # bytes, like Paddle's own allocations
 _LOOKS_SECONDS = 1e-3  # how often a card is asked for its progress
 
 _on_their_way: deque[tuple[Any, Any]] = deque()
@@ -29,7 +29,6 @@ _begun: deque[Any] = deque()
 
 
 def upload(array: np.ndarray) -> paddle.Tensor:
-    """Copy ``array`` to the device."""
     return _queue(array) if on_card() else paddle.to_tensor(array)
 
 
@@ -93,11 +92,9 @@ def download(tensor: paddle.Tensor) -> Callable[[], np.ndarray]:
 
 def _packed(arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, dict[str, int]]:
     """Concatenate the arrays' bytes. Returns the bytes and the offset of each array."""
-    begins, end = {}, 0
-    for name, array in arrays.items():
-        begins[name] = end
-        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    flat = np.zeros(end, np.uint8)
+    offsets, end = begins_of([array.nbytes for array in arrays.values()], itemsize=1)
+    begins = dict(zip(arrays, offsets, strict=True))
+    flat = np.zeros(-(-end // ALIGNMENT) * ALIGNMENT, np.uint8)
     for name, array in arrays.items():
         begin = begins[name]
         flat[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -121,7 +118,6 @@ def _unpacked(
 
 
 def _queue(array: np.ndarray) -> paddle.Tensor:
-    """Queue a copy to the card."""
     while _on_their_way and _on_their_way[0][0].query():
         _on_their_way.popleft()
     tensor, source = queue_copy(array)

@@ -61,7 +61,6 @@ class Fact:
 
 
 def _versions(target: Target) -> Values:
-    """The versions of ppfleetx, Paddle and the libraries that they use, including NVIDIA's."""
     wanted = {"paddlepaddle", "paddlepaddle-gpu", *LIBRARIES.values()}
     mine = {name: version for name, version in _installed().items() if name in wanted or "nvidia" in name}
     return {"python": platform.python_version(), **mine, "ppfleetx": __version__}
@@ -79,7 +78,6 @@ def _installed() -> dict[str, str]:
 
 
 def _sources(target: Target) -> Values:
-    """A hash of each folder of the package."""
     digests: dict[str, Any] = {}
     for file in sorted(_PACKAGE.rglob("*.py")):
         relative = file.relative_to(_PACKAGE)
@@ -119,12 +117,7 @@ FACTS: tuple[Fact, ...] = (
 
 
 def digests(target: Target, announce: Callable[[str], None]) -> dict[str, str | None]:
-    """A hash of each fact in this process; None if another process of the node reads it.
-
-    Args:
-        target: the subject that this process examines.
-        announce: a function called with the name of each fact before it is read, which may take a while.
-    """
+    """A hash of each fact in this process; None if another process of the node reads it."""
     found: dict[str, str | None] = {}
     for fact in FACTS:
         announce(fact.name)
@@ -156,12 +149,7 @@ def in_full(
 
 
 def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Sequence[str]) -> Iterator[Row]:
-    """One row for each fact.
-
-    Args:
-        answers: the results of :func:`in_full`, by rank.
-        names: the facts that differ or could not be read. All other facts are equal.
-    """
+    """One row for each fact."""
     for fact in FACTS:
         values = {rank: facts.get(fact.name) for rank, facts in answers.items()}
         values = {rank: mine for rank, mine in values.items() if mine is not None}
@@ -176,7 +164,6 @@ def agreement_rows(answers: Mapping[int, Mapping[str, Values | None]], names: Se
 
 
 def _differences(values: Mapping[int, Values]) -> Iterator[str]:
-    """Describe the differences, and name the ranks."""
     keys = sorted({key for mine in values.values() for key in mine})
     unequal = [key for key in keys if len({str(mine.get(key)) for mine in values.values()}) > 1]
     for key in unequal[:_SHOWN]:

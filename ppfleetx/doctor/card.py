@@ -26,7 +26,7 @@ _BUSY_SHARE = 0.1
 
 
 def driver(target: Target) -> Iterator[Row]:
-    """Report the output of ``nvidia-smi``: driver, cards, memory in use, memory errors, links."""
+    """Report the output of ``nvidia-smi``: driver, cards, memory in use, memory errors."""
     program = shutil.which("nvidia-smi")
     if program is None:
         yield warn("nvidia-smi", "not found", "install the driver's tools; in a container: --gpus all")
@@ -38,15 +38,9 @@ def driver(target: Target) -> Iterator[Row]:
         yield fail("nvidia-smi", said, "the driver does not answer: load it, or restart the machine")
         return
     yield from card_rows(done.stdout)
-    links = subprocess.run(
-        [program, "topo", "-m"], capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False
-    )
-    if links.returncode == 0 and links.stdout.strip():
-        yield ok("links", _links(links.stdout))
 
 
 def card_rows(answer: str) -> Iterator[Row]:
-    """One row for each card in the output of ``nvidia-smi --query-gpu`` (``csv,noheader,nounits``)."""
     for line in answer.strip().splitlines():
         index, name, version, total, used, errors, _ = (part.strip() for part in line.split(","))
         text = f"{name}, driver {version}, {used} of {total} MiB used"
@@ -57,16 +51,6 @@ def card_rows(answer: str) -> Iterator[Row]:
             yield warn(title, text, "another program holds its memory: nvidia-smi names it")
         else:
             yield ok(title, text)
-
-
-def _links(matrix: str) -> str:
-    """Count pairs of cards by kind of link, from the output of ``nvidia-smi topo -m``."""
-    kinds: dict[str, int] = {}
-    rows = [line.split() for line in matrix.splitlines() if line.startswith("GPU")]
-    for number, words in enumerate(rows):
-        for kind in words[number + 2 : len(rows) + 1]:
-            kinds[kind] = kinds.get(kind, 0) + 1
-    return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) or "one card"
 
 
 def card(target: Target) -> Iterator[Row]:
@@ -183,7 +167,6 @@ def operators_row(
 
 
 def _run(operator: Operator, inputs: Inputs, dtype: str, device: str) -> list[np.ndarray]:
-    """The result of an operator and the gradients of its inputs, as float32."""
     before = paddle.get_device()
     paddle.set_device(device)
     try:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """The outcome of a check."""
-
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -46,7 +44,6 @@ class Row:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The row as ``doctor --json`` prints it."""
         return {
             "group": self.group,
             "name": self.name,
@@ -59,14 +56,12 @@ class Row:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Row:
-        """Parse the output of :meth:`as_json`."""
         known = dict(content)
         status, ranks = Status(known.pop("status")), tuple(known.pop("ranks"))
         return cls(status=status, ranks=ranks, fix=known.pop("cure"), **known)
 
 
 def ok(name: str, found: str, **numbers: float) -> Row:
-    """A row for something that is fine."""
     return Row(name, Status.OK, found, numbers=numbers)
 
 
@@ -81,7 +76,6 @@ def fail(name: str, found: str, fix: str, **numbers: float) -> Row:
 
 
 def skipped(name: str, reason: str) -> Row:
-    """A row for something that was not examined."""
     return Row(name, Status.SKIPPED, reason)
 
 
@@ -97,8 +91,6 @@ class Target:
     Attributes:
         cfg: the configuration given with ``-c``; None to examine only the machine.
         device: the kind of device, ``cpu`` or ``gpu``.
-        rank: number of this process in the job.
-        world_size: number of processes in the job.
         local_rank: number of this process on its node.
         local_size: number of the job's processes on this node.
         environ: the environment variables to examine.

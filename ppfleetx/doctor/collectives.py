@@ -32,8 +32,6 @@ _FIX = (
 
 @dataclass(frozen=True)
 class Member:
-    """This process as a member of a group: the ranks of the group, and its own place among them."""
-
     title: str
     group: Any
     ranks: Sequence[int]
@@ -41,11 +39,9 @@ class Member:
 
     @property
     def size(self) -> int:
-        """The number of members."""
         return len(self.ranks)
 
     def part(self, array: np.ndarray) -> np.ndarray:
-        """This member's part of ``array``."""
         return np.split(array, self.size)[self.place]
 
 
@@ -136,13 +132,7 @@ OPERATIONS: dict[str, tuple[Run, Expect]] = {
 def examine_groups(
     ctx: ParallelContext, announce: Callable[[str], None], sizes: Sequence[int] | None = None
 ) -> Iterator[Row]:
-    """Try every operation in every group of this process. All processes of the job must call this.
-
-    Args:
-        ctx: the parallel context of this process.
-        announce: a function called with the name of each operation before it runs.
-        sizes: message sizes in bytes; None: the default for the device.
-    """
+    """Try every operation in every group of this process. All processes of the job must call this."""
     sizes = sizes or (CARD_SIZES if is_card(ctx.device) else CPU_SIZES)
     for member in groups_of(ctx):
         for name in OPERATIONS if member.title == "ep" else list(OPERATIONS)[:-1]:
@@ -174,7 +164,6 @@ def examine_operation(member: Member, name: str, sizes: Sequence[int]) -> Row:
 
 
 def _problem(result: paddle.Tensor, expected: np.ndarray, dtype: str) -> str:
-    """Describe the error of a result; empty if the result is correct."""
     found = result.astype("float32").numpy()
     wrong = ~np.isclose(found, expected, rtol=_ROUNDING.get(dtype, 0.0), atol=0.0)
     if not wrong.any():
@@ -194,6 +183,5 @@ def _seconds(run: Callable[[], paddle.Tensor]) -> float:
 
 
 def _wait() -> None:
-    """Wait for the device."""
     if on_card():
         paddle.device.synchronize()

@@ -45,7 +45,6 @@ def plan(target: Target) -> Iterator[Row]:
 
 
 def start(target: Target) -> Iterator[Row]:
-    """Check whether a run may start in the output directory."""
     if target.cfg.Data.Train is None:
         yield skipped("start", "the configuration trains nothing (no Data.Train)")
         return

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from ppfleetx import __version__
-from ppfleetx.config.counts import bytes_text, counted
+from ppfleetx.config.counts import counted
 from ppfleetx.distributed.device import count, is_built_for_gpus, is_card, kind_of, visible_cards
 from ppfleetx.doctor.check import Row, Target, fail, ok, warn
 from ppfleetx.utils.installed import not_installed, version_of
@@ -42,14 +42,13 @@ _OF_LAUNCHER = (
     *(f"PADDLE_{name}" for name in ("MASTER", "NNODES", "RANK", "TRAINER")),
     *("PPFLEETX_DOCTOR", "PPFLEETX_LAUNCHER"),
 )
-_SHARED_MEMORY, _RDMA = "/dev/shm", "/sys/class/infiniband"  # noqa: S108
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108
 _LEAST_SHARED_BYTES, _SHARED_BYTES = 16 << 20, 1 << 30  # NCCL takes some MiB for each pair of cards
 _LEAST_FILES, _FILES = 256, 4096
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
 def versions(target: Target) -> Iterator[Row]:
-    """The versions of Python, ppfleetx and Paddle."""
     yield ok("python", f"{platform.python_version()} ({sys.executable})")
     yield ok("ppfleetx", f"{__version__} ({os.path.dirname(os.path.dirname(__file__))})")  # noqa: PTH120
     yield _paddle_version()
@@ -75,7 +74,6 @@ def _paddle_version() -> Row:
 
 
 def machine(target: Target) -> Iterator[Row]:
-    """The host, its processor and its memory."""
     model = next((line.partition(":")[2].strip() for line in _model_lines()), platform.machine())
     cpus, free = available_cpus(), available_bytes()
     memory = "" if free is None else f", {free / 2**30:.1f} GiB of memory free"
@@ -95,12 +93,8 @@ def _model_lines() -> Iterator[str]:
 
 
 def limits(target: Target) -> Iterator[Row]:
-    """The limits of open files, locked memory and shared memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield open_files_row(soft, hard)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if os.path.isdir(_RDMA) and os.listdir(_RDMA) and locked != resource.RLIM_INFINITY:  # noqa: PTH112, PTH208
-        yield locked_row(locked, target)
     yield _shared_memory(target)
 
 
@@ -116,16 +110,6 @@ def open_files_row(soft: int, hard: int) -> Row:
         )
     text = f"at most {soft:,} (connections, corpora and logs are files too)"
     return (fail if soft < _LEAST_FILES else warn)("open files", text, fix)
-
-
-def locked_row(soft: int, target: Target) -> Row:
-    """The row for the limit of locked memory (``ulimit -l``), if there is InfiniBand. A low limit is a
-    failure if the job needs InfiniBand.
-    """
-    is_needed = is_card(target.device) and target.world_size > target.local_size
-    text = f"at most {bytes_text(soft)}: InfiniBand cannot register its buffers"
-    fix = "ulimit -l unlimited before the job starts, or docker run --ulimit memlock=-1"
-    return (fail if is_needed else warn)("locked memory", text, fix)
 
 
 def _shared_memory(target: Target) -> Row:
@@ -145,7 +129,6 @@ def _shared_memory(target: Target) -> Row:
 
 
 def variables(target: Target) -> Iterator[Row]:
-    """The environment variables of NCCL, CUDA, Paddle and ppfleetx."""
     there = {
         name: "(not shown)" if _SECRET.search(name) else value
         for name, value in sorted(target.environ.items())

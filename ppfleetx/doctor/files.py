@@ -4,7 +4,6 @@ directory.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -78,7 +77,6 @@ def _sets(cfg: RunConfig) -> Iterator[tuple[str, str | None, RunConfig]]:
 
 
 def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
-    """Describe the data of a mode, and add corpora without checksums to ``unguarded``."""
     if not getattr(cfg.Data, mode).dataset.is_corpus:
         yield f"{len(build_dataset(cfg, mode)):,} examples"
         return
@@ -99,7 +97,6 @@ def _look(cfg: RunConfig, mode: str, unguarded: list[str]) -> Iterator[str]:
 
 
 def _has_a_sample(corpora: Sequence[TokenStore], cfg: RunConfig, mode: str) -> None:
-    """Raise DataError if no corpus has enough tokens in the split for one sample."""
     options = getattr(cfg.Data, mode).dataset
     ranges = [split_ranges(len(corpus), options.split)[MODES.index(mode)] for corpus in corpora]
     most = max(int(one.sizes[first:last].sum()) for one, (first, last) in zip(corpora, ranges, strict=True))
@@ -146,12 +143,10 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def corpora_of(cfg: RunConfig, mode: str) -> list[TokenStore]:
-    """All corpora of a mode."""
     return [corpus for group in open_corpora(cfg, mode) for corpus in group]
 
 
 def tokenizer(target: Target) -> Iterator[Row]:
-    """Load the tokenizer, and check that its ids and the corpora's ids fit the model's vocabulary."""
     try:
         loaded = load_tokenizer(target.cfg)
         lines = token_id_lines(target.cfg)
@@ -248,11 +243,6 @@ def _digest(path: Path) -> str:
 
 _PIECE_BYTES, _PIECES = 4 << 20, 8
 _SLOW_SECONDS = 120.0  # seconds to write one checkpoint
-_FIXES = {
-    errno.EACCES: "let this user write there, or",
-    errno.EPERM: "let this user write there, or",
-    errno.EROFS: "mount it for writing (mount -o remount,rw; dmesg says why it may be read-only), or",
-}
 
 
 def output_directory(target: Target) -> Iterator[Row]:
@@ -267,7 +257,9 @@ def output_directory(target: Target) -> Iterator[Row]:
     try:
         speed = write_speed(place)
     except OSError as error:
-        yield _refused(where, error)
+        fix = "free some, mount it for writing, let this user write there, or give another "
+        fix += "-o Engine.save_load.output_dir=DIR"
+        yield fail(title, f"{where} cannot be written: {error.strerror}", fix)
         return
     needed = one_checkpoint(target.cfg)
     seconds = "" if needed is None else f"; a checkpoint of {bytes_text(needed)} takes {needed / speed:.1f} s"
@@ -280,7 +272,6 @@ def output_directory(target: Target) -> Iterator[Row]:
 
 
 def room(target: Target) -> Iterator[Row]:
-    """Compare the free disk space with the size of the checkpoints that the run will keep."""
     needed = one_checkpoint(target.cfg)
     if needed is None:
         yield skipped("room", "the size of a checkpoint is only known for training our own GPT")
@@ -304,7 +295,6 @@ def room_row(free: float, each: float, count: int, place: Path) -> Row:
 
 
 def nearest_directory(directory: Path) -> Path:
-    """The directory itself, or its nearest existing parent."""
     place = directory.absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -326,15 +316,6 @@ def write_speed(directory: Path) -> float:
                 view = view[os.write(file.fileno(), view) :]
         os.fsync(file.fileno())
         return _PIECES * _PIECE_BYTES / (time.perf_counter() - begin)
-
-
-def _refused(where: str, error: OSError) -> Row:
-    why = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return fail("output directory", f"{where}: {why}", "free some, or give another directory")
-    fix = _FIXES.get(error.errno, "look at its file system (mount, dmesg), or")
-    fix += " give another -o Engine.save_load.output_dir=DIR"
-    return fail("output directory", f"{where} cannot be written: {why}", fix)
 
 
 def one_checkpoint(cfg: RunConfig) -> float | None:

@@ -42,13 +42,7 @@ _IMPORT_SECONDS = 120.0
 
 
 def launcher_rows(environ: Mapping[str, str], nodes: int, nproc: int | None) -> Iterator[Row]:
-    """Rows for problems that would make the launcher fail; none if there are no problems.
-
-    Args:
-        environ: the environment variables of the launcher.
-        nodes: number of machines.
-        nproc: number of processes on this machine; None: one per card.
-    """
+    """Rows for problems that would make the launcher fail; none if there are no problems."""
     left = [name for name in _OF_ANOTHER_JOB if environ.get(name)]
     if left and nodes == 1:  # with several nodes a scheduler may have set them for this very job
         found = " ".join(f"{name}={environ[name]}" for name in left)
@@ -175,7 +169,6 @@ def launched_rows(
 
 
 def _read(place: Path, logs: Path, code: int) -> tuple[list[Row], int]:
-    """The report of the first rank that left one. If none did, rows are made from the ends of the logs."""
     reports = sorted(place.glob(_REPORT))
     if reports:
         content = json.loads(reports[0].read_text("utf-8"))
@@ -252,7 +245,6 @@ def _report_of(local_rank: int) -> str:
 
 
 def _end_of(file: Path) -> str:
-    """The last error in a log, or else its last lines."""
     lines = [line.strip() for line in _text_of(file).splitlines() if line.strip()]
     lines = [line for line in lines if not any(noise in line for noise in _NOISE)]
     lines = [line for line in lines if line.startswith("error: ")][-1:] or lines
@@ -260,7 +252,6 @@ def _end_of(file: Path) -> str:
 
 
 def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_rank: int) -> None:
-    """Write the rows to the place where the process that started this one will read them."""
     content = {"world_size": world_size, "rows": [row.as_json() for row in rows]}
     name = _report_of(local_rank)
     part = Path(directory) / f"{name}.part"
@@ -269,5 +260,4 @@ def leave_report(rows: Sequence[Row], world_size: int, directory: str, local_ran
 
 
 def command_of(script: Path, arguments: Sequence[str]) -> list[str]:
-    """The command that runs ``doctor`` in another process."""
     return [sys.executable, str(script), "doctor", *arguments]

@@ -23,7 +23,6 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def libraries(target: Target) -> Iterator[Row]:
-    """Import every required library and check its version."""
     problems = [row for name in LIBRARIES if (row := _problem(name)) is not None]
     yield from problems
     if not problems:

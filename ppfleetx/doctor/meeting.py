@@ -11,7 +11,7 @@ import selectors
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ppfleetx.distributed.rendezvous import (
     Address,
@@ -35,19 +35,45 @@ class Answer:
     problem: str = ""
 
 
-class Meeting(Protocol):
-    """A member's end of the connections.
+def open_meeting(
+    point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
+) -> Host | Guest:
+    """Meet the other members at ``point``.
+
+    Raises:
+        RendezvousError: a member does not arrive, or the address cannot be used.
+    """
+    member = Member(name, number)
+    if is_host:
+        return Host(receive(point, size, member, seconds))
+    return Guest(visit(point, size, member, seconds), "{}:{}".format(*point))
+
+
+@dataclass
+class _Seen:
+    """The host's knowledge of a guest: its last activity, and when it last made progress."""
+
+    line: Line
+    place: str = "its start"
+    problem: str = ""
+    moved: float = 0.0
+
+
+class Host:
+    """The first member's end of the connections.
 
     Attributes:
         number: number of this member; the host is 0.
         names: names of all members, by number.
     """
 
-    number: int
-    names: list[str]
+    def __init__(self, members: Members) -> None:
+        self.number, self.names = members.number, members.names
+        self._guests = {number: _Seen(line) for number, line in members.lines.items()}
 
     def announce(self, place: str) -> None:
-        """Tell the host this member's current activity, which is reported if the member stops answering."""
+        """Tell this member's current activity, which is reported if the member stops answering."""
+        self._send({"at": place})
 
     def exchange(self, value: Any, seconds: float) -> list[Answer]:
         """Exchange values, and return the values of all members by number. All members must call this in the
@@ -61,49 +87,6 @@ class Meeting(Protocol):
         Raises:
             RendezvousError: the host is gone.
         """
-
-    def close(self) -> None:
-        """Leave the meeting."""
-
-
-def open_meeting(
-    point: Address, size: int, name: str, seconds: float, *, is_host: bool, number: int | None = None
-) -> Meeting:
-    """Meet the other members at ``point``.
-
-    Args:
-        size: number of members, including this one.
-        number: number of this member; None: members are numbered in the order they arrive.
-        seconds: the time to wait for the other members.
-
-    Raises:
-        RendezvousError: a member does not arrive, or the address cannot be used.
-    """
-    member = Member(name, number)
-    if is_host:
-        return _Host(receive(point, size, member, seconds))
-    return _Guest(visit(point, size, member, seconds), "{}:{}".format(*point))
-
-
-@dataclass
-class _Seen:
-    """The host's knowledge of a guest: its last activity, and when it last made progress."""
-
-    line: Line
-    place: str = "its start"
-    problem: str = ""
-    moved: float = 0.0
-
-
-class _Host:
-    def __init__(self, members: Members) -> None:
-        self.number, self.names = members.number, members.names
-        self._guests = {number: _Seen(line) for number, line in members.lines.items()}
-
-    def announce(self, place: str) -> None:
-        self._send({"at": place})
-
-    def exchange(self, value: Any, seconds: float) -> list[Answer]:
         begun, answers = time.monotonic(), {0: Answer(value)}
         with selectors.DefaultSelector() as selector:
             for number, guest in self._guests.items():
@@ -155,7 +138,9 @@ class _Host:
             guest.line.close()
 
 
-class _Guest:
+class Guest:
+    """Another member's end of its connection, with the methods and attributes of :class:`Host`."""
+
     def __init__(self, members: Members, where: str) -> None:
         self.number, self.names = members.number, members.names
         self._line, self._where, self._place = members.lines[0], where, "its start"

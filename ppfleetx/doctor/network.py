@@ -8,11 +8,8 @@ machine, as NCCL and Gloo will.
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
-import struct
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,8 +17,8 @@ from typing import Any
 
 from ppfleetx.config.counts import bytes_text
 from ppfleetx.distributed.rendezvous import RendezvousError
-from ppfleetx.doctor.check import Row, Status, Target, fail, ok, warn, within
-from ppfleetx.doctor.meeting import Answer, Meeting, open_meeting
+from ppfleetx.doctor.check import Row, Target, fail, ok, warn, within
+from ppfleetx.doctor.meeting import Answer, Guest, Host, open_meeting
 from ppfleetx.utils.machine import interface_address, interface_flags
 
 _UP, _LOOPBACK = 0x1, 0x8  # linux/if.h
@@ -42,7 +39,6 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces of this machine (strictly, of this process's network namespace)."""
     found: list[Interface] = []
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):  # interfaces of containers, which come and go
@@ -54,7 +50,6 @@ def interfaces() -> list[Interface]:
 
 
 def network(target: Target) -> Iterator[Row]:
-    """List all interfaces, and check the ones that environment variables name."""
     found = interfaces()
     yield ok("interfaces", ", ".join(map(str, found)))
     yield from named_rows(target, found)
@@ -119,7 +114,6 @@ def _exact(value: str, found: Sequence[Interface]) -> list[Interface]:
 
 
 def is_local(address: str) -> bool:
-    """Whether an IPv4 address is one of this machine's."""
     is_own = any(one.address == address for one in interfaces())  # even if the interface is down
     return is_own or address.startswith("127.") or route_to(address) == address
 
@@ -140,25 +134,17 @@ _VARIABLES = (("NCCL_SOCKET_IFNAME", nccl_choice), ("GLOO_SOCKET_IFNAME", _exact
 
 _THREADS = 32
 _REACH_SECONDS, _SEND_SECONDS, _ROUND_SECONDS = 5.0, 5.0, 60.0
-_ALL_SECONDS = 20.0  # seconds to measure all links of a machine
-_FEW_BYTES, _PACKETS_BYTES, _MOST_BYTES = 64, 64 << 10, 16 << 20
-_HEAD = struct.Struct("!I")
-_SLOW, _TOO_SLOW = 12.5e6, 1.25e6  # bytes a second: 100 and 10 Mbit/s
-_TIMES_SLOWER = 10
+_FEW_BYTES, _PACKETS_BYTES = 64, 64 << 10
+_DONE = b"!"  # the answer to bytes that have arrived
 _OPEN_FIX = "NCCL and Gloo open ports of their own: let the machines reach each other on all ports"
 _FIREWALL_FIX = "a firewall or proxy opens connections and drops the data: let it through"
 _MTU_FIX = (
     "large packets get lost: give all machines, and the switches between them, one MTU "
     "(ip link; ip link set dev NAME mtu 1500), and let ICMP through"
 )
-_SLOW_FIX = (
-    "look at the cable and its speed (ethtool NAME), at limits (tc qdisc show), at other traffic, and "
-    "whether the address is of the fast network (POD_IP, NCCL_SOCKET_IFNAME)"
-)
 
 
 def reach(address: tuple[str, int], seconds: float) -> str:
-    """The reason why a connection to ``address`` fails; empty if it succeeds."""
     try:
         socket.create_connection(address, seconds).close()
     except TimeoutError:
@@ -170,7 +156,7 @@ def reach(address: tuple[str, int], seconds: float) -> str:
 
 @contextlib.contextmanager
 def receiving() -> Iterator[int]:
-    """Context in which a port of this machine receives data from :func:`send`."""
+    """Context in which a port of this machine receives what :func:`try_link` sends."""
     with socket.create_server(("", 0), backlog=1024) as listener:
         threading.Thread(target=_serve, args=(listener,), name="links", daemon=True).start()
         yield listener.getsockname()[1]
@@ -185,25 +171,9 @@ def _serve(listener: socket.socket) -> None:
 def _take(connection: socket.socket) -> None:
     with connection, contextlib.suppress(OSError):
         connection.settimeout(2 * _SEND_SECONDS)
-        while len(head := connection.recv(_HEAD.size, socket.MSG_WAITALL)) == _HEAD.size:
-            count = left = min(_HEAD.unpack(head)[0], _MOST_BYTES)
-            while left and (data := connection.recv(min(left, 1 << 20))):
-                left -= len(data)
-            connection.sendall(_HEAD.pack(count))
-
-
-def send(connection: socket.socket, count: int) -> float:
-    """Send ``count`` bytes, wait for the acknowledgement, and return the seconds it took.
-
-    Raises:
-        OSError: the acknowledgement did not come in time.
-    """
-    begin = time.perf_counter()
-    connection.settimeout(_SEND_SECONDS)
-    connection.sendall(_HEAD.pack(count) + bytes(count))
-    if connection.recv(_HEAD.size, socket.MSG_WAITALL) != _HEAD.pack(count):
-        raise ConnectionResetError(errno.ECONNRESET, "something else answers")
-    return time.perf_counter() - begin
+        for count in (_FEW_BYTES, _PACKETS_BYTES):
+            if len(connection.recv(count, socket.MSG_WAITALL)) == count:
+                connection.sendall(_DONE)
 
 
 def try_link(address: tuple[str, int]) -> dict[str, Any]:
@@ -213,8 +183,11 @@ def try_link(address: tuple[str, int]) -> dict[str, Any]:
     done = 0
     try:
         with socket.create_connection(address, _REACH_SECONDS) as connection:
+            connection.settimeout(_SEND_SECONDS)
             for count in (_FEW_BYTES, _PACKETS_BYTES):
-                send(connection, count)
+                connection.sendall(bytes(count))
+                if connection.recv(1) != _DONE:
+                    raise ConnectionResetError
                 done = count
     except OSError:
         what = "nothing that is sent arrives" if not done else f"{bytes_text(_PACKETS_BYTES)} do not arrive"
@@ -225,27 +198,8 @@ def try_link(address: tuple[str, int]) -> dict[str, Any]:
     return {}
 
 
-def measure_link(address: tuple[str, int]) -> dict[str, Any]:
-    """The ``speed`` of a link in bytes per second: the best of four trials, as machines do other work too."""
-    count, best = _PACKETS_BYTES, 0.0
-    try:
-        with socket.create_connection(address, _REACH_SECONDS) as connection:
-            for _ in range(4):
-                best = max(best, count / send(connection, count))
-                count = min(_MOST_BYTES, max(_PACKETS_BYTES, int(best / 10)))  # 0.1 s
-    except OSError as error:
-        return {"problem": error.strerror or "nothing comes back", "fix": _OPEN_FIX}
-    return {"speed": best}
-
-
-def examine_links(meeting: Meeting, own: str, port: int, environ: Mapping[str, str]) -> Iterator[Row]:
-    """Try the links between all machines. Every member of the meeting must call this.
-
-    Args:
-        own: address of this machine.
-        port: the port from :func:`receiving`.
-        environ: the environment variables, which may name the interfaces of NCCL and Gloo.
-    """
+def examine_links(meeting: Host | Guest, own: str, port: int, environ: Mapping[str, str]) -> Iterator[Row]:
+    """Try the links between all machines. Every member of the meeting must call this."""
     announced = meeting.exchange([own, port, named_addresses(Target(environ=environ))], _ROUND_SECONDS)
     size = len(announced)
     # Each machine begins with the next machine, so that they do not all try the same one first.
@@ -255,10 +209,6 @@ def examine_links(meeting: Meeting, own: str, port: int, environ: Mapping[str, s
     with ThreadPoolExecutor(_THREADS) as pool:
         mine = dict(zip(there, pool.map(try_link, addresses.values()), strict=True))
         unreached = list(pool.map(lambda one: _unreached_interfaces(*one), there.items()))
-    end = time.monotonic() + _ALL_SECONDS
-    for number, address in addresses.items():
-        if not mine[number] and time.monotonic() < end:
-            mine[number] = measure_link(address)
     named = dict(pair for pairs in unreached for pair in pairs)
     value = {"links": {str(n): link for n, link in mine.items()}, "named": named}
     yield from link_rows(meeting.names, meeting.exchange(value, 2 * _ROUND_SECONDS))
@@ -276,13 +226,8 @@ def _unreached_interfaces(number: int, announced: Sequence[Any]) -> list[tuple[s
 
 
 def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
-    """The rows for the findings of each machine.
-
-    Args:
-        names: names of the machines.
-        answers: one ``{"links": {number: link}, "named": {"number variable": problem}}`` per machine.
-    """
-    failed, speeds = False, {}
+    """The rows for the findings of each machine."""
+    failed = False
     for name, answer in zip(names, answers, strict=True):
         if answer.problem:
             failed = True
@@ -293,8 +238,6 @@ def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
             if "problem" in link:
                 failed = True
                 yield fail("links", f"{name} does not reach {other}: {link['problem']}", link["fix"])
-            elif "speed" in link:
-                speeds[name, other] = link["speed"]
         for key, problem in answer.value["named"].items():
             number, variable = key.split(" ")
             yield fail(
@@ -304,43 +247,13 @@ def link_rows(names: Sequence[str], answers: Sequence[Answer]) -> Iterator[Row]:
             )
     if not failed:
         yield ok("links", f"each of the {len(names)} machines reaches the others on an arbitrary port")
-    yield from speed_rows(speeds)
-
-
-def speed_rows(speeds: Mapping[tuple[str, str], float]) -> Iterator[Row]:
-    """The rows for ``speeds``, ``{(from, to): bytes per second}``."""
-    if not speeds:
-        return
-    best = max(speeds.values())
-    slow = {link: status for link, speed in speeds.items() if (status := _judged(speed, best))}
-    for (one, other), status in slow.items():
-        speed = speeds[one, other]
-        text = f"{one} to {other}: {bytes_text(speed)}/s; the fastest link has {bytes_text(best)}/s"
-        yield Row("speed", status, text, _SLOW_FIX, numbers={"bytes_per_second": speed})
-    if not slow:
-        speed = min(speeds.values())
-        yield ok("speed", f"the slowest link has {bytes_text(speed)}/s", bytes_per_second=speed)
-
-
-def _judged(speed: float, best: float) -> Status | None:
-    is_last = best > _TIMES_SLOWER * speed
-    if speed < _TOO_SLOW or (is_last and speed < _SLOW):
-        return Status.FAIL
-    return Status.WARN if speed < _SLOW or (is_last and speed < 10 * _SLOW) else None
 
 
 _RESOLVE_SECONDS = 20.0
 
 
 def examine_nodes(master: str, size: int, seconds: float, environ: Mapping[str, str]) -> Iterator[Row]:
-    """Meet the other machines and try the links. Returns this machine's rows.
-
-    Args:
-        master: ``HOST:PORT``, as given to the launcher.
-        size: number of machines.
-        seconds: the time to wait for the other machines.
-        environ: the environment variables. ``POD_IP`` is the address that the launcher announces.
-    """
+    """Meet the other machines and try the links. Returns this machine's rows."""
     host, _, port = master.rpartition(":")
     if not host or not port.isdigit():
         yield fail(
@@ -390,14 +303,7 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def address_row(own: str, host: str, master: str, *, is_first: bool) -> Row | None:
-    """The row for a bad address announced by the launcher; None if the address is good.
-
-    Args:
-        own: the announced address.
-        host: the host in ``--master``, as written.
-        master: the host's address.
-        is_first: whether ``--master`` names this machine.
-    """
+    """The row for a bad address announced by the launcher; None if the address is good."""
     better = host if is_first else route_to(master)
     fix = f"POD_IP={better} before the command on this machine" if better else "set POD_IP on this machine"
     if own.startswith("127."):

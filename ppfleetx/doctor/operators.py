@@ -106,14 +106,7 @@ def kernels_row(
     wanted: Mapping[str, Iterable[str]],
     backends: Collection[str],
 ) -> Row:
-    """The row that says whether the registry has the wanted kernels.
-
-    Args:
-        place: name of the device for the row.
-        registry: ``paddle.base.core._get_registered_phi_kernels("function")``.
-        wanted: element types by kernel.
-        backends: names of the registry's backends to look in.
-    """
+    """The row that says whether the registry has the wanted kernels."""
     absent = [f"{name} ({dtype})" for name, dtype in _absent(wanted, registry, backends)]
     pairs = sum(len(list(types)) for types in wanted.values())
     title = f"kernels of the {place}"

@@ -21,8 +21,6 @@ _LEAST_PATIENCE = 30.0  # generous, because machines are busy when jobs start
 
 
 class Need(Enum):
-    """A requirement of a check."""
-
     NOTHING = "nothing"
     CONFIG = "a configuration"
     PADDLE = "Paddle"
@@ -31,8 +29,6 @@ class Need(Enum):
 
 
 class Each(Enum):
-    """The processes that run a check."""
-
     RANK = "every process"
     NODE = "the first process of each node"
     CARD = "every process that has a card, and of the others the first of each node"
@@ -61,17 +57,14 @@ class Check:
     seconds: float | None = None
 
     def is_for(self, target: Target) -> bool:
-        """Whether this process runs the check."""
         everyone = self.each is Each.RANK or (self.each is Each.CARD and is_card(target.device))
         return everyone or target.local_rank == 0
 
     @property
     def imports_paddle(self) -> bool:
-        """Whether the check needs Paddle."""
         return self.need in (Need.PADDLE, Need.CARD, Need.GPU)
 
     def load(self) -> Callable[[Target], Iterable[Row]]:
-        """Import the check and return its function."""
         return getattr(importlib.import_module(f"ppfleetx.doctor.{self.module}"), self.function)
 
 

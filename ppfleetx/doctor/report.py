@@ -33,7 +33,6 @@ _MARGIN = 8  # width of the status column
 
 
 def exit_code(rows: Iterable[Row]) -> int:
-    """The exit code: 1 if anything failed, else 0."""
     return int(any(row.status is Status.FAIL for row in rows))
 
 
@@ -69,7 +68,6 @@ def in_groups(rows: Sequence[Row]) -> list[Row]:
 
 
 def as_json(rows: Sequence[Row], world_size: int) -> str:
-    """The report as one JSON object."""
     counts = {str(status): sum(row.status is status for row in rows) for status in Status}
     content = {
         "ok": exit_code(rows) == 0,
@@ -93,7 +91,6 @@ def as_table(rows: Sequence[Row]) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """The last line of the table: the number of rows by status."""
     counts = {status: sum(row.status is status for row in rows) for status in Status}
     parts = [f"{counts[status]} {status}" for status in Status if counts[status]]
     failed = counts[Status.FAIL]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Self
+from tempfile import NamedTemporaryFile
+from typing import Self
 
 from ppfleetx.config.counts import ranks_text
 from ppfleetx.config.loader import load_config
@@ -25,7 +26,7 @@ from ppfleetx.distributed.rendezvous import RendezvousError, meeting_point
 from ppfleetx.doctor.agreement import agreement_rows, differing, digests, host_of, in_full
 from ppfleetx.doctor.check import Row, Status, Target, fail, ok, skipped, within
 from ppfleetx.doctor.files import nearest_directory
-from ppfleetx.doctor.meeting import Answer, Meeting, open_meeting
+from ppfleetx.doctor.meeting import Answer, Guest, Host, open_meeting
 from ppfleetx.doctor.registry import CHECKS, Check, examine
 from ppfleetx.doctor.report import in_groups, joined
 
@@ -46,21 +47,16 @@ _FIRST_FAILURES = "a check failed that communication depends on"
 
 
 def examine_all(target: Target, checks: Sequence[Check] = CHECKS) -> list[Row]:
-    """Run every check that is meant for this process and return the rows."""
     rows = [row for check in checks if check.is_for(target) for row in examine(check, target)]
     return [*target.found, *rows]
 
 
 def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]], None]) -> list[Row]:
-    """Examine the job and return its rows, the same in every process. All processes must call this.
-
-    Args:
-        target: the subject that this process examines.
-        seconds: time limit of the wait for the others, and of each collective.
-        finish: a function called with the rows just before a process whose communication hangs is ended.
-    """
+    """Examine the job and return its rows, the same in every process. All processes must call this."""
+    name, is_host = f"rank {target.rank} on {host_of(target)}", target.rank == 0
+    place = meeting_point(), target.world_size, name, seconds
     try:
-        meeting = meet(target, seconds)
+        meeting = open_meeting(*place, is_host=is_host, number=target.rank)
     except RendezvousError as error:
         row = fail(ALONE, f"rank {target.rank}: {error}", error.fix)
         return in_groups([*examine_all(target), _in(_PROCESSES, row)])
@@ -75,32 +71,16 @@ def examine_job(target: Target, *, seconds: float, finish: Callable[[list[Row]],
         return job.result()
 
 
-def meet(target: Target, seconds: float) -> Meeting:
-    """Meet the other processes at the address where the job itself will meet.
-
-    Raises:
-        RendezvousError: a process does not arrive, or the address cannot be used.
-    """
-    name = f"rank {target.rank} on {host_of(target)}"
-    place = target.world_size, name, seconds
-    return open_meeting(meeting_point(), *place, is_host=target.rank == 0, number=target.rank)
-
-
 def _in(group: str, row: Row) -> Row:
     return replace(row, group=group)
 
 
 @dataclass
 class Job:
-    """This process's part in the examination of a job.
-
-    Attributes:
-        rows: the rows found so far, by rank.
-        of_job: rows about the job as a whole.
-    """
+    """This process's part in the examination of a job."""
 
     target: Target
-    meeting: Meeting
+    meeting: Host | Guest
     rows: list[list[Row]] = field(default_factory=list)
     of_job: list[Row] = field(default_factory=list)
     _lost: set[int] = field(default_factory=set)
@@ -109,11 +89,9 @@ class Job:
         self.rows = [[] for _ in range(self.target.world_size)]
 
     def result(self) -> list[Row]:
-        """All rows, merged and sorted."""
         return in_groups([*joined(self.rows), *self.of_job])
 
     def run_local_checks(self) -> None:
-        """Run the checks that are meant for this process."""
         own = list(self.target.found)
         for check in CHECKS:
             if check.is_for(self.target):
@@ -135,7 +113,6 @@ class Job:
         self._take(answers)
 
     def _take(self, answers: Sequence[Answer]) -> None:
-        """Add the rows of all processes, and one row for each process that did not answer."""
         for rank, answer in enumerate(answers):
             if not answer.problem:
                 self.rows[rank] += [Row.from_json(row) for row in answer.value]
@@ -178,7 +155,9 @@ class Job:
             mark = ""
             if self.target.rank == 0:
                 with contextlib.suppress(OSError):  # another check reports it
-                    made = within(_LOOK_SECONDS, lambda: _temporary_file(place))
+                    made = within(
+                        _LOOK_SECONDS, partial(NamedTemporaryFile, dir=place, prefix=".ppfleetx-doctor-")
+                    )
                     mark = Path(stack.enter_context(made).name).name
             names = self.meeting.exchange([mark, host_of(self.target)], _SHORT_SECONDS)
             mark = names[0].value[0]
@@ -234,7 +213,6 @@ class Job:
         self.of_job += measured
 
     def _collectives(self, announce: Callable[[str], None], rows: list[Row], guard: Guard) -> None:
-        """Try the collectives, adding each row to ``rows`` as it is found."""
         from ppfleetx.distributed.init import init_distributed
         from ppfleetx.doctor.collectives import examine_groups
 
@@ -250,10 +228,6 @@ class Job:
             rows.append(fail("communication", f"{type(error).__name__}: {str(error)[:400]}", fix))
 
 
-def _temporary_file(place: Path) -> IO[bytes]:
-    return tempfile.NamedTemporaryFile(dir=place, prefix=".ppfleetx-doctor-")
-
-
 def _is_there(file: Path) -> bool:
     try:
         return within(_LOOK_SECONDS, file.exists)
@@ -264,11 +238,6 @@ def _is_there(file: Path) -> bool:
 class Guard:
     """Gives up when one step of a sequence takes too long.
 
-    Args:
-        seconds: time limit of each step.
-        give_up: a function called in another thread with the name of the step. Leaving the block waits until
-            it returns.
-
     Attributes:
         has_given_up: whether ``give_up`` was called.
     """
@@ -276,36 +245,28 @@ class Guard:
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self._seconds, self._give_up, self.has_given_up = seconds, give_up, False
         self._timer: threading.Timer | None = None
-        self._lock = threading.Lock()
 
     def begin(self, what: str) -> None:
-        """Start the clock of the next step."""
-        with self._lock:
-            self._cancel()
-            if not self.has_given_up:
-                self._timer = threading.Timer(self._seconds, self._expire, (what,))
-                self._timer.daemon = True
-                self._timer.start()
+        self._cancel()
+        if not self.has_given_up:
+            self._timer = threading.Timer(self._seconds, self._expire, (what,))
+            self._timer.daemon = True
+            self._timer.start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._cancel()
+        self._cancel()
         if self.has_given_up:
             self._timer.join()
 
     def _cancel(self) -> None:
-        if self._timer is not None and not self.has_given_up:
+        if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
     def _expire(self, what: str) -> None:
-        with self._lock:
-            if self._timer is not threading.current_thread():
-                return  # the step ended at this very moment
-            self.has_given_up = True
+        self.has_given_up = True
         self._give_up(what)
 
 

@@ -58,7 +58,6 @@ def losses(target: Target) -> Iterator[Row]:
 
 
 def losses_row(name: str, found: Sequence[float], expected: Sequence[float], tolerance: float) -> Row:
-    """Compare losses with the expected ones by their largest relative difference."""
     array = np.asarray(expected)
     worst = float(np.max(np.abs(np.asarray(found) - array) / np.abs(array)))
     text = f"losses of {len(found)} steps are {_shown(found)}"
@@ -78,12 +77,7 @@ def _shown(losses: Sequence[float]) -> str:
 
 
 def train(model: str, device: str, overrides: Sequence[str] = ()) -> list[float]:
-    """Train one of :data:`MODELS` in this process and return the loss of each step.
-
-    Args:
-        device: ``cpu`` or ``gpu``.
-        overrides: ``Section.key=value``.
-    """
+    """Train one of :data:`MODELS` in this process and return the loss of each step."""
     given = [
         f"Global.device={device}",
         f"Global.local_batch_size={SEQUENCES}",

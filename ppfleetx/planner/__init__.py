@@ -6,7 +6,6 @@ ANY_CARD = "A100-80GB"
 
 
 def shipped_cards() -> dict[str, Any]:
-    """The descriptions of the shipped cards, by name."""
     import yaml
 
     return yaml.safe_load((resources.files(__package__) / "cards.yaml").read_text("utf-8"))

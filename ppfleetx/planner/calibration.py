@@ -38,8 +38,6 @@ _SWEEPS = 6
 
 @dataclass(frozen=True)
 class Observed:
-    """A run's plan and the median seconds of its steps."""
-
     name: str
     job: Job
     seconds: float
@@ -147,7 +145,6 @@ def _distance(card: Card, cluster: Cluster, runs: Sequence[Observed]) -> float:
 
 
 def _log_factor(card: Card, stated: Card, name: str) -> float:
-    """Logarithm of a constant's scale factor."""
     now, then = getattr(card, name), getattr(stated, name)
     if isinstance(now, dict):
         size = min(now)

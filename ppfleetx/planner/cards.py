@@ -24,8 +24,6 @@ _MICRO = 1e-6
 
 
 class Card(Section):
-    """One accelerator and the links of its node."""
-
     name: Text
     """The name of the card on the command line."""
     kernels: Literal["cpu", "gpu", "plugin"] = "gpu"
@@ -110,11 +108,6 @@ class Card(Section):
 
 def load_card(name: str, *, key: str = "--card", asked_in: str | None = None) -> Card:
     """Load the shipped card called ``name``, or the only card in the YAML file ``name``.
-
-    Args:
-        name: the card's name, or the path of the file.
-        key: the option or configuration key with this name, for messages.
-        asked_in: the place where that key was set: ``file:line`` or ``-o override 2``.
 
     Raises:
         ConfigError: there is no such card or file, or the file does not describe a card.

@@ -86,14 +86,10 @@ class Job:
     Attributes:
         model: shapes and options; ``plan`` and ``recomputed`` override its ``sequence_parallel`` and
             recompute keys.
-        plan: parallel degrees and options.
         micro_batch: sequences of a forward pass on one data rank.
         accumulate: micro batches of a step.
-        seq_len: tokens of a sequence.
-        precision: number types.
         recomputed: the recomputation of each layer.
         moments: optimizer states per trained parameter (2 for AdamW, 1 for momentum, 0 for SGD; Muon's mean).
-        flash: whether attention is fused.
         async_save: whether host memory holds a copy of a checkpoint while it is written.
         kernels: the operations to count: ours on a CPU, on a GPU or on a plugin's device, or the ``fused``
             operations of Megatron-LM and PaddleFleetX for published runs.
@@ -134,12 +130,10 @@ class Job:
 
     @property
     def global_batch(self) -> int:
-        """Sequences of a step over the whole job."""
         return self.micro_batch * self.accumulate * self.plan.data_size
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step over the whole job."""
         return self.global_batch * self.seq_len
 
     @property
@@ -195,13 +189,9 @@ class Job:
     def layers_of_stage(self, stage: int) -> list[list[int]]:
         """The indices of the layers on pipeline stage ``stage``, one list per virtual stage."""
         chunks = self.plan.layers_of_chunks(self.model.num_layers)
-        ends = self._ends_of_chunks
+        ends = list(itertools.accumulate(chunks))
         mine = range(stage, self.plan.num_chunks, self.plan.pp)
         return [list(range(ends[c] - chunks[c], ends[c])) for c in mine]
-
-    @cached_property
-    def _ends_of_chunks(self) -> list[int]:
-        return list(itertools.accumulate(self.plan.layers_of_chunks(self.model.num_layers)))
 
     @property
     def model_key(self) -> ModelKey:
@@ -210,17 +200,14 @@ class Job:
 
     @property
     def spec(self) -> ModelSpec:
-        """The declaration of the model's parts."""
         return _spec_of(self.model_key)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The block of every layer, and its recomputation."""
         return tuple(zip(self.spec.blocks, self.recomputed, strict=True))
 
     @cached_property
     def work(self) -> Work:
-        """A rank's share of the work on a micro batch."""
         plan, precision = self.plan, self.precision
         return Work(
             self.micro_batch,
@@ -240,11 +227,9 @@ class Job:
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
-        """The distinct elements of :attr:`layers`."""
         return tuple(sorted(dict.fromkeys(self.layers), key=itemgetter(1)))
 
     def layer_kinds(self, stage: int) -> dict[Layer, int]:
-        """The number of layers of each kind on pipeline stage ``stage``."""
         if len(self.kinds) == 1 and self.plan.pp_layers is None:
             return {self.kinds[0]: self.model.num_layers // self.plan.pp}
         return dict(Counter(self.layers[n] for chunk in self.layers_of_stage(stage) for n in chunk))
@@ -338,7 +323,6 @@ def sequence_length(cfg: RunConfig) -> int:
 
 
 def recompute_of(model: ModelConfig) -> tuple[Recompute, ...]:
-    """The recomputation of each layer in the backward pass."""
     kind = model.recompute_granularity or "full"
     return tuple(kind if model.is_recomputed(layer) else "none" for layer in range(model.num_layers))
 

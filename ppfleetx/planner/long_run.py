@@ -38,14 +38,7 @@ class Failures:
 
 
 def failures(prediction: Prediction, *, node_mtbf: float, save: float, restart: float) -> Failures:
-    """The best checkpoint interval (Young 1974, refined by Daly 2006, equation 37) and its cost.
-
-    Args:
-        prediction: the prediction for one step.
-        node_mtbf: mean seconds between two failures of one node; the job stops when any node fails.
-        save: seconds that the job waits for a checkpoint.
-        restart: seconds from a failure to the first step after it.
-    """
+    """The best checkpoint interval (Young 1974, refined by Daly 2006, equation 37) and its cost."""
     nodes = max(1.0, prediction.job.plan.world_size / prediction.cluster.per_node)
     mtbf = node_mtbf / nodes
     interval = _daly(save, mtbf)
@@ -112,7 +105,6 @@ class Questions:
         }
 
     def failures(self, prediction: Prediction) -> Failures:
-        """The cost of failures to a run."""
         save = self.save_seconds
         if save is None:
             nodes = max(1.0, prediction.job.plan.world_size / prediction.cluster.per_node)
@@ -122,7 +114,6 @@ class Questions:
 
 
 def answers(prediction: Prediction, tokens: float, asked: Questions) -> list[str]:
-    """The length of the run and the answers, as lines of text."""
     run = run_length(prediction, tokens)
     lines = [
         "",

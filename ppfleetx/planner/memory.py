@@ -33,14 +33,11 @@ class StageMemory:
         parameters: parameters in the type that the passes use.
         gradients: gradients kept between passes.
         masters: float32 masters of 16-bit parameters.
-        optimizer: moments of the optimizer.
         activations: activations kept for the backward passes of all micro batches in flight.
         logits: logits, and the tensors that the loss keeps.
         temporary: short-lived tensors at the peak: recomputed layers, gradients of activations, fetched
             parameters.
-        buffers: buffers of packed messages.
         context: memory of the driver and libraries.
-        fragments: memory that the allocator loses.
         host: host memory: offloaded states, copies for saving in the background.
         whole_gradients: gradients of all parameters after the last backward pass.
         start: peak while the model is built, context and fragments included.
@@ -93,7 +90,6 @@ CARD_PARTS = (
 
 
 def stage_memory(job: Job, cluster: Cluster, stage: int) -> StageMemory:
-    """Memory of a rank of pipeline stage ``stage``."""
     precision, plan = job.precision, job.plan
     held = held_parameters(job, stage)
     masters = held.owned * precision.master_bytes

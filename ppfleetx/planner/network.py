@@ -61,7 +61,6 @@ class Group:
     """How the ranks of a group are spread over nodes.
 
     Attributes:
-        size: number of ranks.
         inside: number of the group's ranks in one node.
         sharing: number of groups of the same axis that share a node's network.
     """
@@ -72,7 +71,6 @@ class Group:
 
     @property
     def leaves_node(self) -> bool:
-        """Whether the group spans several nodes."""
         return self.inside < self.size
 
 

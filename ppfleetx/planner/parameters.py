@@ -27,12 +27,10 @@ class Held:
         resident: the elements among ``values`` that the rank holds between steps; with sharding stage 3, the
             elements it owns.
         stored: bytes of parameters that have a type of their own (small weights), held between steps.
-        trained: trained elements.
         owned: trained elements that the rank updates, and whose states it keeps.
         largest_layer: elements of the largest model stage, which sharding stage 3 fetches at once.
         fills: for each parameter size, a pair: the number of elements up to the end of the last parameter of
             that size, and the size. Parameters are in the order in which they get their initial values.
-        num_tensors: number of parameters.
         whole: trained elements that every tensor-parallel rank holds in full.
         partial: the elements of ``whole`` whose gradients are partial sums under sequence parallelism.
         experts: trained elements that belong to experts.
@@ -52,7 +50,6 @@ class Held:
 
     @property
     def dense(self) -> int:
-        """The number of trained elements outside experts."""
         return self.trained - self.experts
 
 

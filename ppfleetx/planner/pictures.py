@@ -1,10 +1,9 @@
-"""Plots of a prediction on one HTML page: timeline, memory and time by part, memory against time."""
+"""Plots of a prediction on one HTML page: timeline, memory and time by part."""
 
 from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from ppfleetx.planner.memory import CARD_PARTS
 from ppfleetx.planner.plan_option import plan_text
 from ppfleetx.planner.prediction import Prediction
 from ppfleetx.planner.report import account, constants
-from ppfleetx.planner.search import SearchResult
 from ppfleetx.planner.step_time import step_time
 from ppfleetx.planner.timeline import Span
 from ppfleetx.utils.files import atomic_write, refuse_unwritable
@@ -37,11 +35,9 @@ _PALETTE = (
 )  # Paul Tol's, safe for colour-blind readers
 _MOST_SHOWN = 24  # micro batches of a timeline
 
-Figure = tuple[str, str, Callable[..., None]]
-
 
 @os_errors(ConfigError)
-def write_report(directory: Path, prediction: Prediction, found: SearchResult | None) -> list[Path]:
+def write_report(directory: Path, prediction: Prediction) -> list[Path]:
     """Write each plot as PNG and SVG, and an ``index.html`` that embeds the plots and works offline.
 
     Raises:
@@ -60,10 +56,15 @@ def write_report(directory: Path, prediction: Prediction, found: SearchResult | 
         )
     refuse_unwritable(directory, "--report")
     directory.mkdir(parents=True, exist_ok=True)
+    pictures = [
+        ("timeline", "The pipeline: who computes when", _draw_timeline),
+        ("memory", "Memory of a device, by part and pipeline stage", _draw_memory),
+        ("step", "Time of a step, by part, on the fullest stage", _draw_step),
+    ]
     written, sections = [], []
-    for name, words, draw in _pictures(prediction, found):
+    for name, words, draw in pictures if prediction.job.plan.pp > 1 else pictures[1:]:
         figure = Canvas(figsize=(11, 4.5), layout="constrained")
-        draw(figure.add_subplot(), prediction, found)
+        draw(figure.add_subplot(), prediction)
         for ending in ("png", "svg"):
             path = directory / f"{name}.{ending}"
             figure.savefig(path, dpi=120, metadata={"Date": None} if ending == "svg" else None)
@@ -74,19 +75,7 @@ def write_report(directory: Path, prediction: Prediction, found: SearchResult | 
     return [*written, page]
 
 
-def _pictures(prediction: Prediction, found: SearchResult | None) -> list[Figure]:
-    pictures: list[Figure] = [
-        ("memory", "Memory of a device, by part and pipeline stage", _draw_memory),
-        ("step", "Time of a step, by part, on the fullest stage", _draw_step),
-    ]
-    if prediction.job.plan.pp > 1:
-        pictures.insert(0, ("timeline", "The pipeline: who computes when", _draw_timeline))
-    if found is not None and len(found.best) > 1:
-        pictures.append(("frontier", "The best plans: memory against time", _draw_frontier))
-    return pictures
-
-
-def _draw_timeline(axes: Any, prediction: Prediction, _: SearchResult | None) -> None:
+def _draw_timeline(axes: Any, prediction: Prediction) -> None:
     """Draw the timeline of a step, with few enough micro batches to see each one."""
     job, plan = prediction.job, prediction.job.plan
     count = min(job.accumulate, max(_MOST_SHOWN, 2 * plan.pp))
@@ -114,7 +103,6 @@ def _draw_timeline(axes: Any, prediction: Prediction, _: SearchResult | None) ->
 
 
 def _backward_of(spans: tuple[Span, ...]) -> list[float]:
-    """Seconds of each backward pass of the busiest stage."""
     stages: dict[int, list[float]] = {}
     for span in spans:
         if not span.is_forward and not span.is_weights:
@@ -139,7 +127,7 @@ def _legend(axes: Any, again: float, *, divided: bool) -> None:
     axes.figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
 
 
-def _draw_memory(axes: Any, prediction: Prediction, _: SearchResult | None) -> None:
+def _draw_memory(axes: Any, prediction: Prediction) -> None:
     stages = range(len(prediction.memory))
     bottom = [0.0] * len(stages)
     for part, colour in zip(CARD_PARTS, _PALETTE, strict=True):
@@ -156,7 +144,7 @@ def _draw_memory(axes: Any, prediction: Prediction, _: SearchResult | None) -> N
     axes.figure.legend(loc="outside right upper", frameon=False)
 
 
-def _draw_step(axes: Any, prediction: Prediction, _: SearchResult | None) -> None:
+def _draw_step(axes: Any, prediction: Prediction) -> None:
     parts = [(name, s) for name, s in prediction.time.parts.items() if s > 0 and name != "recompute"]
     names = [name.replace("_", " ") for name, _ in parts][::-1]
     seconds = [value for _, value in parts][::-1]
@@ -167,23 +155,6 @@ def _draw_step(axes: Any, prediction: Prediction, _: SearchResult | None) -> Non
     again = prediction.time.parts["recompute"]
     recomputed = f"; {again:.3f} s of it are recomputation" if again else ""
     axes.set_title(f"step {middle:.3f} s, likely {low:.3f} to {high:.3f} s{recomputed}")
-
-
-def _draw_frontier(axes: Any, prediction: Prediction, found: SearchResult | None) -> None:
-    points = [(one.fullest / GIB, one.time.seconds) for one in found.best]
-    for number, (memory, seconds) in enumerate(points, start=1):
-        axes.scatter(memory, seconds, color=_PALETTE[0], s=36, zorder=3)
-        axes.annotate(str(number), (memory, seconds), xytext=(6, 4), textcoords="offset points", fontsize=9)
-    best = []
-    for memory, seconds in sorted(points):
-        if not best or seconds < best[-1][1]:
-            best.append((memory, seconds))
-    axes.step(*zip(*best, strict=True), where="post", color=_PALETTE[4], label="no other needs less of both")
-    axes.set(xlabel="GiB on the fullest device", ylabel="seconds a step")
-    axes.margins(0.12)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.set_title("numbers are ranks in the table of plans")
 
 
 def _section(words: str, path: Path) -> str:

@@ -61,7 +61,6 @@ def parse_plan(words: str, own: ParallelPlan, option: str = "--plan") -> PlanOpt
 
 
 def plan_text(job: Job) -> str:
-    """Format a plan for ``--plan``."""
     plan, kinds = job.plan, set(job.recomputed)
     words = f"dp={plan.dp},mp={plan.mp},pp={plan.pp},sharding={plan.sharding},stage={plan.sharding_stage}"
     words += f",sep={plan.sep},vpp={plan.virtual_pp_degree},micro={job.micro_batch}"
@@ -130,7 +129,6 @@ class UnresolvedConfig:
         return resolve(self.cfg, dict(self.origins), self.warnings, None).batch.global_batch_size
 
     def micro_batch(self) -> int:
-        """The sequences per forward pass."""
         sizes = self.cfg.Global
         if sizes.micro_batch_size is not None:
             return sizes.micro_batch_size

@@ -29,7 +29,6 @@ class Prediction:
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """Memory of a rank on each pipeline stage."""
         return tuple(stage_memory(self.job, self.cluster, stage) for stage in range(self.job.plan.pp))
 
     @cached_property
@@ -43,12 +42,10 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank fits into the card's memory."""
         return self.fullest <= self.cluster.card.memory_gib * GIB
 
     @cached_property
     def time(self) -> StepTime:
-        """Time of one optimizer step."""
         return step_time(self.job, self.cluster)
 
     @property
@@ -68,7 +65,6 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of the whole job."""
         return self.job.tokens / self.time.seconds
 
     @property
@@ -111,8 +107,6 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RunLength:
-    """The length of a run of ``tokens``: steps, days, card-hours."""
-
     tokens: float
     steps: float
     days: float
@@ -125,7 +119,6 @@ class RunLength:
 
 
 def run_length(prediction: Prediction, tokens: float) -> RunLength:
-    """The length of a run of ``tokens``, given the predicted step time."""
     steps = tokens / prediction.job.tokens
     seconds = steps * prediction.time.seconds
     cards = prediction.job.plan.world_size

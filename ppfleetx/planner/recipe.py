@@ -34,12 +34,8 @@ class Dial:
     """The inputs of a recipe: its depth and cards.
 
     Attributes:
-        depth: number of layers.
-        cards: number of cards.
         card: the kind of card: a name, or a YAML file.
         tokens_per_param: training tokens for each parameter.
-        seq_len: tokens of a sequence.
-        vocab_size: tokens of the vocabulary.
     """
 
     depth: int
@@ -60,7 +56,6 @@ class Dial:
 
     @property
     def width(self) -> int:
-        """Hidden size, as in nanochat (Karpathy 2025)."""
         return _HEAD_SIZE * self.depth
 
     @property
@@ -84,7 +79,6 @@ class Dial:
 
     @cached_property
     def num_params(self) -> int:
-        """The number of parameters, embedding tables included."""
         return parameter_count(ModelConfig(**self.model))
 
     @property
@@ -114,14 +108,11 @@ class Dial:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the run."""
         return math.ceil(self.tokens / (self.batch * self.seq_len))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A configuration and the planner's prediction for it."""
-
     dial: Dial
     values: dict[str, Any]
     prediction: Prediction
@@ -147,7 +138,6 @@ class Recipe:
         ]
 
     def yaml(self, price: float | None = None) -> str:
-        """The text of the configuration file."""
         head = (
             *self.summary(price),
             "The rules and their sources: docs/planner.md, A configuration from one number.",
@@ -231,7 +221,6 @@ def _precision(card: Card) -> dict[str, Any]:
 
 
 def _under_plan(values: dict[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """Add to ``values`` the plan's keys from ``cfg``."""
     keys = ("sequence_parallel", "virtual_pp_degree", "use_recompute", "recompute_granularity")
     changed = {
         "Global": {**values["Global"], "micro_batch_size": cfg.Global.micro_batch_size},

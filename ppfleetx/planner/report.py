@@ -18,7 +18,6 @@ _BESIDE = ("total", "start", "host")
 
 
 def ranking(found: SearchResult, cluster: Cluster, devices: int, goal: str) -> str:
-    """A table of the best plans, best first."""
     card = cluster.card
     lines = [
         f"{found.plans:,} legal plans for {devices:,} x {card.name} ({cluster.per_node} a node), "
@@ -94,7 +93,6 @@ def account(prediction: Prediction) -> str:
 
 
 def constants(cluster: Cluster) -> str:
-    """The card's constants that the prediction uses."""
     card = cluster.card
     peaks = ", ".join(f"{name} {value:g}" for name, value in card.peak_tflops.items())
     links = ", ".join(f"{size} cards {speed:g}" for size, speed in card.link_gb_s.items())

@@ -19,35 +19,29 @@ _MAX_MICRO_BATCH = 64
 _SIMULATED = 40  # how many of the estimated best are simulated before the final ranking
 
 
-@dataclass(frozen=True)
+@dataclass
 class SearchResult:
     """The result of a search. A candidate is a plan with a micro batch and a kind of recompute.
 
     Attributes:
-        best: the best plans, best first.
         plans: number of legal plans.
         too_large: plans that do not fit with any micro batch and recompute; they yield no candidates.
-        fit: candidates that fit.
-        unfit: candidates that do not.
         slower: candidates whose memory was not computed because enough faster candidates fit.
     """
 
-    best: tuple[Prediction, ...]
-    plans: int
-    too_large: int
-    fit: int
-    unfit: int
-    slower: int
+    best: tuple[Prediction, ...] = ()
+    plans: int = 0
+    too_large: int = 0
+    fit: int = 0
+    unfit: int = 0
+    slower: int = 0
 
     @property
     def candidates(self) -> int:
-        """All candidates."""
         return self.fit + self.unfit + self.slower
 
 
 class _Shortest:
-    """The ``size`` candidates with the lowest scores."""
-
     def __init__(self, size: int) -> None:
         self._size, self._heap, self._count = size, [], 0
 
@@ -65,17 +59,8 @@ class _Shortest:
 
 
 def search(job: Job, cluster: Cluster, devices: int, *, goal: str = "time", keep: int = 10) -> SearchResult:
-    """Find the best plans for the step that ``job`` describes on ``devices`` cards.
-
-    Args:
-        job: model, global batch and precision; its own plan does not matter.
-        cluster: the cards.
-        devices: number of cards.
-        goal: ``time`` ranks plans by the upper end of the likely step time, ``memory`` by the memory of the
-            fullest card.
-        keep: the number of plans to return.
-    """
-    looking = _Search(job, cluster, goal, _Shortest(max(_SIMULATED, keep)))
+    """Find the best plans for the step that ``job`` describes on ``devices`` cards."""
+    looking = _Search(job, cluster, goal, _Shortest(max(_SIMULATED, keep)), SearchResult())
     plans = _plans(job, devices, cluster.per_node)
     if goal == "time":  # ZB-H1 never needs less memory
         plans = _in_both_orders(plans)
@@ -86,30 +71,24 @@ def search(job: Job, cluster: Cluster, devices: int, *, goal: str = "time", keep
     best = looking.short.in_order()
     if goal == "time":
         best.sort(key=lambda prediction: prediction.likely_at_most)
-    counts = (looking.plans, looking.too_large, looking.fit, looking.unfit, looking.slower)
-    return SearchResult(tuple(best[:keep]), *counts)
+    looking.found.best = tuple(best[:keep])
+    return looking.found
 
 
 @dataclass
 class _Search:
-    """A search in progress: its goal, the best so far, and the counts of :class:`SearchResult`."""
-
     job: Job
     cluster: Cluster
     goal: str
     short: _Shortest
-    plans: int = 0
-    too_large: int = 0
-    fit: int = 0
-    unfit: int = 0
-    slower: int = 0
+    found: SearchResult
 
     def is_tight(self, plan: ParallelPlan) -> bool:
         """Try ``plan`` with every micro batch and recompute. Returns whether any of these did not fit."""
-        self.plans += 1
+        self.found.plans += 1
         room = self.cluster.card.memory_gib * GIB
         if least_memory(replace(self.job, plan=plan), self.cluster) > room:
-            self.too_large += 1
+            self.found.too_large += 1
             return True
         every_fits = True
         for fitted in _batches(self.job, plan):
@@ -123,13 +102,13 @@ class _Search:
         for candidate in _recomputing(fitted):  # the least recompute first: the fastest of its kind
             prediction = Prediction(candidate, self.cluster)
             if self.goal == "time" and self.short.has_no_room_for(prediction.quickly_at_most):
-                self.slower += 1
+                self.found.slower += 1
                 return all_fit
             if not prediction.fits:
                 all_fit = False
-                self.unfit += 1
+                self.found.unfit += 1
                 continue
-            self.fit += 1
+            self.found.fit += 1
             score = prediction.quickly_at_most if self.goal == "time" else prediction.fullest
             self.short.add(score, prediction)
             if self.goal == "time":
@@ -138,7 +117,6 @@ class _Search:
 
 
 def _batches(job: Job, plan: ParallelPlan) -> Iterator[Job]:
-    """The jobs of ``plan`` with every micro batch size that divides the batch."""
     local = job.global_batch // plan.data_size
     for micro in divisors(local):
         accumulate = local // micro

@@ -35,8 +35,6 @@ from ppfleetx.planner.timeline import Messages, Timeline, simulate
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """The seconds of one micro batch's passes through all chunks of a rank."""
-
     forward: float
     backward: float
 
@@ -115,14 +113,12 @@ class Passes:
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
         return sum(getattr(self, name) for name in PARTS)
 
     def __add__(self, other: Passes) -> Passes:
         return Passes(*(getattr(self, name) + getattr(other, name) for name in PARTS))
 
     def times(self, factor: float) -> Passes:
-        """A copy with all parts multiplied by ``factor``."""
         return Passes(*(getattr(self, name) * factor for name in PARTS))
 
 
@@ -150,18 +146,15 @@ class StepTime:
 
     @property
     def interval(self) -> tuple[float, float, float]:
-        """The low end, the prediction and the high end."""
         return self.seconds * self.spread[0], self.seconds, self.seconds * self.spread[1]
 
     @property
     def exposed_communication(self) -> float:
-        """The seconds in which a rank waits for communication."""
         names = (*PARTS[2:], "pipeline", "gradients", "values")
         return sum(self.parts[name] for name in names)
 
 
 def step_time(job: Job, cluster: Cluster, *, whole_timeline: bool = False) -> StepTime:
-    """Predict the time of one optimizer step of ``job`` on ``cluster``."""
     plan = job.plan
     forward, backward, again = _stage_passes(job, cluster)
     f_seconds = [[p.total for p in stage] for stage in forward]
@@ -231,7 +224,6 @@ def quick_seconds(job: Job, cluster: Cluster) -> float:
 
 
 def _seconds(passes: tuple[Passes, Passes, Passes]) -> tuple[float, float]:
-    """The seconds of the forward and the backward pass."""
     return passes[0].total, passes[1].total
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from ppfleetx.config.schedules import zero_bubble_order
@@ -45,10 +46,6 @@ class Messages(NamedTuple):
     output_waits: bool = True
     gradient_waits: bool = True
 
-    def keeps(self, *, output: bool) -> bool:
-        """Whether a sender waits for either kind of message."""
-        return self.output_waits if output else self.gradient_waits
-
 
 @dataclass(frozen=True)
 class Timeline:
@@ -81,40 +78,28 @@ def simulate(
             has reached its steady state, the remaining micro batches are assumed to repeat it.
     """
     num_stages, num_chunks = len(forward), len(forward[0])
+    assert weights is None or num_chunks == 1, "ZB-H1 is of whole stages"
+    later = weights or [0.0] * num_stages
+    inputs = [[seconds - rest for seconds in row] for row, rest in zip(backward, later, strict=True)]
+
+    def play(count: int) -> Timeline:
+        if weights is None:
+            order = partial(_order, num_chunks=num_chunks, forwards_first=forwards_first)
+        else:
+            order = _divided_order
+        orders = [order(stage, num_stages, micro_batches=count) for stage in range(num_stages)]
+        return _Stages(forward, inputs, later, messages).simulate(orders)
+
     shown = num_stages * (_STEADY_ROUNDS + num_chunks - 1)
     if whole or forwards_first or micro_batches <= shown + num_stages:
-        return _simulate(forward, backward, micro_batches, messages, forwards_first, weights)
+        return play(micro_batches)
     extra = (micro_batches - shown) % num_stages
-    some = _simulate(forward, backward, shown + extra, messages, weights=weights)
-    more = _simulate(forward, backward, shown + extra + num_stages, messages, weights=weights)
+    some, more = play(shown + extra), play(shown + extra + num_stages)
     rounds = (micro_batches - shown - extra) // num_stages
     return Timeline(more.spans, some.seconds + rounds * (more.seconds - some.seconds))
 
 
-def _simulate(
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    micro_batches: int,
-    messages: Messages,
-    forwards_first: bool = False,
-    weights: Sequence[float] | None = None,
-) -> Timeline:
-    num_stages, num_chunks = len(forward), len(forward[0])
-    if weights is None:
-        orders = [
-            _order(stage, num_stages, num_chunks, micro_batches, forwards_first)
-            for stage in range(num_stages)
-        ]
-        return _Stages(forward, backward, [0.0] * num_stages, messages).simulate(orders)
-    assert num_chunks == 1, "ZB-H1 is of whole stages"
-    orders = [_divided_order(stage, num_stages, micro_batches) for stage in range(num_stages)]
-    inputs = [[row[0] - later] for row, later in zip(backward, weights, strict=True)]
-    return _Stages(forward, inputs, weights, messages).simulate(orders)
-
-
 class _Stages:
-    """The clocks of the stages, and the messages between them."""
-
     def __init__(
         self,
         forward: Sequence[Sequence[float]],
@@ -173,7 +158,7 @@ class _Stages:
         following = place + 1 if is_forward else place - 1
         comes = max(self._clock[stage], self._gone[stage][is_forward]) + self._messages.seconds
         self._gone[stage][is_forward] = self._arrived[(is_forward, following, micro)] = comes
-        if self._messages.keeps(output=is_forward):
+        if self._messages.output_waits if is_forward else self._messages.gradient_waits:
             self._clock[stage] = comes
         receiver = following % self._num_stages
         return [] if receiver == stage else [receiver]

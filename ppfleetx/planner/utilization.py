@@ -27,7 +27,6 @@ class StepFlops:
 
 
 def step_flops(job: Job) -> StepFlops:
-    """Count the operations of a step of ``job``."""
     batch, tokens = job.global_batch, job.global_batch * job.seq_len
     causal = flops_per_step(job.model, batch, job.seq_len)
     full = hardware = causal
@@ -45,7 +44,6 @@ def step_flops(job: Job) -> StepFlops:
 
 
 def tflops_per_device(flops: float, seconds: float, job: Job) -> float:
-    """TFLOP/s of each device."""
     return flops / seconds / job.plan.world_size / 1e12
 
 
@@ -59,7 +57,6 @@ class Utilization:
     """The share of its devices' peak that a run reaches.
 
     Attributes:
-        job: the run.
         flops: FLOPs of a step, in each convention.
         peak: peak FLOP/s of one device; None if unknown.
         peak_of: the source of the peak, for messages.

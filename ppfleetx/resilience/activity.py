@@ -21,7 +21,6 @@ class Progress:
         self.begin()
 
     def begin(self) -> None:
-        """Start afresh, for a new run."""
         self.place, self.step, self.is_under_way = "starting", None, False
         self.since = time.monotonic()
 
@@ -32,7 +31,6 @@ class Progress:
             self.step = step
 
     def go_on(self) -> None:
-        """Record progress at the same place."""
         self.since = time.monotonic()
 
     @contextlib.contextmanager

@@ -48,7 +48,8 @@ def explain(reports: Mapping[int, Report]) -> Explanation:
     missing = tuple(sorted(awaited - set(waits)))
     if not waits:
         missing = tuple(sorted(set(reports) - set(goes_on))) or tuple(sorted(reports))
-        text = f"no rank waits for another: {_elsewhere(missing, reports, silent)}"
+        there = [rank for rank in missing if rank not in silent]
+        text = f"no rank waits for another: {_places(there, reports, name=len(reports) > 1)}"
         if silent:
             text += f"; {_silence(silent, reports)}"
         return Explanation(text + _steps(reports, missing), missing, silent, goes_on)
@@ -81,7 +82,6 @@ def explain_alone(report: Report) -> Explanation:
 def _failure(
     waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
 ) -> str:
-    """Why the job ended with errors; empty if no rank has one."""
     failed = {rank: report for rank, report in sorted(reports.items()) if report.failure}
     if not failed:
         return ""
@@ -101,7 +101,6 @@ def _failure(
 
 
 def _absent(rank: int, call: CallNote, reports: Mapping[int, Report]) -> list[int]:
-    """The participants of a call that have not made it."""
     if call.peer >= 0:
         other = reports.get(call.peer)
         key = f"{call.others_key}{rank}"
@@ -148,12 +147,7 @@ def _arrival(missing: Sequence[int], reports: Mapping[int, Report], silent: Coll
     return "; ".join(parts)
 
 
-def _elsewhere(ranks: Sequence[int], reports: Mapping[int, Report], silent: Collection[int]) -> str:
-    return _places([rank for rank in ranks if rank not in silent], reports, name=len(reports) > 1)
-
-
 def _places(ranks: Sequence[int], reports: Mapping[int, Report], *, name: bool | None = None) -> str:
-    """The place in the program where each of the ranks is."""
     by_place: dict[str, list[int]] = {}
     for rank in ranks:
         by_place.setdefault(_place(reports[rank]), []).append(rank)
@@ -205,7 +199,6 @@ def _silent_reason(ranks: Sequence[int], reports: Mapping[int, Report]) -> str:
 
 
 def _disagreement(waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
-    """The sentence if ranks of a group made different calls under the same number."""
     for rank, call in waits.items():
         if call.peer >= 0:
             continue
@@ -234,7 +227,6 @@ def _signature(call: CallNote) -> str:
 
 
 def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
-    """The rank's own call with the group and number of ``call``, if its record still holds it."""
     if report is None:
         return None
     calls = [one for one in report.calls if one.peer < 0 and one.group_id == call.group_id]
@@ -244,7 +236,6 @@ def _call_of(report: Report | None, call: CallNote) -> CallNote | None:
 def _crossed(
     waits: Mapping[int, CallNote], edges: Mapping[int, Sequence[int]], reports: Mapping[int, Report]
 ) -> str:
-    """The sentence if ranks wait for each other in different calls, because one skipped or swapped a call."""
     for rank, absent in edges.items():
         for other in absent:
             if other in edges and rank in _reached(other, edges):
@@ -258,7 +249,6 @@ def _crossed(
 
 
 def _reached(start: int, edges: Mapping[int, Sequence[int]]) -> set[int]:
-    """The ranks that ``start`` waits for, directly or through others."""
     found: set[int] = set()
     pending = [start]
     while pending:
@@ -279,8 +269,9 @@ def _last_common(one: Report, other: Report) -> str:
 
 
 def _network(answered: Sequence[int], waits: Mapping[int, CallNote], reports: Mapping[int, Report]) -> str:
-    """The sentence if ranks wait although all participants have called the same operation."""
-    involved = {rank for waiting in answered for rank in (waiting, *_others_in(waits[waiting]))}
+    involved = set(answered)
+    for call in (waits[rank] for rank in answered):
+        involved |= {call.peer} if call.peer >= 0 else set(call.ranks)
     hosts = sorted({reports[rank].host for rank in involved if rank in reports})
     between = f" between {' and '.join(hosts)}" if len(hosts) > 1 else ""
     return (
@@ -289,12 +280,7 @@ def _network(answered: Sequence[int], waits: Mapping[int, CallNote], reports: Ma
     )
 
 
-def _others_in(call: CallNote) -> Sequence[int]:
-    return (call.peer,) if call.peer >= 0 else call.ranks
-
-
 def _steps(reports: Mapping[int, Report], missing: Sequence[int]) -> str:
-    """A text that names the ranks at a different step than most."""
     by_step: dict[int, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if report.step is not None:

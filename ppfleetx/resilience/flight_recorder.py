@@ -71,7 +71,7 @@ class CallRecord:
         names: names of groups ("mp") by Paddle's group id.
         waited: the seconds that this process has waited for other ranks, if the backend measures them.
         reads: whether the program waits for its device, and therefore for all collectives on it.
-        failed: the last call that raised an error, or whose task did.
+        failed, failure: the last call that raised an error, or whose task did, and the error.
     """
 
     def __init__(self) -> None:
@@ -81,13 +81,12 @@ class CallRecord:
         self.names: dict[int, str] = {}
         self.waited, self.reads, self._asks = 0.0, False, False
         self.failed: Call | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._counts: dict[int, list[Any]] = {}
         self._nested = threading.local()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Context in which the program waits for the device."""
         self.reads = True
         try:
             yield
@@ -115,14 +114,9 @@ class CallRecord:
         """Record that the operation of ``task`` failed while the program waited for it."""
         call = next((call for call in reversed(list(self.calls)) if call.task is task), None)
         if call is not None:
-            self.failed, self._failure = call, error
-
-    def failed_with(self, error: BaseException) -> bool:
-        """Whether ``error`` is the error of :attr:`failed`."""
-        return error is self._failure
+            self.failed, self.failure = call, error
 
     def begin(self, operation: str, group: Any, arguments: tuple[Any, ...]) -> Call:
-        """Record the beginning of a call."""
         counts = self._counts.get(id(group))
         if counts is None:  # keeping the group keeps its id unique
             counts = self._counts[id(group)] = [group, 0, defaultdict(int), defaultdict(int)]
@@ -158,7 +152,7 @@ class CallRecord:
             try:
                 entry.task = method(group, *args, **kwargs)
             except BaseException as error:
-                self.failed, self._failure = entry, error
+                self.failed, self.failure = entry, error
                 raise
             finally:
                 nested.inside = False
@@ -189,14 +183,6 @@ class CallRecord:
                 return call
         task = None if self.blocked_on is None else self.blocked_on()
         return next((call for call in reversed(calls) if task is not None and call.task is task), None)
-
-    def waited_for_main(self) -> Call | None:
-        """The call that the main thread waits for."""
-        return self.waited_for(threading.main_thread().ident or 0)
-
-    def first_pending(self) -> Call | None:
-        """The oldest call that is not done."""
-        return next((call for call in list(self.calls) if not call.is_done), None)
 
 
 RECORD = CallRecord()

@@ -137,7 +137,6 @@ class Report:
         return self.quiet_seconds >= self.timeout
 
     def to_json(self) -> str:
-        """The report as JSON, the content of its file."""
         tree = asdict(self)
         tree["format"] = FORMAT
         return json.dumps(tree, indent=1)
@@ -171,8 +170,6 @@ _READER = TypeAdapter(Report)  # created now: a thread that reports while an imp
 
 @dataclass(frozen=True)
 class Identity:
-    """The reporting rank and its process."""
-
     rank: int = 0
     world_size: int = 1
     host: str = field(default_factory=socket.gethostname)
@@ -199,13 +196,13 @@ def capture_report(
         timeout, works, computes, lost: see :class:`Report`.
     """
     record.join_device()
-    now, frame = time.monotonic(), main_frame()
+    now, frame = time.monotonic(), sys._current_frames().get(threading.main_thread().ident)
     if failed is not None:
-        call = record.failed if lost or record.failed_with(failed) else None
+        call = record.failed if lost or record.failure is failed else None
     else:
-        call = record.waited_for_main()
+        call = record.waited_for(threading.main_thread().ident)
         if call is None and (record.reads or _waits_for_a_device(frame)):
-            call = record.first_pending()
+            call = next((call for call in list(record.calls) if not call.is_done), None)
     groups = _Groups(record)
     return Report(
         **asdict(who),
@@ -230,7 +227,6 @@ def capture_report(
 
 
 def _first_line(error: BaseException) -> str:
-    """The type and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:_LONGEST]}" if lines else type(error).__name__
 
@@ -258,7 +254,6 @@ class _Groups:
         }
 
     def of(self, group: Any) -> tuple[int, tuple[int, ...]]:
-        """Look up the id and the ranks of a process group."""
         known = self._known.get(id(group))
         return known or (getattr(group, "group_id", -1), tuple(getattr(group, "ranks", ())))
 
@@ -282,7 +277,6 @@ class _Groups:
         )
 
     def counts(self) -> dict[str, int]:
-        """The value of :attr:`Report.counts`."""
         found: dict[str, int] = {}
         for group, count, to, back in self._record.totals().values():
             number, ranks = self.of(group)
@@ -298,7 +292,6 @@ def _member(ranks: Sequence[int], index: int) -> int:
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as ``[0..3]`` or ``[0, 2]``."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"[{ranks[0]}..{ranks[-1]}]"
     return f"[{', '.join(map(str, ranks))}]"
@@ -368,11 +361,6 @@ def stacks() -> dict[str, list[str]]:
         ]
         found[f"{names.get(ident, 'unknown')} ({ident})"] = lines
     return found
-
-
-def main_frame() -> FrameType | None:
-    """The frame that the main thread executes."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 # -- reports in files --------------------------------------------------------------------

@@ -69,7 +69,6 @@ class ReportDir:
         return bool(self._do(write_both, creates=True))
 
     def reports(self, since: float) -> dict[int, Report]:
-        """The reports written after ``since``."""
         return self._do(lambda: read_reports(self.directory, since=since)) or {}
 
     def clear(self, rank: int | None = None) -> None:
@@ -87,7 +86,6 @@ class ReportDir:
         self._do(remove)
 
     def write_summary(self, sentence: str) -> None:
-        """Write the explanation beside the reports."""
         self._do(lambda: (self.directory / _SUMMARY).write_text(f"{sentence}\n", encoding="utf-8"))
 
     def _do(self, act: Callable[[], Result], *, creates: bool = False) -> Result | None:

@@ -56,7 +56,6 @@ class Spike:
 
     @property
     def value(self) -> float:
-        """The number that jumped."""
         return self.loss if self.what == "loss" else self.grad_norm
 
     @property
@@ -68,7 +67,6 @@ class Spike:
         return "data" if same else "machine"
 
     def to_json(self) -> dict[str, Any]:
-        """The record for ``metrics.jsonl``; non-finite numbers are null."""
         tree = {**asdict(self), "verdict": self.verdict}
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -109,12 +107,7 @@ class Spike:
 
 
 class SpikeGuard:
-    """Compares each step with the last steps, before its update.
-
-    Args:
-        options: ``Engine.spike``, with an action other than ``off``.
-        any_rank: a function that returns whether its argument is True on any rank; all ranks call it.
-    """
+    """Compares each step with the last steps, before its update."""
 
     def __init__(self, options: SpikeConfig, any_rank: Callable[[bool], bool]) -> None:
         self._options, self._any_rank = options, any_rank
@@ -126,22 +119,16 @@ class SpikeGuard:
         self._found: Spike | None = None
 
     def expect(self, step: int) -> None:
-        """Announce the next step."""
         self._step, self._found = step, None
 
     @property
     def found(self) -> Spike | None:
-        """The spike of the last step, if it was one."""
         return self._found
 
     def judge(self, loss: float, grad_norm: float, repeat: Repeat) -> tuple[float, float, bool]:
         """Decide whether to take the step; the decision is the same on all ranks.
 
         Returns the loss and the gradient norm to use, and whether to take the step.
-
-        Args:
-            repeat: a function that repeats the step with the same weights and samples, and replaces the
-                gradients.
         """
         spike = self._agreed(loss, grad_norm)
         again: tuple[float, float] | None = None
@@ -223,7 +210,6 @@ class SpikeGuard:
 
 
 def _spread(window: deque[float]) -> tuple[float, float]:
-    """Median and deviation of the values."""
     middle = median(window)
     mad = median(abs(value - middle) for value in window)
     return middle, max(_MAD_TO_DEVIATION * mad, _LEAST_SHARE * abs(middle))

@@ -25,7 +25,6 @@ class StopRequest:
         self._previous: dict[int, object] = {}
 
     def __bool__(self) -> bool:
-        """Whether the ranks have agreed to stop."""
         return self._agreed
 
     def agree(self, requested: object) -> bool:

@@ -55,9 +55,6 @@ class Stragglers:
     """The slow ranks of the last steps.
 
     Attributes:
-        step: the last step compared.
-        steps: the number of steps compared.
-        step_seconds: the mean time of a step.
         cost: the share of the time that the job would save if the slowest rank were as fast as the median
             one.
         slowest: the slow ranks, slowest first.
@@ -70,7 +67,6 @@ class Stragglers:
     slowest: tuple[SlowRank, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The record for ``metrics.jsonl``."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -80,13 +76,7 @@ class Stragglers:
 
 
 class StragglerTable:
-    """Sums the times of all ranks and compares them at regular intervals.
-
-    Args:
-        every: the number of steps between comparisons; 0 for no comparisons.
-        stages: the pipeline stage of each rank.
-        gather: a function that returns each rank's value, in rank order; all ranks call it.
-    """
+    """Sums the times of all ranks and compares them at regular intervals."""
 
     def __init__(self, every: int, stages: Sequence[int], gather: Callable[[str], list[str]]) -> None:
         self._every, self._stages, self._gather = every if len(stages) > 1 else 0, stages, gather
@@ -136,7 +126,7 @@ def judged(
         np.not_equal(stages, stage) if one else np.equal(stages, stage)
         for stage, one in zip(stages, alone, strict=True)
     ]
-    usual = np.array([_median(own[ranks]) for ranks in like])
+    usual = np.array([np.percentile(own[ranks], 50, method="lower") for ranks in like])
     seconds = float(total.max())
     excess = np.where(own >= np.where(alone, _UNLIKE, 1.0) * usual, own - usual, 0.0)
     cost = float(excess.max()) / max(seconds, 1e-9)
@@ -155,7 +145,3 @@ def judged(
         for rank in slow
     ]
     return Stragglers(step, steps, seconds, cost, tuple(slowest))
-
-
-def _median(values: np.ndarray) -> float:
-    return float(np.percentile(values, 50, method="lower"))

@@ -56,7 +56,6 @@ def with_resume(command: Sequence[str]) -> list[str]:
 
 
 def _overrides(command: Sequence[str]) -> Iterator[str]:
-    """The values of ``-o`` and ``--override`` in the forms that argparse accepts, also after a ``--``."""
     takes_next = False
     for argument in command:
         if takes_next:
@@ -72,13 +71,6 @@ def supervise(command: Sequence[str], *, max_restarts: int, backoff: float, grac
     """Run ``command`` until it succeeds, a signal stops it, or ``max_restarts`` is reached.
 
     The command is restarted only after all processes of its last start have ended.
-
-    Args:
-        command: program and arguments. It runs in its own process group, and gets SIGTERM if this process
-            ends.
-        max_restarts: the largest number of starts after the first one.
-        backoff: seconds before the first restart. The time doubles with each restart, up to five minutes.
-        grace: seconds between a signal and SIGKILL.
 
     Returns:
         The exit code of the last start.

@@ -71,7 +71,6 @@ class Peers:
 
     @staticmethod
     def own() -> tuple[str, int, float]:
-        """The entry of this process."""
         return machine(), os.getpid(), birth_of(os.getpid())
 
     def states(self, own: int) -> dict[int, str]:
@@ -85,14 +84,7 @@ class Peers:
 
 
 class Watchdog:
-    """Watches this process.
-
-    Args:
-        who: this rank.
-        limits: the time limits, and the reaction to a hang.
-        directory: the directory for the reports.
-        end: a function that ends the process; called in the watchdog's thread.
-    """
+    """Watches this process."""
 
     def __init__(
         self,
@@ -122,11 +114,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start watching."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching, at the end of the run."""
         self._stop.set()
         for one in self._directories[1:]:
             one.clear(self._who.rank)
@@ -211,7 +201,6 @@ class Watchdog:
     # -- without progress ------------------------------------------------------------------------
 
     def _inquire(self, timeout: float, works: bool) -> None:
-        """Report, read the others' reports, and decide."""
         asked = self._seen_until
         report = self._report(timeout, works)
         text = readable(report)
@@ -293,7 +282,6 @@ class Watchdog:
             one.write_summary(explain(latest(one.reports(self._began))).sentence)
 
     def _gather(self, own: Report, since: float, timeout: float) -> dict[int, Report]:
-        """The reports of all ranks, or of the ranks that write one in time."""
         deadline = time.monotonic() + self._patience(timeout)
         while True:
             reports = {own.rank: own}
@@ -316,7 +304,6 @@ class Watchdog:
             one.write_summary(explanation.sentence)
 
     def _drop_copies(self, reports: Mapping[int, Report]) -> None:
-        """Delete the copies on this machine if the run's own directory has all reports."""
         first, *others = self._directories
         if set(reports) <= set(first.reports(self._began)):
             for one in others:
@@ -361,7 +348,6 @@ _current: Watchdog | None = None
 
 
 def current() -> Watchdog | None:
-    """The watchdog of this process."""
     return _current
 
 
@@ -377,7 +363,6 @@ def begin(who: Identity, limits: Limits, directory: Path, *, end: Callable[[], N
 
 
 def finish() -> None:
-    """Stop the watchdog of this process, at the end of the run."""
     global _current
     if _current is not None:
         _current.stop()

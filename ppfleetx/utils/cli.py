@@ -113,7 +113,6 @@ def _unwind_at_signals() -> None:
 
 
 def _end_by_signal() -> None:
-    """End by the signal that was received, even if the exception was lost in C++ code."""
     if not _received:
         return
     name = signal.Signals(_received[0]).name
@@ -161,7 +160,6 @@ def _wait_for_the_launcher() -> None:
 
 
 def _reader_has_gone() -> bool:
-    """Whether standard output is a pipe without a reader."""
     poll = select.poll()
     poll.register(sys.stdout, 0)  # errors are reported unasked
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -10,7 +10,8 @@ In processes started as ``python -m paddle.distributed.launch``, and only there,
 - ``--devices 0,1`` works without a GPU. Paddle looks up these numbers among the GPUs and fails with
   ``ValueError: substring not found`` if there is none. But if ``CUDA_VISIBLE_DEVICES`` lists the numbers,
   Paddle starts one process for each, so the variable is set to the value of ``--devices``.
-- The launcher never waits forever, and its exit code says what happened (``launcher_watch.py``).
+- The launcher never waits forever, its exit code says what happened, and after Ctrl-C it shows the first
+  rank's last lines (``launcher_watch.py``).
 
 Why a ``.pth`` file: Python runs the ``import`` lines of such files at start, in every process of the
 environment. There is no other way to run code before Paddle's launcher without a command of our own, and
@@ -27,7 +28,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from ppfleetx.utils.devices import expected_device
-from ppfleetx.utils.launcher_watch import watch_launcher
+from ppfleetx.utils.launcher_watch import option_of, watch_launcher
 from ppfleetx.utils.processes import LAUNCHER_VARIABLE
 
 LAUNCHER = "paddle.distributed.launch"
@@ -56,7 +57,7 @@ def prepare(options: Sequence[str]) -> None:
         return
     _prepared.add(os.getpid())
     if expected_device("auto") == "cpu":
-        name_devices([LAUNCHER, *options], os.environ)
+        name_devices(options, os.environ)
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     watch_launcher(options)
 
@@ -74,23 +75,17 @@ def launcher_options(argv: Sequence[str]) -> list[str] | None:
     return None
 
 
-def name_devices(argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
+def name_devices(options: Sequence[str], environ: MutableMapping[str, str]) -> None:
     """Make as many devices visible as the command line needs, unless the user's variable already does."""
-    if LAUNCHER not in argv:
-        return
-    options = list(argv[argv.index(LAUNCHER) + 1 :])
     visible = environ.get(_VISIBLE, "").split(",")
-    for place, option in enumerate(options):
-        name, equals, value = option.partition("=")
-        value = value if equals else "".join(options[place + 1 : place + 2])
-        if name in ("--devices", "--gpus"):
-            devices = value.replace(" ", "")
-            if not set(devices.split(",")) <= set(visible):
-                environ[_VISIBLE] = devices
-        elif name == "--nproc_per_node" and value.isdecimal() and int(value) > len(visible):
-            environ.pop(_VISIBLE, None)
-        elif option.endswith(".py"):  # the rest belongs to the program
-            return
+    devices = option_of(options, "--devices") or option_of(options, "--gpus")
+    number = option_of(options, "--nproc_per_node") or ""
+    if devices is not None:
+        devices = devices.replace(" ", "")
+        if not set(devices.split(",")) <= set(visible):
+            environ[_VISIBLE] = devices
+    elif number.isdecimal() and int(number) > len(visible):
+        environ.pop(_VISIBLE, None)
 
 
 def install(site_packages: Path | None = None) -> Path:

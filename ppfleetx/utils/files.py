@@ -113,7 +113,6 @@ def put_aside(path: Path) -> Path:
 
 
 def fsync_dir(path: str | Path) -> None:
-    """Make a rename or unlink inside the directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

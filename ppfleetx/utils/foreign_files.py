@@ -76,11 +76,6 @@ def read_json(
 def parse_json(content: bytes, place: str, error: type[UserError] = CheckpointError) -> dict[str, Any]:
     """The object in JSON text.
 
-    Args:
-        content: UTF-8.
-        place: the file's name, for messages.
-        error: the class of the error to raise.
-
     Raises:
         error: the text is not JSON (NaN and infinities are not), is not an object, or has a key twice.
     """

@@ -51,7 +51,6 @@ class Kernel:
 
 
 def used_kernels() -> dict[str, Kernel]:
-    """The kernels of the committed table, by name."""
     content = json.loads(TABLE.read_text(encoding="utf-8"))
     return {
         name: Kernel(*(tuple(entry[column]) for column in ("used", "gpu", "npu")))

@@ -32,7 +32,6 @@ FOR_GPUS = (
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -1,8 +1,9 @@
-"""Time limits and exit codes for Paddle's launcher, by a thread and an exit handler in its process.
+"""Time limits, exit codes and last lines for Paddle's launcher: a thread and an exit handler in its process.
 
 The launcher of Paddle 3.3.1 lets its nodes meet at ``--master``. It waits forever for a node that does not
 come, at an address where nothing answers, and at a port that another program holds. It exits with the bare
-number of a signal: 2 after Ctrl-C, which is also ppfleetx's code for a user's mistake.
+number of a signal: 2 after Ctrl-C, which is also ppfleetx's code for a user's mistake. And at a signal it
+closes the first rank's log, so that the terminal does not show that the run was saved.
 
 Nothing in Paddle is replaced. ``cpu_launcher.py`` starts this.
 """
@@ -16,13 +17,14 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.utils.cli import EXIT_DEVICE, EXIT_HUNG, EXIT_NO_MEMORY, EXIT_PEER_LOST, EXIT_USER_ERROR
@@ -30,6 +32,7 @@ from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
+_FOLLOW_SECONDS = 0.5
 _SAY_AFTER_SECONDS = 10.0  # seconds until the wait is reported
 _FOREIGN_SECONDS = 60.0  # seconds after which another program that answers is not expected to leave
 _CAUSES = (
@@ -41,8 +44,7 @@ _SIGNALLED = 128  # for a program ended by signal n, a shell reports 128 + n
 
 
 def watch_launcher(argv: Sequence[str]) -> None:
-    """Watch the launcher in this process, whose command line is ``argv``."""
-    master = os.environ.get("PADDLE_MASTER") or _option(argv, "--master")
+    master = os.environ.get("PADDLE_MASTER") or option_of(argv, "--master")
     if master is not None and not re.fullmatch(r"(etcd://)?[^:/]+:\d+", master):
         rule = "not HOST:PORT, an address of the first node and a free port of it"
         _end(EXIT_USER_ERROR, f"--master {master}: {rule}")
@@ -51,10 +53,11 @@ def watch_launcher(argv: Sequence[str]) -> None:
     except ConfigError as error:
         _end(EXIT_USER_ERROR, str(error))
     atexit.register(_end_with_conventional_code)
-    threading.Thread(target=_watch_meeting, args=(limit,), name="meeting-of-nodes", daemon=True).start()
+    threading.Thread(target=_watch, args=(limit,), name="launcher-watch", daemon=True).start()
 
 
-def _option(argv: Sequence[str], name: str) -> str | None:
+def option_of(argv: Sequence[str], name: str) -> str | None:
+    """The value of an option of the launcher; None if it is not given."""
     for place, word in enumerate(argv):
         if word.endswith(".py"):  # the rest belongs to the program
             break
@@ -71,6 +74,18 @@ def _controller() -> Any:
     return controller if hasattr(controller, "pod") and hasattr(controller, "master") else None
 
 
+def _watch(limit: float) -> None:
+    begin = time.monotonic()
+    while (controller := _controller()) is None:
+        if time.monotonic() - begin > limit:
+            return  # another kind of launcher
+        time.sleep(_LOOK_SECONDS)
+    _watch_meeting(controller, limit)
+    while True:
+        is_open = _log.follow(controller)
+        time.sleep(_FOLLOW_SECONDS if is_open else _LOOK_SECONDS)
+
+
 # -- exit code --------------------------------------------------------------------------------
 
 
@@ -83,6 +98,7 @@ def _end_with_conventional_code() -> None:
     codes = [container.exit_code for container in controller.pod.containers]
     number = getattr(controller, "sigint", None)
     if number is not None:
+        _log.follow(controller)
         code = 0 if codes and not any(codes) and None not in codes else _SIGNALLED + number
     else:
         failed = next((code for code in codes if code), 0)
@@ -104,16 +120,44 @@ def _most_telling(codes: Sequence[int | None]) -> int:
     return (causes or own or failed or [0])[0]
 
 
+# -- the first rank's log ---------------------------------------------------------------------
+
+
+class _Log:
+    """The log of the first rank. After a signal it is printed here, because the launcher has closed it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: Any = None
+        self._rest: BinaryIO | None = None
+
+    def follow(self, controller: Any) -> bool:
+        """Keep the log open. After a signal, print what the launcher has not printed yet.
+
+        Returns:
+            Whether there is a log already.
+        """
+        containers = controller.pod.containers
+        opened = getattr(containers[0], "_log_handler", None) if containers else None
+        with self._lock, contextlib.suppress(OSError, ValueError):  # it is being closed; no terminal
+            if opened is not None and opened is not self._opened:
+                self._rest = os.fdopen(os.dup(opened.fileno()), "rb", buffering=0)  # with the same position
+                self._opened = opened
+            elif opened is None and self._rest is not None and hasattr(controller, "sigint"):
+                sys.stdout.flush()
+                shutil.copyfileobj(self._rest, sys.stdout.buffer)
+                sys.stdout.flush()
+        return self._rest is not None
+
+
+_log = _Log()
+
+
 # -- the nodes' meeting -----------------------------------------------------------------------
 
 
-def _watch_meeting(limit: float) -> None:
+def _watch_meeting(controller: Any, limit: float) -> None:
     """Watch until the launcher starts its ranks; end it if it cannot or takes too long."""
-    begin = time.monotonic()
-    while (controller := _controller()) is None:
-        if time.monotonic() - begin > limit:
-            return  # another kind of launcher
-        time.sleep(_LOOK_SECONDS)
     if _is_meeting(controller):
         _Meeting(controller).examine_port()
     begin = time.monotonic()
@@ -132,14 +176,11 @@ def _watch_meeting(limit: float) -> None:
 
 
 def _is_meeting(controller: Any) -> bool:
-    """Whether this launcher still waits for other nodes."""
     of_http = type(controller.master).__name__ == "HTTPMaster"
     return of_http and controller.job.replicas > 1 and controller.ctx.status.current() is None
 
 
 class _Meeting:
-    """The place where the nodes of a launcher meet."""
-
     def __init__(self, controller: Any) -> None:
         self._controller, self._nodes = controller, controller.job.replicas
         address = controller.master.endpoint or controller.ctx.args.master or ""

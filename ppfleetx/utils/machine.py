@@ -45,7 +45,6 @@ def available_fraction() -> float:
 
 
 def available_bytes() -> int | None:
-    """Bytes of memory that are available; None if unknown."""
     kibibytes = _numbers(_MEMINFO).get("MemAvailable")
     return None if kibibytes is None else kibibytes << 10
 
@@ -122,12 +121,7 @@ _STATES = {
 
 
 def state_of(pid: int, born: float) -> str:
-    """The reason why a process of this machine is silent; empty if it simply runs.
-
-    Args:
-        pid: the process id.
-        born: the :func:`birth_of` of the process, because another process may have got the same id since.
-    """
+    """The reason why a process of this machine is silent; empty if it simply runs."""
     if not Path("/proc/self/stat").exists():
         return ""
     fields = _stat(pid)
@@ -157,12 +151,10 @@ def machine() -> str:
 
 
 def killed_for_memory() -> int:
-    """The number of processes that the kernel has killed since boot because memory ran out."""
     return _numbers(Path("/proc/vmstat")).get("oom_kill", 0)
 
 
 def memory() -> dict[str, int]:
-    """Bytes of memory that this process uses now and at its peak, and that the machine has available."""
     kibibytes = _numbers(Path("/proc/self/status")) | _numbers(_MEMINFO)
     names = {"resident": "VmRSS", "peak": "VmHWM", "machine_available": "MemAvailable"}
     return {ours: kibibytes[name] << 10 for ours, name in names.items() if name in kibibytes}
@@ -176,11 +168,7 @@ def _queued_seconds() -> float:
 
 
 class WorkMeter:
-    """Measures whether this process computes, or moves bytes to or from files.
-
-    Args:
-        watching: a function that returns the seconds of computing so far that do not count.
-    """
+    """Measures whether this process computes, or moves bytes to or from files."""
 
     def __init__(self, watching: Callable[[], float] = float) -> None:
         self._watching = watching

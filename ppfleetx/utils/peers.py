@@ -90,17 +90,11 @@ def decide_end() -> None:
 
 
 def is_end_decided() -> bool:
-    """Whether :func:`decide_end` was called."""
     return _state.is_decided
 
 
 def report_lost(sentence: str, say_goodbye: Callable[[], None]) -> None:
-    """Record that a peer is gone and the job cannot continue. Called once, from any thread.
-
-    Args:
-        sentence: a sentence that says which peer is gone, and why.
-        say_goodbye: a function called before this module ends the process.
-    """
+    """Record that a peer is gone and the job cannot continue. Called once, from any thread."""
     if _state.grace is not None and not _state.is_ending:
         _state.is_ending = True
         timer = threading.Timer(_state.grace, _end, (sentence, say_goodbye))

@@ -37,7 +37,6 @@ def import_named_plugins(names: Iterable[str] = ()) -> None:
 
 
 def _import(name: str, named_by: str) -> None:
-    """Import one plugin. It may import Paddle, so the process is prepared for that first."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # like `python -m`, but last, so that it hides no other module

@@ -50,7 +50,6 @@ def end_with_launcher() -> None:
 
 
 def end_child_with_parent() -> None:
-    """Ask the kernel to send this process SIGTERM when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
@@ -78,7 +77,6 @@ def _wait_for_end(pid: int, is_parent: bool) -> None:
 
 
 def process_exists(pid: int) -> bool:
-    """Whether a process with this number runs, whoever owns it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -142,7 +140,6 @@ def _send(number: signal.Signals, pids: Collection[int]) -> None:
 
 
 def _reap() -> None:
-    """Wait for adopted children that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

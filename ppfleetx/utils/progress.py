@@ -6,30 +6,15 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 ItemT = TypeVar("ItemT")
 
 _REDRAWS_PER_SECOND = 4
 
 
-class _Drawing(Protocol):
-    def start(self) -> None: ...
-
-    def advance(self, amount: float, text: str | None) -> None: ...
-
-    def stop(self) -> None: ...
-
-
 class ProgressBar:
-    """A bar with description, percentage, rate, time left, and a changing text.
-
-    Args:
-        description: the text in front.
-        total: the amount at which the bar is full; None if unknown.
-        unit: the unit of the amounts, e.g. ``step`` or ``MB``.
-        show: whether to draw the bar; "auto" draws it only in a notebook or if standard error is a terminal.
-    """
+    """A bar with description, percentage, rate, time left, and a changing text."""
 
     def __init__(
         self,
@@ -40,7 +25,7 @@ class ProgressBar:
         completed: float = 0,
         show: bool | Literal["auto"] = "auto",
     ) -> None:
-        self._drawing: _Drawing | None = None
+        self._drawing: _NotebookLine | _TerminalBar | None = None
         if show is not False and in_notebook():
             self._drawing = _NotebookLine(description, total, unit, completed)
         elif sys.stderr.isatty() if show == "auto" else show:
@@ -71,7 +56,6 @@ def track(
     unit: str,
     show: bool | Literal["auto"] = "auto",
 ) -> Iterator[ItemT]:
-    """Iterate over items with a bar that counts them."""
     with ProgressBar(description, total=total, unit=unit, show=show) as bar:
         for item in items:
             yield item
@@ -79,15 +63,12 @@ def track(
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and hasattr(shell, "kernel")
 
 
 class _NotebookLine:
-    """A line below the notebook's cell that is redrawn."""
-
     def __init__(self, description: str, total: float | None, unit: str, completed: float) -> None:
         self._description, self._total, self._unit = description, total, unit
         self._begin = self._done = completed

@@ -52,7 +52,7 @@ def test_summary_and_table(tmp_path):
 
 
 def test_verify_tells_sound_from_damaged(tmp_path):
-    """``tests/faults/flip_campaign.py`` damages every file at random places."""
+    """``test_faults.py`` damages every file at random places."""
     step_dir = save(tmp_path, 1)
     sound = inspect(step_dir, "--verify")
     assert sound.returncode == 0 and "sound" in sound.stdout

@@ -1,12 +1,19 @@
-"""What a process asks of Paddle before the first operation."""
+"""What a process asks of Paddle before the first operation: flags, and TF32."""
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from paddle.base import core
 
+from ppfleetx.commands import start_process
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
+from ppfleetx.distributed import init
+from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.init import init_distributed
+from ppfleetx.distributed.tf32 import OVERRIDE, allow_tf32
 
 NANO = Path(__file__).resolve().parents[2] / "ppfleetx/configs/debug/gpt_nano.yaml"
 
@@ -23,3 +30,50 @@ def test_a_flag_paddle_does_not_take_is_named(flag: str, rule: str) -> None:
     assert caught.value.key == f"Global.flags.{name}"
     assert str(caught.value.value) == value
     assert caught.value.place == "-o override 1"
+
+
+@pytest.fixture(autouse=True)
+def switches(monkeypatch):
+    """Paddle's switches, which builds for the CPU have too, are put back."""
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    before = core.get_cublas_switch(), core.get_cudnn_switch()
+    yield lambda: (core.get_cublas_switch(), core.get_cudnn_switch())
+    core.set_cublas_switch(before[0])
+    core.set_cudnn_switch(before[1])
+
+
+def test_the_switches_follow_in_both_directions(switches):
+    for allowed in (True, False, True):
+        said = allow_tf32(allowed)
+        assert switches() == (allowed, allowed)
+        assert said.endswith(f"(Global.allow_tf32 = {allowed})")
+        assert ("exact" in said) != allowed
+
+
+@pytest.mark.parametrize(
+    ("theirs", "allowed", "words"),
+    [
+        ("0", True, "TF32 is off, NVIDIA_TF32_OVERRIDE=0 overrides Global.allow_tf32"),
+        ("1", False, "TF32 is on, NVIDIA_TF32_OVERRIDE=1 overrides Global.allow_tf32"),
+        ("0", False, "exact"),
+        ("1", True, "rounded to TF32"),
+    ],
+)
+def test_what_the_environment_overrides_is_said(monkeypatch, theirs, allowed, words):
+    monkeypatch.setenv(OVERRIDE, theirs)
+    assert words in allow_tf32(allowed)
+
+
+@pytest.mark.parametrize(("device", "allowed"), [("gpu", True), ("gpu", False), ("cpu", False)])
+def test_it_is_said_at_the_start_on_a_gpu(monkeypatch, caplog, switches, device, allowed):
+    started = replace(ParallelContext.single(), device=device)
+    monkeypatch.setattr(init, "init_distributed", lambda cfg: started)
+    cfg = load_config(NANO, [f"Global.allow_tf32={allowed}"])
+    logger = logging.getLogger("ppfleetx")
+    monkeypatch.setattr(start_process, "configure_logging", lambda quiet: logger)
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.INFO):
+        assert start_process.start_with(cfg) == (cfg, started)
+    assert switches() == (allowed, allowed)
+    said = [line for line in caplog.messages if line.startswith("float32 matrix products: ")]
+    assert len(said) == (device == "gpu")

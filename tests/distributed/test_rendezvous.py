@@ -10,11 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed import rendezvous
 from ppfleetx.distributed.cpu.handshake import meet
 from ppfleetx.distributed.cpu.wire import StartError
-from ppfleetx.distributed.rendezvous import Member, Members, RendezvousError, meeting_point, receive, visit
+from ppfleetx.distributed.rendezvous import Member, Members, RendezvousError, receive, visit
 from ppfleetx.utils.peers import START_VARIABLE
 from tests.helpers.ranks import free_port
 
@@ -117,16 +116,6 @@ def test_nobody_at_the_meeting_point_and_an_unknown_name(point) -> None:
         visit(("no.such.host.invalid", 8000), 2, Member("rank 1", 1), 0.3)
 
 
-def test_dropped_packets_are_a_firewall(monkeypatch) -> None:
-    def dropped(address, timeout):
-        raise TimeoutError("timed out")
-
-    monkeypatch.setattr(socket, "create_connection", dropped)
-    with pytest.raises(RendezvousError, match=r"10\.0\.0\.1:8000 .*nothing comes back") as error:
-        visit(("10.0.0.1", 8000), 2, Member("rank 1", 1), 0.2)
-    assert "firewall" in error.value.fix
-
-
 def test_a_member_that_ends_meanwhile_is_named_at_once(point) -> None:
     meeting = Meeting(point, 60.0)
     for number in (0, 1):
@@ -193,10 +182,3 @@ def test_cpu_ranks_end_with_a_start_error(point, monkeypatch) -> None:
     monkeypatch.setenv(START_VARIABLE, "1")
     with pytest.raises(StartError, match=r"^rank 0: rank 1 did not come .*PPFLEETX_START_TIMEOUT"):
         meet(0, 2, ("127.0.0.1", 1))
-
-
-def test_no_meeting_point_is_a_mistake(monkeypatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setenv("PADDLE_MASTER", "somewhere")
-    with pytest.raises(ConfigError, match="PADDLE_MASTER = 'somewhere'"):
-        meeting_point()

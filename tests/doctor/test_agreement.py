@@ -52,17 +52,6 @@ def test_the_card_of_a_rank_and_the_address_of_a_machine_are_its_own(target):
     assert rows_of([one, other])["variables"].status is Status.FAIL
 
 
-def test_another_library_on_one_machine_is_found(target, monkeypatch, tmp_path):
-    directory = tmp_path / "tokenizers-0.1.0.dist-info"
-    full = in_full(target(), ["versions"], print)
-    directory.mkdir()
-    (directory / "METADATA").write_text("Metadata-Version: 2.1\nName: tokenizers\nVersion: 0.1.0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    values = {0: full, 1: in_full(target(rank=1), ["versions"], print)}
-    row = by_name(agreement_rows(values, ["versions"]))["versions"]
-    assert row.status is Status.FAIL and "tokenizers is " in row.found and "0.1.0 on rank 1" in row.found
-
-
 def test_another_checkpoint_on_one_machine_is_found(target, tmp_path):
     places = [tmp_path / name for name in ("one", "other")]
     for number, place in enumerate(places):

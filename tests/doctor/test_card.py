@@ -1,6 +1,8 @@
-"""What runs on GPUs alone, as far as a CPU can try it: words of nvidia-smi, small runs, and wrong results."""
+"""What runs on GPUs alone, as far as a CPU can try it, and the losses of GPT and Llama."""
 
 from __future__ import annotations
+
+import json
 
 import numpy as np
 import paddle
@@ -20,12 +22,6 @@ CARDS = """\
 2, NVIDIA A100-SXM4-80GB, 550.54.15, 81920, 4, 3, P0
 3, NVIDIA GeForce RTX 4090, 550.54.15, 24564, 11, [N/A], P8
 """
-LINKS = """\
-\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity
-GPU0\t X \tNV12\tSYS\tPXB\t0-63
-GPU1\tNV12\t X \tSYS\tPXB\t0-63
-GPU2\tSYS\tSYS\t X \tSYS\t64-127
-"""
 
 
 def test_cards_as_nvidia_smi_tells_them():
@@ -33,7 +29,6 @@ def test_cards_as_nvidia_smi_tells_them():
     assert [row.status for row in rows.values()] == [Status.OK, Status.WARN, Status.FAIL, Status.OK]
     assert "another program holds its memory" in rows["card 1"].fix
     assert "3 uncorrected memory errors" in rows["card 2"].found
-    assert card._links(LINKS) == "1 x NV12, 2 x SYS"
 
 
 def test_small_runs_agree_and_a_wrong_operator_is_named():
@@ -91,3 +86,22 @@ def test_a_type_that_the_card_lacks_is_not_tried(monkeypatch):
     assert card._lacking("bfloat16", "gpu:0", target).status is Status.SKIPPED
     row = card._lacking("bfloat16", "gpu:0", Target(cfg=load_config(CONFIG), device="gpu"))
     assert row.status is Status.FAIL and "gpu:0 does not compute in bfloat16" in row.found
+
+
+def test_losses_are_those_that_are_committed_and_a_wrong_kernel_is_found(monkeypatch):
+    rows = by_name(steps.losses(Target()))
+    assert rows["GPT float32"].status is rows["Llama float32"].status is Status.OK
+    assert rows["Llama 16 bits"].status is Status.SKIPPED
+    right = paddle.nn.functional.softmax
+    monkeypatch.setattr(steps, "MODELS", {"Llama": steps.MODELS["Llama"]})
+    monkeypatch.setattr(paddle.nn.functional, "softmax", lambda x, *a, **k: right(x, *a, **k) * 1.01)
+    row = by_name(steps.losses(Target()))["Llama float32"]
+    assert row.status is Status.FAIL and row.numbers["relative_error"] > steps.TOLERANCE["cpu"]
+    assert "another version of Paddle" in row.fix
+
+
+def test_a_loss_that_is_no_number_is_found():
+    golden = json.loads(steps.GOLDEN.read_text())["losses"]["GPT"]
+    assert steps.losses_row("GPT", golden, golden, 1e-5).status is Status.OK
+    assert steps.losses_row("GPT", [golden[0], float("nan"), 0.0], golden, 1e-5).status is Status.FAIL
+    assert steps.losses_row("GPT", [loss * (1 + 2e-5) for loss in golden], golden, 1e-5).status is Status.FAIL

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ppfleetx.data.indexed import IndexedDatasetWriter
-from ppfleetx.doctor import agreement, files, registry
-from ppfleetx.doctor.agreement import digests, in_full
+from ppfleetx.doctor import files
 from ppfleetx.doctor.check import Status
 from ppfleetx.doctor.configuration import memory, memory_row, plan, start
-from ppfleetx.doctor.registry import CHECKS, examine
 from tests.doctor.conftest import by_name
 
 NOBODY = 65534
@@ -86,11 +80,6 @@ def test_a_byte_that_changed_on_disk_is_named(target, prefix):
     row = by_name(files.data(target()))["Data.Train"]
     assert row.status is Status.FAIL and "block 0, bytes [0, 4,800), is not as it was written" in row.found
     assert row.fix.startswith("copy it again")
-
-
-def test_blocks_that_are_read_of_a_large_file():
-    assert files.spread(3, 4) == [0, 1, 2] and files.spread(0, 4) == []
-    assert files.spread(1000, 4) == [0, 333, 666, 999]
 
 
 def test_a_corpus_without_one_sample_is_named(target, tmp_path):
@@ -164,24 +153,6 @@ def test_a_full_disk_is_named(target, tmp_path):
     assert room.status is Status.FAIL and "2 checkpoints of 1.6 MiB: not one fits" in room.found
 
 
-def test_a_read_only_file_system_is_named(target, tmp_path):
-    directory = tmp_path / "output"
-    directory.mkdir()
-    with small_file_system(directory, "ro"):
-        (written,) = files.output_directory(target())
-    assert written.status is Status.FAIL and "Read-only file system" in written.found
-    assert written.fix.startswith("mount it for writing")
-
-
-def test_a_disk_that_ends_while_it_is_written_is_named(target, monkeypatch):
-    def full(descriptor, view):
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    monkeypatch.setattr(files.os, "write", full)
-    (row,) = files.output_directory(target())
-    assert row.status is Status.FAIL and "Disk quota exceeded" in row.found and "free some" in row.fix
-
-
 def test_room_for_all_for_some_and_for_none(tmp_path):
     found = [files.room_row(free, 10 << 20, 3, tmp_path) for free in (40 << 20, 20 << 20, 5 << 20)]
     assert [row.status for row in found] == [Status.OK, Status.WARN, Status.FAIL]
@@ -218,52 +189,3 @@ def test_memory_against_what_is_there(target):
     assert by_name(memory(target()))["memory"].status is Status.OK
     assert memory_row(2e10, 1e10, "A100", cpu=False).status is Status.FAIL
     assert memory_row(2e10, 1e10, "this machine", cpu=True).status is Status.WARN
-
-
-# -- a file system that never answers, for real: FUSE without a program behind it ------------------
-
-
-_AT_ONCE = 2  # MNT_DETACH
-
-
-@contextlib.contextmanager
-def hung(place: Path) -> Iterator[None]:
-    """Everything below ``place`` waits until the end, and fails then."""
-    library = ctypes.CDLL(None, use_errno=True)
-    try:
-        device = os.open("/dev/fuse", os.O_RDWR)
-    except OSError as error:
-        pytest.skip(f"no FUSE: {error}")
-    try:
-        options = f"fd={device},rootmode=40000,user_id=0,group_id=0"
-        if library.mount(b"hung", bytes(place), b"fuse", 0, options.encode()):
-            pytest.skip(f"no FUSE here: {os.strerror(ctypes.get_errno())}")
-        try:
-            yield
-        finally:
-            library.umount2(bytes(place), _AT_ONCE)
-    finally:
-        os.close(device)
-
-
-def test_a_file_system_that_does_not_answer_is_named_in_time(target, tmp_path, monkeypatch):
-    place = tmp_path / "gone"
-    place.mkdir()
-    there = target(
-        f"Data.Train.dataset.input_dir={place}/toy",
-        f"Engine.save_load.output_dir={place}/output",
-        patience=0.3,
-    )
-    monkeypatch.setattr(registry, "_LEAST_PATIENCE", 0.3)
-    monkeypatch.setattr(agreement, "_READ_SECONDS", 0.3)
-    begin = time.monotonic()
-    with hung(place):
-        chosen = [check for check in CHECKS if check.group in ("configuration", "files", "storage")]
-        rows = {row.name: row for check in chosen for row in examine(check, there)}
-        told = digests(there, print)
-        (words,) = in_full(there, ["data and tokenizer"], print).values()
-    for name in ("data", "tokenizer", "output directory", "room"):
-        assert rows[name].status is Status.FAIL and rows[name].found == "no answer within 0 s"
-        assert "file system" in rows[name].fix
-    assert words == agreement._UNREAD
-    assert told["data and tokenizer"] and time.monotonic() - begin < 30.0

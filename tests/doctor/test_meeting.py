@@ -40,28 +40,6 @@ def test_members_meet_and_exchange_values_in_the_same_order():
     assert told[2][2] == ["rank 0", "rank 1", "rank 2"]
 
 
-def test_a_member_that_does_not_answer_or_ends_is_named_with_its_place():
-    done = threading.Event()
-
-    def act(meeting):
-        if meeting.number == 1:
-            meeting.announce("all_reduce of the mp group")
-            done.wait(5.0)
-            return None
-        if meeting.number == 2:
-            meeting.announce("losses")
-            return None
-        answers = meeting.exchange("here", 1.0)
-        done.set()
-        again = meeting.exchange("here", 1.0)
-        return [a.problem for a in answers], [a.problem for a in again]
-
-    answers, again = together(free_port(), 3, act)[0]
-    assert answers[0] == "" and answers == again
-    assert answers[1] == "no answer within 1 s; it was last heard of at: all_reduce of the mp group"
-    assert answers[2].startswith("it ended at: losses")
-
-
 def test_who_has_answered_waits_while_somebody_gets_further():
     """Longer than a step may take: the first goes on waiting, and so does everybody."""
 

@@ -1,15 +1,10 @@
-"""Links between machines, with real sockets: nothing arrives, only little, and too slowly."""
+"""Links between machines, with real sockets: nothing arrives, or only little."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,14 +17,12 @@ from ppfleetx.doctor.network import (
     Interface,
     interfaces,
     link_rows,
-    measure_link,
     named_rows,
     receiving,
-    speed_rows,
     try_link,
 )
 from tests.doctor.conftest import by_name
-from tests.helpers.ranks import ROOT, free_port
+from tests.helpers.ranks import free_port
 
 NAMES = ["node a", "node b"]
 
@@ -59,11 +52,9 @@ def between(port: int, carry: Callable[[bytes], bytes]) -> Iterator[int]:
         listener.close()
 
 
-def test_a_link_that_works_has_a_speed():
+def test_a_link_that_works_has_no_problem():
     with receiving() as port:
         assert try_link(("127.0.0.1", port)) == {}
-        found = measure_link(("127.0.0.1", port))
-    assert found["speed"] > network._TOO_SLOW
     assert try_link(("127.0.0.1", free_port()))["problem"] == "Connection refused"
 
 
@@ -92,35 +83,6 @@ def test_a_link_that_opens_and_carries_nothing_or_little_is_reported(monkeypatch
     assert rows[1].found == "node b has left: it ended"
 
 
-def test_a_slow_link_is_measured_in_little_time():
-    def slowly(data: bytes) -> bytes:
-        time.sleep(len(data) / 1e6)
-        return data
-
-    begin = time.monotonic()
-    with receiving() as port, between(port, slowly) as entry:
-        found = measure_link(("127.0.0.1", entry))
-    assert 1e5 < found["speed"] < 1.1e6 and time.monotonic() - begin < 10.0
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "statuses"),
-    [
-        (1e9, 9e8, [Status.OK]),
-        (1e9, 2e8, [Status.OK]),
-        (1e9, 9e7, [Status.WARN]),
-        (1e9, 9e6, [Status.FAIL]),
-        (9e6, 8e6, [Status.WARN, Status.WARN]),
-        (1e6, 1e6, [Status.FAIL, Status.FAIL]),
-    ],
-)
-def test_slow_links_by_themselves_and_beside_others(one, other, statuses):
-    speeds = {("node a", "node b"): one, ("node b", "node a"): other}
-    rows = list(speed_rows(speeds))
-    assert [row.status for row in rows] == statuses
-    assert statuses == [Status.OK] or ("node b to node a" in rows[-1].found and "ethtool" in rows[-1].fix)
-
-
 # -- nodes -----------------------------------------------------------------------------------------
 
 
@@ -138,21 +100,6 @@ def test_nodes_that_meet_reach_each_other(monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         for rows in pool.map(node, (True, False)):
             assert {rows[name].status for name in ("own address", "--master", "links")} == {Status.OK}
-            assert rows["speed"].status is not Status.FAIL  # the machine may be busy
-
-
-def test_a_second_address_of_an_interface_is_this_machine_s():
-    text = (
-        "from ppfleetx.doctor.network import is_local; "
-        "print(*[is_local(f'10.77.3.{number}') for number in (1, 2, 3)], is_local('no.such.host'))"
-    )
-    steps = ["ip link set lo up", *(f"ip address add 10.77.3.{number}/32 dev lo" for number in (1, 2))]
-    script = " && ".join([*steps, 'exec "$@"'])
-    command = ["unshare", "-n", "sh", "-c", script, "sh", sys.executable, "-c", text]
-    if shutil.which("unshare") is None or shutil.which("ip") is None or os.geteuid():
-        pytest.skip("needs root, unshare and ip")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["True", "True", "False", "False"]
 
 
 def test_a_name_nobody_knows_and_an_occupied_port_of_the_master():

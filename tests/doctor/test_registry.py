@@ -58,14 +58,6 @@ def test_a_check_that_does_not_end_is_given_up(monkeypatch):
     never.set()
 
 
-def test_patience_is_short_of_no_busy_machine(monkeypatch):
-    limits: list[float] = []
-    monkeypatch.setattr(registry, "within", lambda seconds, act: limits.append(seconds) or act())
-    for patience in (4.0, 100.0, 900.0):
-        examine(planted(monkeypatch, lambda target: [], seconds=300.0), Target(patience=patience))
-    assert limits == [30.0, 100.0, 300.0]
-
-
 def test_who_runs_a_check():
     first, second = Target(local_rank=0), Target(local_rank=1, device="gpu")
     node, rank = (Check("g", "m", "f", "t", each=each) for each in (Each.NODE, Each.RANK))

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,10 +16,11 @@ from ppfleetx.commands import main
 from ppfleetx.commands.doctor import Doctor, _target
 from ppfleetx.doctor import launch, run
 from ppfleetx.doctor.check import Row, Status, Target, fail, ok
+from ppfleetx.doctor.environment import open_files_row
 from ppfleetx.doctor.launch import examine_nodes_first, launched_rows, leave_report
 from ppfleetx.doctor.meeting import open_meeting
 from ppfleetx.doctor.registry import Check
-from ppfleetx.doctor.run import Guard, Job, examine_job
+from ppfleetx.doctor.run import examine_job
 from tests.doctor.conftest import by_name
 from tests.helpers.ranks import ROOT, free_port
 
@@ -97,7 +97,6 @@ def test_a_rank_that_never_comes_is_a_row(monkeypatch, quick):
 
 
 def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch):
-    """It ends while they look, and after their collectives."""
     port = free_port()
     monkeypatch.setattr(run, "meeting_point", lambda: ("127.0.0.1", port))
     monkeypatch.setattr(run, "CHECKS", (Check("files", "files", "data", "data"),))
@@ -108,29 +107,6 @@ def test_without_the_first_rank_the_others_keep_what_they_have_found(monkeypatch
         open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0).close()
         told = by_name(others.result())
     assert told["data"].found == "gone" and "is gone" in told["first rank"].found
-    monkeypatch.setattr(run, "CHECKS", ())
-    measured = fail("all_reduce (dp)", "numbers are wrong", "look at the link")
-    monkeypatch.setattr(Job, "_collectives", lambda self, tell, own, guard: own.append(measured))
-    monkeypatch.setattr(Job, "compare", lambda self: None)
-    with ThreadPoolExecutor(1) as pool:
-        others = pool.submit(examine_job, target, seconds=10.0, finish=lambda rows: None)
-        first = open_meeting(("", port), 2, "rank 0", 10.0, is_host=True, number=0)
-        first.exchange([], 10.0)
-        first.close()
-        told = by_name(others.result())
-    assert told["all_reduce (dp)"].group == "collectives" and "is gone" in told["first rank"].found
-
-
-def test_what_takes_too_long_is_given_up_by_name():
-    given_up: list[str] = []
-    with Guard(0.2, given_up.append) as guard:
-        for number in range(4):  # each is in time
-            guard.begin(f"number {number}")
-            time.sleep(0.1)
-        assert given_up == []
-        guard.begin("all_reduce of the mp group")
-        time.sleep(0.8)
-    assert given_up == ["all_reduce of the mp group"]
 
 
 # -- the process that starts them ------------------------------------------------------------------
@@ -158,15 +134,6 @@ def test_the_report_of_the_ranks_is_read_and_nothing_is_left(tmp_path):
     )
     (row,), size = launched_rows(program(text), seconds=1.0, logs_there=None)
     assert (row.name, size) == ("python", 4)
-
-
-def test_a_launcher_that_does_not_end_is_ended(monkeypatch):
-    monkeypatch.setattr(launch, "LOCAL_SECONDS", 0.0)
-    begun = time.monotonic()
-    monkeypatch.setattr(launch, "import_row", lambda: None)
-    rows, _ = launched_rows(program("import time; time.sleep(60)"), seconds=0.2, logs_there=None)
-    row = by_name(rows)["launcher"]
-    assert row.status is Status.FAIL and time.monotonic() - begun < 30.0
 
 
 STOPS = """
@@ -215,3 +182,30 @@ def test_a_rank_knows_its_place(monkeypatch):
     assert target.cfg is None and target.found == ()
     target = _target(Doctor(config="debug/gpt_nano", override=("Distributed.mp_degree=3",)))
     assert target.cfg is None and target.found[0].status is Status.FAIL
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "status", "fix"),
+    [
+        (64, 1 << 20, Status.FAIL, "ulimit -n 65536 before"),
+        (1024, 2048, Status.WARN, "/etc/security/limits.conf"),
+        (65536, 65536, Status.OK, ""),
+        (-1, -1, Status.OK, ""),
+    ],
+)
+def test_open_files(soft, hard, status, fix):
+    row = open_files_row(soft, hard)
+    assert row.status is status and fix in row.fix
+    assert bool(row.fix) == (status is not Status.OK)
+
+
+def test_limits_of_a_real_process_are_found():
+    text = (
+        "import json; from ppfleetx.doctor.check import Target; "
+        "from ppfleetx.doctor.environment import limits; "
+        "print(json.dumps({row.name: row.status for row in limits(Target())}))"
+    )
+    command = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", sys.executable, "-c", text]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    found = json.loads(done.stdout)
+    assert found["open files"] == "fail" and "shared memory" in found

@@ -1,7 +1,7 @@
 """tools/train.py in ranks of which one comes to a halt at a chosen moment, in a chosen way.
 
-Environment: ``HANG_CASE``: one of :data:`FAULTS`; ``HANG_RANK``: the rank that it befalls; ``HANG_DIR``:
-where that rank leaves ``reached`` (with its process id) when it comes to it.
+Environment: ``HANG_CASE``: one of :data:`FAULTS`, or a moment of :func:`amid`; ``HANG_RANK``: the rank that
+it befalls; ``HANG_DIR``: where that rank leaves ``reached`` (with its process id) when it comes to it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ sys.path.insert(0, str(ROOT))
 import paddle
 from paddle import distributed
 
+from ppfleetx.checkpoint.save import SharedSave
 from ppfleetx.commands.main import run_program
 from ppfleetx.core.engine.engine import Engine
 from ppfleetx.data.gpt_dataset import GPTDataset
-from ppfleetx.distributed.cpu.peer_status import Inquiry
+from ppfleetx.distributed.cpu.transport import Mesh
 from ppfleetx.resilience.activity import PROGRESS
 
 AT_STEP = 3
@@ -32,7 +33,9 @@ AT_STEP = 3
 
 def reached() -> None:
     """Report that the fault is about to happen."""
-    (Path(os.environ["HANG_DIR"]) / "reached").write_text(str(os.getpid()))
+    file = Path(os.environ["HANG_DIR"]) / "reached"
+    file.with_suffix(".part").write_text(str(os.getpid()))
+    file.with_suffix(".part").rename(file)  # whole, or not there
 
 
 def for_ever() -> None:
@@ -67,9 +70,7 @@ def shapes() -> None:
 
 
 def skipped() -> None:
-    """A collective is left out. What the CPU's groups would find out by themselves NCCL's do not: they are
-    kept from it."""
-    deaf()
+    """A collective is left out."""
 
     def act(engine: Engine) -> None:
         group = distributed.new_group(list(range(distributed.get_world_size())))
@@ -80,8 +81,7 @@ def skipped() -> None:
 
 
 def order() -> None:
-    """Two groups, in another order on one rank; the CPU's groups are kept from finding out."""
-    deaf()
+    """Two groups, in another order on one rank."""
 
     def act(engine: Engine) -> None:
         ranks = list(range(distributed.get_world_size()))
@@ -90,10 +90,6 @@ def order() -> None:
             distributed.all_reduce(paddle.ones([5]), group=group)
 
     before_step(act, on_all=True)
-
-
-def deaf() -> None:
-    Inquiry.judge = lambda self, operation, suspicion: 0
 
 
 def data() -> None:
@@ -154,25 +150,53 @@ def kill() -> None:
     before_step(lambda engine: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def memory() -> None:
-    """The kernel kills a process that runs out of memory."""
-
-    def act(engine: Engine) -> None:
-        group = os.environ.get("HANG_CGROUP")
-        if group:
-            (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
-        held = []
-        while True:
-            held.append(bytearray(os.urandom(1 << 20)) * 16)
-
-    before_step(act)
-
-
 def endless() -> None:
     """The next collective of the reference device never ends on this rank."""
     from tests.device.reference import Device
 
     before_step(lambda engine: Device().set("hang_collective", 1))
+
+
+def amid(moment: str, share: float) -> None:
+    """Halt in the third ``step`` or the second ``eval``uation when a share of its communications is done, or
+    before (0) or after (1) this rank's part of the first ``save``."""
+    if moment == "save":
+        _halt_in_save(after=bool(share))
+        return
+    name, number = {"step": ("_step", 3), "eval": ("evaluate", 2)}[moment]
+    act, launch, calls, count, total, halts_at = getattr(Engine, name), Mesh.launch, 0, 0, 0, -1
+
+    def counted(mesh: Mesh, operation: Any, *, sync: bool) -> Any:
+        nonlocal count
+        if count == halts_at:
+            reached()
+            for_ever()
+        count += 1
+        return launch(mesh, operation, sync=sync)
+
+    def measured(engine: Engine, *arguments: Any) -> Any:
+        nonlocal calls, total, halts_at
+        calls, before = calls + 1, count
+        if calls == number:
+            halts_at = before + int(share * total)
+        done = act(engine, *arguments)
+        total = count - before
+        return done
+
+    Mesh.launch = counted
+    setattr(Engine, name, measured)
+
+
+def _halt_in_save(*, after: bool) -> None:
+    write = SharedSave.write
+
+    def halting(save: SharedSave, pieces: Any) -> Any:
+        if after:
+            write(save, pieces)
+        reached()
+        for_ever()
+
+    SharedSave.write = halting
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -186,13 +210,16 @@ FAULTS: dict[str, Callable[[], None]] = {
     "another_step": another_step,
     "link": link,
     "kill": kill,
-    "memory": memory,
     "endless": endless,
 }
 
 
 def main() -> None:
-    FAULTS[os.environ["HANG_CASE"]]()
+    name, _, share = os.environ["HANG_CASE"].partition(":")
+    if name in FAULTS:
+        FAULTS[name]()
+    elif is_chosen():
+        amid(name, float(share))
     run_program("train")
 
 

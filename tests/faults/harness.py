@@ -1,46 +1,25 @@
-"""What the campaigns share: a command line, damaged bytes, and jobs in which one rank halts."""
+"""Damaged bytes, and jobs in which one rank halts."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ppfleetx.config.plan import ParallelPlan
 from tests.e2e.program import NANO, ROOT, values_of
-from tests.e2e.resumption import write_corpus
 from tests.helpers import programs
 from tests.multinode.nodes import Node
 
 _START_SECONDS = 120.0
-
-
-def command_line(description: str, **counts: int) -> argparse.ArgumentParser:
-    """A parser with one option per number, and ``--seed``."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    for name, default in {**counts, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    return parser
-
-
-def conclude(counts: Mapping[str, int], failures: Sequence[str], summary: str) -> int:
-    """Print the counts and the failures; return the exit code."""
-    for what, count in sorted(counts.items()):
-        print(f"{count:4d} {what}")
-    for failure in failures:
-        print(failure)
-    print(summary)
-    return 1 if failures else 0
 
 
 # ---- damaged bytes
@@ -52,17 +31,6 @@ def flipped(content: bytes, rng: random.Random, times: int = 1) -> bytes:
     for _ in range(times):
         changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
     return bytes(changed)
-
-
-@contextlib.contextmanager
-def damaged(path: Path, content: bytes) -> Iterator[None]:
-    """Within the context, ``path`` contains ``content``; afterwards it is restored."""
-    sound = path.read_bytes()
-    path.write_bytes(content)
-    try:
-        yield
-    finally:
-        path.write_bytes(sound)
 
 
 # ---- jobs under Paddle's launcher, of which one rank halts
@@ -120,21 +88,19 @@ class Job:
                 start_new_session=True,
             )
 
-    def await_halt(self, also: Callable[[], bool] = lambda: True) -> None:
-        """Wait until the rank halts and ``also`` holds."""
+    def await_halt(self) -> None:
+        """Wait until the rank halts."""
         deadline = time.monotonic() + _START_SECONDS
-        while not ((self.directory / "reached").exists() and also()):
+        while not (self.directory / "reached").exists():
             ended = [launcher.poll() for launcher in self.launchers]
             assert ended == [None] * len(ended), f"ended before the moment ({ended}): {self.said()}"
             assert time.monotonic() < deadline, "the moment did not come"
             time.sleep(0.02)
 
-    def wait_for_launchers(
-        self, seconds: float, launchers: Sequence[programs.Popen] | None = None
-    ) -> list[int]:
+    def wait_for_launchers(self, seconds: float) -> list[int]:
         """Exit codes of the launchers that end in time."""
         deadline, codes = time.monotonic() + seconds, []
-        for launcher in self.launchers if launchers is None else launchers:
+        for launcher in self.launchers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 codes.append(launcher.wait(max(1.0, deadline - time.monotonic())))
         return codes
@@ -164,24 +130,3 @@ def _children_of(pid: int) -> list[int]:
     with contextlib.suppress(OSError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
-
-
-def run_cases(
-    cases: Iterable[tuple[str, Callable[[Path, Path], tuple[str, Sequence[str]]]]], keep: Path | None
-) -> int:
-    """Run named cases, each called with a corpus and a directory of its own; the exit code.
-
-    A case returns its result and its complaints. ``keep``: where its directory is kept.
-    """
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="campaign-") as name:
-        corpus = Path(name) / "toy"
-        write_corpus(corpus)
-        for number, (title, run) in enumerate(cases):
-            directory = (keep or Path(name)) / f"case{number}"
-            directory.mkdir(parents=True)
-            found, complaints = run(corpus, directory)
-            failed += bool(complaints)
-            print(f"{title}: {found}: {'; '.join(complaints) or 'ok'}", flush=True)
-    print(f"{failed} failed")
-    return 1 if failed else 0

@@ -99,15 +99,3 @@ def train_with_bytes_that_do_not_arrive(
 
     with _writing(flip, failing_steps, rank):
         program.train(values, world)
-
-
-def train_with_little_room(values: Mapping[str, Any], world: int, num_bytes: int) -> None:
-    """Train where no file can grow beyond this size: the system refuses, not a double."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        program.train(values, world)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

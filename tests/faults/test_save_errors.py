@@ -92,16 +92,3 @@ def test_several_ranks_go_on_together(pools, corpus, tmp_path, undisturbed, in_b
     assert not any(outcome.error for outcome in program.fail_at(2, rank=failing_rank))
     assert program.steps() == [1, 3, 4] and resolve_checkpoint(tmp_path, verify=True)
     assert losses(tmp_path) == undisturbed(plan)
-
-
-@BOTH_WAYS
-def test_what_the_system_refuses(pools, corpus, tmp_path, in_background):
-    """EFBIG in the middle of a file, like a quota; the checkpoint before was smaller than the room."""
-    first = Program(pools, corpus, tmp_path, async_save=in_background)
-    first.values["Engine.max_steps"] = 2
-    assert not any(outcome.error for outcome in first.call())
-    program = Program(pools, corpus, tmp_path, async_save=in_background, resume="auto", lr_schedule="config")
-    (outcome,) = program.call("tests.faults.program:train_with_little_room", num_bytes=100_000)
-    assert outcome.error.startswith("CheckpointError: checkpoint epoch_0_step_3 could not be written")
-    assert "File too large" in outcome.error
-    assert newest_good(tmp_path).step == 2

@@ -6,8 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -39,23 +38,10 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
     Raises:
         NoNamespacesError: iproute2 is missing, or the kernel does not let us.
     """
-    with joined(_cable) as nodes:
-        yield nodes
-
-
-@contextlib.contextmanager
-def joined(
-    cable: Callable[[], AbstractContextManager[tuple[str, str]]], mtu: int = 1500
-) -> Iterator[tuple[Node, Node]]:
-    """Two nodes that ``cable`` joins: it gives the names of its two ends, which are devices of this machine.
-
-    Raises:
-        NoNamespacesError: iproute2 is missing, or the kernel does not let us.
-    """
     if shutil.which("ip") is None:
         raise NoNamespacesError("there is no `ip` command (iproute2)")
     tag = os.getpid() % 10000
-    with cable() as ends:
+    with _cable() as ends:
         nodes = tuple(
             Node(f"ppfx{tag}{letter}", f"10.77.0.{number}", end)
             for number, (letter, end) in enumerate(zip("ab", ends, strict=True), start=1)
@@ -65,7 +51,6 @@ def joined(
                 _ip("netns", "add", node.name)
                 _ip("link", "set", node.cable, "netns", node.name)
                 _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", node.cable)
-                _ip("-n", node.name, "link", "set", node.cable, "mtu", str(mtu))
                 _ip("-n", node.name, "link", "set", node.cable, "up")
                 _ip("-n", node.name, "link", "set", "lo", "up")
             yield nodes

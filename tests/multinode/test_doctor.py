@@ -9,12 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.conftest import NANO, ROOT, environment
 from tests.helpers import programs
-from tests.multinode.nodes import Node, NoNamespacesError, joined
-from tests.multinode.wire import MTU, wire
+from tests.multinode.nodes import Node
 
 MASTER_PORT = 38531
 
@@ -127,18 +124,6 @@ def test_an_interface_of_another_network_and_one_that_is_down_are_named(nodes) -
     (_, _), (code, rows) = reports(jobs, 60)
     assert code == 1 and "cannot be reached" in failures(rows)["nodes", "--master"]["found"]
     assert any(f"{second.cable} 10.77.0.2 (down)" in row["found"] for row in rows["nodes", "interfaces"])
-
-
-def test_a_slow_link_is_named_before_anything_starts() -> None:
-    try:
-        with joined(lambda: wire(125e3, 0.0), MTU) as nodes:
-            jobs = [doctor(node, nodes[0], timeout=20) for node in nodes]
-            found = reports(jobs, 90)
-    except (NoNamespacesError, OSError) as error:
-        pytest.skip(f"no namespaces, or no tun devices: {error}")
-    for code, rows in found:
-        slow = failures(rows)["nodes", "speed"]
-        assert code == 1 and slow["numbers"]["bytes_per_second"] < 126e3 and "ethtool" in slow["cure"]
 
 
 def test_faults_of_one_node_are_all_named(corpus: Path, tmp_path: Path, nodes) -> None:

@@ -24,15 +24,18 @@ from tests.planner.plans import (
 )
 from tests.planner.published import (
     MEGATRON_AXES,
+    MIXTURES,
     TIMES,
+    PublishedMemory,
     ascend_error,
+    bloom_memory,
     bloom_sweep_errors,
+    fleetx_memory,
     mpt_errors,
+    nanotron_memory,
     regret,
     time_errors,
 )
-from tests.planner.published_memory import PublishedMemory, bloom_memory, fleetx_memory, nanotron_memory
-from tests.planner.published_mixtures import MIXTURES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
 BEGIN, END = "<!-- accuracy: made by make planner-accuracy -->", "<!-- end of accuracy -->"

@@ -11,18 +11,12 @@ from ppfleetx.planner.cards import any_card, load_card
 from ppfleetx.planner.job import Job, job_of
 from ppfleetx.planner.memory import stage_memory
 from ppfleetx.planner.network import Cluster
-from tests.distributed import volume
 from tests.helpers.ranks import Pools
 from tests.planner import measured
 from tests.planner.plans import overrides, world_size
 from tests.planner.traffic import sent_bytes
 
 CARD = load_card("CPU")
-SMALL_LLAMA = {
-    **measured.FAMILIES["llama"],
-    "Model.num_attention_heads": 8,
-    "Model.ffn_hidden_size": 192,
-}
 
 
 @dataclass(frozen=True)
@@ -41,16 +35,17 @@ class Compared:
         return self.predicted / self.measured - 1 if self.measured else float("inf")
 
 
-def case_for(config: Any, settings: list[str], plan: dict[str, Any]) -> Job:
-    """The planner's job for a configuration that ``settings`` change."""
-    return job_of(load_config(config, settings, world_size=world_size(plan)), CARD)
+def case_for(plan: dict[str, Any], family: str) -> Job:
+    """The planner's job for a plan."""
+    settings = measured.settings(overrides(plan), family)
+    return job_of(load_config(measured.CONFIG, settings, world_size=world_size(plan)), CARD)
 
 
 def compare_memory(pools: Pools, plan: dict[str, Any], family: str) -> list[Compared]:
     """Parameters, states, gradients, and the peaks of a step and of the start, of each stage's fullest
     rank."""
     given, world = overrides(plan), world_size(plan)
-    job = case_for(measured.CONFIG, measured.settings(given, family), plan)
+    job = case_for(plan, family)
     found = pools(world).run("tests.planner.measured:memory", overrides=given, family=family, world=world)
     rows = []
     for stage in range(job.plan.pp):
@@ -119,11 +114,9 @@ def compare_device_memory(
 
 def compare_traffic(pools: Pools, plan: dict[str, Any], family: str) -> list[Compared]:
     """Bytes that a rank sends in one step, by stage and axis, the mean over a stage's ranks."""
-    given, world = {**overrides(plan), **(SMALL_LLAMA if family == "llama" else {})}, world_size(plan)
-    job = case_for(volume.CONFIG, volume.settings(given, 2), plan)
-    found = pools(world).run(
-        "tests.distributed.volume:step", overrides=given, micro_batch_size=2, world=world
-    )
+    given, world = overrides(plan), world_size(plan)
+    job = case_for(plan, family)
+    found = pools(world).run("tests.planner.measured:traffic", overrides=given, family=family, world=world)
     rows = []
     for stage in range(job.plan.pp):
         predicted = sent_bytes(job, stage)

@@ -114,6 +114,27 @@ def _runner(overrides: dict[str, Any], family: str, world: int) -> tuple[Any, An
         return parallelize(build_module(cfg), cfg, ctx, train=True), cfg, ctx
 
 
+def traffic(overrides: dict[str, Any], family: str, world: int) -> dict[str, Any]:
+    """Bytes sent by this rank in one step on each axis (``dp x sep``: over both at once; ``tied``: between
+    the stages that share the embedding; ``job``: among all), and the number of calls."""
+    from ppfleetx.distributed.cpu import backend as cpu_backend
+
+    runner, cfg, ctx = _runner(overrides, family, world)
+    for number in (1, 2):  # in the first step shapes are agreed upon
+        cpu_backend.reset_traffic()
+        runner.train_step(batches_of(cfg), step=number, lr=1e-4, weight_decay=0.0)
+    axis_of = {group.id: axis for axis, group in ctx.groups.items()}
+    if {"dp", "sep"} <= ctx.groups.keys():
+        axis_of[ctx.group_over(("dp", "sep")).id] = "dp x sep"
+    sent, calls = dict.fromkeys([*axis_of.values(), "tied", "job"], 0.0), {}
+    for number, group in cpu_backend.traffic().items():
+        axis = axis_of.get(number, "job" if len(group["ranks"]) == world and number == 0 else "tied")
+        sent[axis] += sum(operation["sent"] for operation in group["operations"].values())
+        calls[axis] = {name: operation["calls"] for name, operation in group["operations"].items()}
+    micro_batches = cfg.batch.accumulate_steps
+    return {"sent": sent, "calls": calls, "micro_batches": micro_batches, "stage": ctx.rank_on("pp")}
+
+
 def batches_of(cfg: Any) -> list[dict[str, np.ndarray]]:
     """The micro batches of a step, of random tokens."""
     size, length = cfg.batch.micro_batch_size, cfg.Data.Train.dataset.max_seq_len

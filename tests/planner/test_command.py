@@ -2,10 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
+from ppfleetx.commands.train_verbs import Plan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.planner.calibration import calibrate
@@ -13,19 +16,27 @@ from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.job import job_of
 from ppfleetx.planner.long_run import failures
 from ppfleetx.planner.network import Cluster
+from ppfleetx.planner.plan_option import plan_text, read_unresolved
 from ppfleetx.planner.prediction import Prediction, run_length, run_prediction
+from ppfleetx.planner.search import search
 from ppfleetx.planner.step_time import step_time
-from tests.planner.test_parts import planned
 
 BIG = "ppfleetx/configs/nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml"
 NANO = "ppfleetx/configs/debug/gpt_nano.yaml"
+SMALL = "ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml"
 WORDS = "dp=4,mp=8,pp=12,sharding=1,stage=1,vpp=1,micro=2"
+
+
+def planned(capsys, *arguments, config=SMALL):
+    Plan.parse(["-c", config, *arguments]).run()
+    return capsys.readouterr().out
 
 
 def test_the_object_of_one_plan(capsys):
     common = ("--card", "A100-80GB", "--per-node", "8", "--plan", WORDS, "--json")
     found = json.loads(planned(capsys, "--network-gbps", "800", *common, config=BIG))
-    assert found["step_time_s"] == sorted(found["step_time_s"])
+    assert found["step_time_s"][0] > 0 and found["step_time_s"] == sorted(found["step_time_s"])
+    assert found["plan"].startswith("dp=4,mp=8,pp=12")
     assert len(found["memory_gib"]) == 12
     assert found["parameters"] == 174_603_264_000
     assert found["fits"] is (max(found["memory_gib"]) <= 79.2)
@@ -71,6 +82,19 @@ def test_the_best_is_written_and_its_rivals_are_explained(capsys, tmp_path):
     assert all(reason.endswith(".") for reason in reasons)
     assert "days and" in text
     assert "Constants of A100-80GB" in text
+
+
+def test_plans_are_ranked(capsys):
+    found = json.loads(planned(capsys, "--devices", "8", "--json"))
+    times = [plan["step_time_s"][2] for plan in found["plans"]]
+    assert times == sorted(times)
+    assert found["candidates"] == found["fit"] + found["unfit"] + found["slower"]
+    assert 0 < found["fit"] <= found["candidates"] and 0 <= found["too_large"] < found["legal"]
+    assert len(times) == 10
+    assert all(plan["fits"] and plan["devices"] == 8 for plan in found["plans"])
+    text = planned(capsys, "--devices", "8", "--explain")
+    assert found["plans"][0]["plan"] in text
+    assert "memory by part" in text
 
 
 def test_least_memory_comes_first_where_it_is_the_goal(capsys):
@@ -162,6 +186,14 @@ def test_days_and_cost_follow_from_the_step(capsys):
         (("--write-card", "x.yaml"), "needs --calibrate"),
         (("--rank-order", "pp,dp"), "each of dp, pp, sharding, sep, mp once"),
         (("--plan", "stage=4"), "must be 1, 2 or 3"),
+        (("--plan", "dp=3"), "cannot be split"),
+        (("--plan", "mp=3,dp=1"), "must divide by mp_degree"),
+        (("--plan", "dq=3"), "must be dp, mp"),
+        (("--plan", "dp=1,dp=1"), "names dp twice"),
+        (("--plan", "dp=0"), "at least 1"),
+        (("--plan", "recompute=some"), "recompute is one of"),
+        (("--plan", "dp=8", "--devices", "4"), "of 8 cards, not of 4"),
+        (("--card", "A1000"), "no such card"),
     ],
 )
 def test_questions_that_cannot_be_answered(capsys, arguments, words):
@@ -182,7 +214,7 @@ def test_calibration_finds_the_card_that_made_the_times(tmp_path):
         directory.mkdir()
         cfg = load_config(NANO, plan)
         seconds = step_time(job_of(cfg, slow), Cluster(slow)).seconds
-        settings = {"_base_": str(_nano()), "Distributed": {"mp_degree": 1 + number}}
+        settings = {"_base_": str(Path(NANO).resolve()), "Distributed": {"mp_degree": 1 + number}}
         (directory / "config.yaml").write_text(yaml.safe_dump(settings))
         record = {"kind": "train", "batch_cost": seconds + 0.5, "reader_cost": 0.5}
         (directory / "metrics.jsonl").write_text((json.dumps(record) + "\n") * 5)
@@ -199,7 +231,7 @@ def test_calibration_finds_the_card_that_made_the_times(tmp_path):
 
 
 def test_json_says_what_calibration_found(capsys, tmp_path):
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"_base_": str(_nano())}))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"_base_": str(Path(NANO).resolve())}))
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "batch_cost": 0.5}\n' * 5)
     run = ("--card", "CPU", "--plan", "dp=1", "--calibrate", str(tmp_path), "--json")
     found = json.loads(planned(capsys, *run, config=NANO))
@@ -222,12 +254,6 @@ def test_rank_order_decides_who_shares_a_node(capsys):
     assert own["gradients"] > other["gradients"]
 
 
-def _nano():
-    from pathlib import Path
-
-    return Path(NANO).resolve()
-
-
 def test_the_report_is_whole_and_opens_without_a_network(capsys, tmp_path):
     directory = tmp_path / "report"
     words = "dp=1,mp=2,pp=2,sharding=2,vpp=2,micro=2,recompute=full"
@@ -242,3 +268,40 @@ def test_the_report_is_whole_and_opens_without_a_network(capsys, tmp_path):
     assert "recomputed" in svg and "idle" in svg
     with pytest.raises(ConfigError, match="report already"):
         planned(capsys, "--plan", words, "--report", str(directory))
+
+
+CLUSTER = Cluster(load_card("A100-80GB"), per_node=1, network=12.5e9)
+# Sixteen layers on sixteen machines of one card: long pipelines of whole stages.
+SHORT = [
+    *("Model.num_layers=16", "Model.virtual_pp_degree=1", "Model.sequence_parallel=False"),
+    *("Distributed.mp_degree=1", "Distributed.pp_degree=1"),
+    *("Global.global_batch_size=32", "Global.local_batch_size=32", "Global.micro_batch_size=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def job():
+    return job_of(load_config(BIG, SHORT, world_size=1), CLUSTER.card)
+
+
+def test_zero_bubble_is_tried_where_stages_are_whole(job):
+    """It wins where there are few micro batches and no layers left for virtual stages."""
+    found = search(job, CLUSTER, 16, keep=40)
+    best = found.best[0]
+    assert best.job.plan.pp == 16 and best.job.plan.pp_schedule == "zb_h1"
+    assert ",zb=1," in plan_text(best.job)
+    twin = Prediction(replace(best.job, plan=replace(best.job.plan, pp_schedule="1f1b")), CLUSTER)
+    assert best.time.seconds < 0.9 * twin.time.seconds and best.time.bubble < twin.time.bubble
+    assert best.fullest >= twin.fullest and best.fits
+    orders = {(p.job.plan.virtual_pp_degree > 1, p.job.plan.pp_schedule) for p in found.best}
+    assert (False, "zb_h1") in orders and (True, "zb_h1") not in orders and (True, "1f1b") in orders
+    least = search(job, CLUSTER, 16, goal="memory").best
+    assert {prediction.job.plan.pp_schedule for prediction in least} == {"1f1b"}
+
+
+def test_a_found_zero_bubble_is_written_as_a_configuration(job):
+    best = search(job, CLUSTER, 16, keep=1).best[0].job
+    cfg = read_unresolved(BIG, SHORT).under(
+        best.plan, best.micro_batch, best.global_batch, best.recomputed[0]
+    )
+    assert (cfg.Distributed.pp_schedule, cfg.Distributed.pp_degree) == ("zb_h1", 16)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed import volume
+from tests.planner import measured
 from tests.planner.machine import compare_memory, compare_traffic
 from tests.planner.plans import MEMORY_PLANS, TRAFFIC_PLANS, overrides
 
@@ -60,6 +60,6 @@ def test_ranks_send_what_is_predicted(pools, plan, family):
 def test_owners_send_parameters_in_few_messages(pools):
     """Stage 3, before each pass: one from each owner, of a block, of embedding, last norm and head."""
     given = overrides({"sharding": 4, "stage": 3})
-    for result in pools(4).run("tests.distributed.volume:step", overrides=given, micro_batch_size=2, world=4):
-        owners = volume.MODEL["num_layers"] * 4 + 2 + 2 + 1
+    for result in pools(4).run("tests.planner.measured:traffic", overrides=given, family="gpt", world=4):
+        owners = measured.SIZES["Model.num_layers"] * 4 + 2 + 2 + 1
         assert 0 < result["calls"]["sharding"]["broadcast"] <= 2 * result["micro_batches"] * owners

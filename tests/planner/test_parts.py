@@ -1,11 +1,9 @@
 """Parts of the planner against numbers worked out by hand."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from ppfleetx.commands.train_verbs import Plan
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.config.plan import ParallelPlan
@@ -156,18 +154,6 @@ def test_gradients_of_weights_fill_the_bubble():
         assert long == pytest.approx(busy * 8 + 3 * (forward + inputs - weights), rel=0.01)
 
 
-def test_zero_bubble_is_predicted_faster_and_larger_in_its_last_stages():
-    plain = small_job(ParallelPlan(pp=2))
-    divided = replace(plain, plan=replace(plain.plan, pp_schedule="zb_h1"))
-    cluster = Cluster(load_card("A100-80GB"))
-    times = [Prediction(one, cluster).time for one in (plain, divided)]
-    assert times[1].bubble < times[0].bubble
-    assert times[1].seconds < times[0].seconds
-    first, last = ([stage_memory(one, cluster, stage).total for one in (plain, divided)] for stage in (0, 1))
-    assert first[0] == first[1]
-    assert last[0] < last[1]
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_zero_bubble_sends_whole_activations_where_each_tensor_rank_holds_them(sequence_parallel):
     plain = small_job(ParallelPlan(mp=4, pp=2, sequence_parallel=sequence_parallel))
@@ -225,22 +211,6 @@ def test_a_card_of_ones_own(tmp_path):
         load_card("A100-80")
 
 
-def planned(capsys, *arguments, config=CONFIG):
-    Plan.parse(["-c", config, *arguments]).run()
-    return capsys.readouterr().out
-
-
-def test_one_plan_as_json(capsys):
-    found = json.loads(planned(capsys, "--plan", "dp=2,mp=2,pp=2,micro=4", "--json"))
-    low, middle, high = found["step_time_s"]
-    assert 0 < low < middle < high
-    assert len(found["memory_gib"]) == 2
-    assert found["fits"] is True
-    assert found["parameters"] == 1_313_722_368
-    assert 0 < found["mfu"] < 1
-    assert found["plan"].startswith("dp=2,mp=2,pp=2")
-
-
 def test_states_of_each_optimizer():
     card, found = load_card("A100-80GB"), {}
     for name in ("AdamW", "Muon", "SGD"):
@@ -273,37 +243,6 @@ def test_a_plan_has_to_fit_at_its_start_too(monkeypatch):
     monkeypatch.setattr("ppfleetx.planner.memory._start", lambda *_: 17.0 * 2**30)
     after = Prediction(small, Cluster(load_card("V100-16GB")))
     assert not after.fits and after.fullest == after.memory[0].start
-
-
-def test_plans_are_ranked(capsys):
-    found = json.loads(planned(capsys, "--devices", "8", "--json"))
-    times = [plan["step_time_s"][2] for plan in found["plans"]]
-    assert times == sorted(times)
-    assert found["candidates"] == found["fit"] + found["unfit"] + found["slower"]
-    assert 0 < found["fit"] <= found["candidates"] and 0 <= found["too_large"] < found["legal"]
-    assert len(times) == 10
-    assert all(plan["fits"] and plan["devices"] == 8 for plan in found["plans"])
-    text = planned(capsys, "--devices", "8", "--explain")
-    assert found["plans"][0]["plan"] in text
-    assert "memory by part" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--plan", "dp=3"), "cannot be split"),
-        (("--plan", "mp=3,dp=1"), "must divide by mp_degree"),
-        (("--plan", "dq=3"), "must be dp, mp"),
-        (("--plan", "dp=1,dp=1"), "names dp twice"),
-        (("--plan", "dp=0"), "at least 1"),
-        (("--plan", "recompute=some"), "recompute is one of"),
-        (("--plan", "dp=8", "--devices", "4"), "of 8 cards, not of 4"),
-        (("--card", "A1000"), "no such card"),
-    ],
-)
-def test_what_cannot_be_is_refused(capsys, arguments, words):
-    with pytest.raises(ConfigError, match=words):
-        planned(capsys, *arguments)
 
 
 def test_ascend_cards_say_what_is_a_guess_and_have_no_fused_attention():

@@ -1,7 +1,5 @@
 """Predictions against published runs; the bounds are those of docs/planner.md."""
 
-import statistics
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -14,38 +12,43 @@ from ppfleetx.planner.utilization import step_flops, tflops_per_device
 from tests.planner.accuracy import PAGE, published_rows
 from tests.planner.published import (
     MEGATRON_AXES,
+    MIXTURES,
     TIMES,
-    ascend_error,
-    bloom_sweep_errors,
+    bloom_memory,
     case_of_row,
     intervals,
-    mpt_errors,
-    regret,
     rows_of,
-    time_errors,
 )
-from tests.planner.published_memory import bloom_memory, fleetx_memory, nanotron_memory
-from tests.planner.published_mixtures import MIXTURES
 
-BOUNDS = {"korthikanti.csv": 0.07, "sc21.csv": 0.12, "megascale.csv": 0.10}
+LIMITS = {
+    "step time: vTrain's": (8, 40),
+    "step time: Korthikanti": (7, 7),
+    "step time: Narayanan": (8, 12),
+    "step time: MegaScale's": (8, 10),
+    "the plan ranked first against the best measured, vTrain's four models, ranks as Megatron-LM": (5, 5),
+    "the plan ranked first against the best measured, vTrain's four models, ranks as this engine": (10, 10),
+    "step time: BLOOM's": (10, 10),
+    "step time: MPT": (8, 22),
+    "step time: MindSpeed": (10, 10),
+    "step time: mixtures": (20, 30),
+    "memory: BLOOM's": (8, 20),
+    "memory: nanotron's": (8, 10),
+    "memory: PaddleFleetX's": (5, 5),
+}
+"""By the beginning of a row: median and largest error in percent."""
 
 
-@pytest.mark.parametrize("published", [p for p in TIMES if p.name in BOUNDS], ids=lambda p: p.name)
-def test_every_row_is_within(published):
-    assert max(abs(error) for error in time_errors(published)) <= BOUNDS[published.name]
-
-
-def test_half_of_the_held_out_plans_are_within_8_percent():
-    held_out = time_errors(next(p for p in TIMES if p.held_out))
-    assert statistics.median(abs(error) for error in held_out) <= 0.08
+def test_errors_are_small_and_on_the_page():
+    page = PAGE.read_text(encoding="utf-8")
+    for row in published_rows():
+        words, count, median, largest = (cell.strip("% ") for cell in row.strip("| ").split("|"))
+        limits = next(limits for begin, limits in LIMITS.items() if words.startswith(begin))
+        assert int(count) and float(median) <= limits[0] and abs(float(largest)) <= limits[1], row
+        assert row in page, "run make planner-accuracy"
+    assert not [one.row for one in MIXTURES if one.row not in page]
 
 
 VTRAIN = next(published for published in TIMES if published.held_out)
-
-
-@pytest.mark.parametrize(("axes", "most"), [(MEGATRON_AXES, 0.05), (AXES, 0.10)])
-def test_the_plan_ranked_first_is_among_the_best(axes, most):
-    assert max(regret(replace(VTRAIN, axes=axes)).values()) <= most
 
 
 def test_nine_of_ten_measured_steps_are_below_the_high_end():
@@ -80,41 +83,6 @@ def test_a_plan_whose_time_is_less_certain_has_to_be_better_by_as_much(axes):
     assert 2 not in [mp for mp, *_ in quickly[:10]]
 
 
-def test_the_pages_table_is_up_to_date():
-    missing = [row for row in published_rows() if row not in PAGE.read_text(encoding="utf-8")]
-    assert not missing, "run make planner-accuracy"
-
-
-def test_mixtures_of_experts():
-    page = PAGE.read_text(encoding="utf-8")
-    assert all(abs(one.error) <= 0.30 for one in MIXTURES)
-    assert not [one.row for one in MIXTURES if one.row not in page]
-
-
-def test_a_step_on_ascend_cards():
-    assert abs(ascend_error()) <= 0.10
-
-
-def test_bloom_batch_sweep_after_calibration():
-    errors = bloom_sweep_errors()
-    assert len(errors) == 4
-    assert max(abs(error) for error in errors) <= 0.10
-
-
-@pytest.mark.parametrize("card", ["A100-80GB", "H100-80GB"])
-def test_half_of_the_runs_with_fused_attention_are_within_8_percent(card):
-    errors = mpt_errors(card)
-    assert len(errors) >= 6
-    assert statistics.median(abs(error) for error in errors) <= 0.08
-
-
-def test_nanotron_memory():
-    rows = nanotron_memory()
-    near = [row for row in rows if abs(row.error) <= 0.10]
-    assert len(rows) == 13
-    assert len(near) / len(rows) >= 0.8, [(row.name, row.error) for row in rows]
-
-
 def test_bloom_counted_the_same_operations():
     for row in filter(lambda row: row["tflops"], rows_of("bloom.csv")):
         job = case_of_row(row, 250_880)
@@ -122,19 +90,7 @@ def test_bloom_counted_the_same_operations():
         assert counted == pytest.approx(float(row["tflops"]), rel=0.005)
 
 
-def test_bloom_memory_of_rows_that_were_not_fitted():
-    judged = [row for row in bloom_memory() if row.measured is not None and not row.fitted]
-    near = [row for row in judged if abs(row.error) <= 0.10]
-    assert len(judged) == 18
-    assert len(near) / len(judged) >= 0.8, [(row.name, row.error) for row in judged]
-
-
 def test_what_ran_out_of_memory_does_not_fit_and_the_rest_does():
     room = load_card("A100-80GB").memory_gib
     for row in bloom_memory():
         assert (row.predicted > room) is (row.measured is None), row
-
-
-def test_fleetx_recipes_need_what_it_says():
-    for row in fleetx_memory():
-        assert abs(row.error) <= 0.05, row

@@ -9,9 +9,8 @@ from ppfleetx.commands.check import check_report
 from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.loader import load_config
 from ppfleetx.core.engine.callbacks.device_usage import Forecast
-from ppfleetx.planner.cards import GIB, load_card
+from ppfleetx.planner.cards import load_card
 from ppfleetx.planner.prediction import run_prediction
-from ppfleetx.planner.report import verdict
 
 SHIPPED = "ppfleetx/configs/nlp/gpt/pretrain_gpt_{}.yaml"
 NANO = "ppfleetx/configs/debug/gpt_nano.yaml"
@@ -66,11 +65,6 @@ def test_a_card_that_does_not_compute_in_the_type_has_memory_and_no_time():
     assert run_prediction(cfg, "gpu") is None
     assert "a device" in check_report(cfg, "gpu")
     assert run_prediction(load_config(NANO, [*low, "Global.card=A100-80GB"]), "gpu") is not None
-
-
-def test_a_verdict_says_what_to_do():
-    assert "it fits A" in verdict(GIB, 2 * GIB, "A")
-    assert "Model.use_recompute" in verdict(3 * GIB, 2 * GIB, "A")
 
 
 def test_the_end_compares_prediction_and_measurement(caplog):

@@ -25,8 +25,14 @@ from tests.helpers.waiting import wait_for
 LAUNCHER = Path(__file__).with_name("launcher.py")
 PROGRAM = """
 import os, pathlib, signal, sys, time
+def save(*_):
+    for part in ("saving", "saved"):
+        time.sleep(1)
+        print(part, os.environ["PADDLE_TRAINER_ID"])
+    sys.exit(0)
 if sys.argv[1] == "saves":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, save)
+    print("training")
 pathlib.Path(sys.argv[2], "ready." + os.environ["PADDLE_TRAINER_ID"]).touch()
 if sys.argv[1] == "killed" and os.environ["PADDLE_TRAINER_ID"] == "0":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -172,6 +178,9 @@ def test_exit_codes_are_the_usual_ones(launch, tmp_path, does: str, number: int 
         job.send_signal(number)
     code, output = ended(job)
     assert code == usual, output
+    if does == "saves":
+        lines = [line for line in output.splitlines() if line in ("training", "saving 0", "saved 0")]
+        assert lines == ["training", "saving 0", "saved 0"], output
 
 
 @pytest.mark.parametrize(

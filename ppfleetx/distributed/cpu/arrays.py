@@ -67,7 +67,6 @@ class TensorMemory:
         self._strided: list[tuple[np.ndarray, np.ndarray]] = []
 
     def read(self, tensor: paddle.Tensor) -> np.ndarray:
-        """The contents of ``tensor`` as a flat array."""
         self._owners.append(tensor)
         if tensor.is_contiguous():
             return tensor_array(tensor)
@@ -86,7 +85,6 @@ class TensorMemory:
         return array
 
     def finish(self) -> None:
-        """Copy the results back into strided tensors, and release all tensors."""
         for strided, array in self._strided:
             strided[...] = array.reshape(strided.shape)
         self._owners, self._strided = [], []
@@ -101,12 +99,7 @@ def _strided_array(tensor: paddle.Tensor) -> np.ndarray:
 
 
 def byte_view(array: np.ndarray) -> memoryview:
-    """The bytes of a contiguous array."""
     return memoryview(array.view(np.uint8))
-
-
-def _from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
@@ -122,7 +115,10 @@ def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bf
     16-bit floats are accumulated in float32 and rounded once.
     """
     ufunc, narrow = _UFUNC[op], bfloat16 or out.dtype == np.float16
-    widen = _from_bfloat16 if bfloat16 else (lambda part: part.astype(np.float32))
+
+    def widen(part: np.ndarray) -> np.ndarray:
+        return (part.astype(np.uint32) << 16).view(np.float32) if bfloat16 else part.astype(np.float32)
+
     if narrow:
         total = widen(parts[0])
         for part in parts[1:]:
@@ -141,5 +137,4 @@ def reduce_in_order(parts: Sequence[np.ndarray], out: np.ndarray, op: int, *, bf
 
 
 def bounds(count: int, parts: int) -> list[int]:
-    """The boundaries that split ``count`` elements into ``parts`` nearly equal ranges."""
     return [count * i // parts for i in range(parts + 1)]

@@ -72,7 +72,6 @@ def traffic() -> dict[int, dict[str, Any]]:
 
 
 def reset_traffic() -> None:
-    """Start counting again."""
     for group in _groups:
         group.counts.clear()
 

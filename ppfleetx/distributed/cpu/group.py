@@ -8,29 +8,80 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import paddle
 
-from ppfleetx.distributed.cpu.arrays import DTYPE_CODES, SUM, TensorMemory, bounds, byte_view
-from ppfleetx.distributed.cpu.member import CODES, Member
+from ppfleetx.distributed.cpu.arrays import (
+    DTYPE_CODES,
+    SUM,
+    TensorMemory,
+    bounds,
+    byte_view,
+    reduce_in_order,
+)
+from ppfleetx.distributed.cpu.inbox import BufferPool
 from ppfleetx.distributed.cpu.operation import Operation, Steps
-from ppfleetx.distributed.cpu.wire import POINT_TO_POINT, Signature
+from ppfleetx.distributed.cpu.transport import Mesh
+from ppfleetx.distributed.cpu.wire import CODES, POINT_TO_POINT, Key, Signature
 from ppfleetx.resilience.flight_recorder import OPERATIONS
 
+_BYTES = 255  # the dtype code of operations without one (barrier)
 TensorOrList = paddle.Tensor | list[paddle.Tensor]
 # Up to this size every rank sends everything to all others, which takes one message time instead of two.
 _SMALL_BYTES = 1 << 14
 
 
-class CpuProcessGroup(Member):
+class CpuProcessGroup:
     """The methods of Paddle's ``core.ProcessGroup`` on CPU tensors.
 
     Ranks in arguments are ranks within the group. Methods return a task; with ``sync_op=False`` it is
     complete only after its ``wait()``, even for a send.
     """
+
+    def __init__(self, mesh: Mesh, rank: int, size: int, group_id: int, generation: int) -> None:
+        self._mesh, self._rank, self._size = mesh, rank, size
+        self.group_id, self._generation = group_id, generation
+        self._number = 0
+        self._to: dict[int, int] = {}
+        self._from: dict[int, int] = {}
+        self._coalesced: list[Operation] | None = None
+        self._lock = threading.Lock()
+        self.counts: dict[str, dict[str, float]] = {}
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in the job. Only Paddle's Group object knows them, and it is created after this
+        object.
+        """
+        group = paddle.distributed.collective._group_map.get(self.group_id)
+        ranks = range(self._size) if group is None else group.ranks
+        assert len(ranks) == self._size, "Paddle's group and its process group disagree"
+        return tuple(ranks)
+
+    @cached_property
+    def _key(self) -> int:
+        """A 64-bit number that identifies the group in the job, the same on all members."""
+        identity = f"{self.group_id}:{self._generation}:{self.ranks}"
+        return int.from_bytes(blake2b(identity.encode(), digest_size=8).digest())
+
+    @property
+    def pool(self) -> BufferPool:
+        return self._mesh.pool
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return "GLOO"
 
     def all_reduce(self, tensor: paddle.Tensor, op: Any = SUM, sync_op: bool = True) -> Operation:
         memory = TensorMemory()
@@ -43,20 +94,15 @@ class CpuProcessGroup(Member):
                 theirs = self._scratch(array, self._others())
                 yield from self._exchange(number, signature, 0, dict.fromkeys(theirs, array), theirs)
                 self._reduce_parts(array, theirs, array, kind, code)
+                self._release(theirs)
             else:
-                edges = bounds(array.size, self._size)
-                pieces = [array[a:b] for a, b in itertools.pairwise(edges)]
-                mine = pieces[self._rank]
-                others = {m: pieces[m] for m in self._others()}
-                theirs = self._scratch(mine, self._others())
-                yield from self._exchange(number, signature, 0, others, theirs)
-                self._reduce_parts(mine, theirs, mine, kind, code)
+                pieces = self._pieces(array)
+                mine, others = pieces[self._rank], {m: pieces[m] for m in self._others()}
+                yield from self._sum_piece(number, signature, pieces, mine, kind, code)
                 yield from self._exchange(number, signature, 1, dict.fromkeys(others, mine), others)
-            self._release(theirs)
-            memory.finish()
 
         return self._run(
-            "all_reduce", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, takes_memory=True
+            "all_reduce", steps, memory, sync=sync_op, dtype=code, nbytes=array.nbytes, takes_memory=True
         )
 
     def _gather_all(
@@ -64,15 +110,11 @@ class CpuProcessGroup(Member):
     ) -> Operation:
         total = sum(out.nbytes for out in outs)
         self._count("all_gather", total, total - mine.nbytes)
-
-        def steps(number: int, signature: Signature) -> Steps:
-            incoming = {m: outs[m] for m in self._others()}
-            yield from self._exchange(number, signature, 0, dict.fromkeys(incoming, mine), incoming)
-            if mine.size and outs[self._rank].ctypes.data != mine.ctypes.data:
-                outs[self._rank][:] = mine
-            memory.finish()
-
-        return self._run("all_gather", steps, sync=sync, dtype=code, nbytes=mine.nbytes)
+        if mine.size and outs[self._rank].ctypes.data != mine.ctypes.data:
+            outs[self._rank][:] = mine
+        incoming = {m: outs[m] for m in self._others()}
+        steps = partial(self._exchange, phase=0, outgoing=dict.fromkeys(incoming, mine), incoming=incoming)
+        return self._run("all_gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes)
 
     def all_gather(self, out: TensorOrList, tensor: TensorOrList, sync_op: bool | None = None) -> Operation:
         """Gather ``tensor`` of all members into ``out``. Without ``sync_op`` the two arguments are swapped,
@@ -113,15 +155,10 @@ class CpuProcessGroup(Member):
         self._count("reduce_scatter", total, total - target.nbytes)
 
         def steps(number: int, signature: Signature) -> Steps:
-            outgoing = {m: parts[m] for m in self._others()}
-            theirs = self._scratch(target, self._others())
-            yield from self._exchange(number, signature, 0, outgoing, theirs)
-            self._reduce_parts(parts[self._rank], theirs, target, int(op), code)
-            self._release(theirs)
-            memory.finish()
+            return self._sum_piece(number, signature, parts, target, int(op), code)
 
         return self._run(
-            "reduce_scatter", steps, sync=sync_op, dtype=code, nbytes=target.nbytes, takes_memory=True
+            "reduce_scatter", steps, memory, sync=sync_op, dtype=code, nbytes=target.nbytes, takes_memory=True
         )
 
     def reduce_scatter_tensor(
@@ -133,48 +170,35 @@ class CpuProcessGroup(Member):
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
         array = memory.write(tensor)
         self._count("broadcast", array.nbytes, (self._size - 1) / self._size * array.nbytes)
+        steps = self._steps_of_root(src, dict.fromkeys(self._others(), array), {src: array})
+        return self._run("broadcast", steps, memory, sync=sync_op, dtype=code, nbytes=array.nbytes, root=src)
 
-        def steps(number: int, signature: Signature) -> Steps:
-            if self._rank == src:
-                yield from self._exchange(number, signature, 0, dict.fromkeys(self._others(), array), {})
-            else:
-                yield from self._exchange(number, signature, 0, {}, {src: array})
-            memory.finish()
-
-        return self._run("broadcast", steps, sync=sync_op, dtype=code, nbytes=array.nbytes, root=src)
+    def _steps_of_root(
+        self, root: int, outgoing: dict[int, np.ndarray], incoming: dict[int, np.ndarray]
+    ) -> Callable[[int, Signature], Steps]:
+        """The root sends ``outgoing``; the others receive ``incoming``."""
+        if self._rank == root:
+            return partial(self._exchange, phase=0, outgoing=outgoing, incoming={})
+        return partial(self._exchange, phase=0, outgoing={}, incoming=incoming)
 
     def reduce(self, tensor: paddle.Tensor, dst: int, op: Any = SUM, sync_op: bool = True) -> Operation:
-        """Sum into member ``dst``. The other members are done when they have sent their parts."""
+        """Sum into member ``dst``: each member sums a part, as in :meth:`all_reduce`, and sends it there."""
         memory, code = TensorMemory(), DTYPE_CODES[tensor.dtype]
-        array = memory.write(tensor)
+        is_root = self._rank == dst
+        array = memory.write(tensor) if is_root else memory.read(tensor)
         self._count("reduce", array.nbytes, (self._size - 1) / self._size * array.nbytes)
-
-        def add_up(number: int, signature: Signature) -> Steps:
-            theirs = self._scratch(array, self._others())
-            yield from self._exchange(number, signature, 0, {}, theirs)
-            self._reduce_parts(array, theirs, array, int(op), code)
-            self._release(theirs)
-            self._announce_end(number, signature)
-            memory.finish()
-
-        def send(number: int, signature: Signature, first: list[tuple[int, Signature]]) -> Steps:
-            yield self._ends(dst, first)
-            yield from self._exchange(number, signature, 0, {dst: array}, {})
-            memory.finish()
+        pieces = self._pieces(array)
 
         def steps(number: int, signature: Signature) -> Steps:
-            if self._rank == dst:
-                return add_up(number, signature)
-            return send(number, signature, self._window.admit(dst, number, signature))
+            mine = pieces[self._rank]
+            total = mine if is_root else np.empty_like(mine)
+            yield from self._sum_piece(number, signature, pieces, total, int(op), code)
+            incoming = {m: pieces[m] for m in self._others()} if is_root else {}
+            yield from self._exchange(number, signature, 1, {} if is_root else {dst: total}, incoming)
 
+        size = array.nbytes
         return self._run(
-            "reduce",
-            steps,
-            sync=sync_op,
-            dtype=code,
-            nbytes=array.nbytes,
-            root=dst,
-            takes_memory=self._rank == dst,
+            "reduce", steps, memory, sync=sync_op, dtype=code, nbytes=size, root=dst, takes_memory=True
         )
 
     def scatter(
@@ -190,18 +214,11 @@ class CpuProcessGroup(Member):
         if self._rank == src:
             several = isinstance(tensors, list | tuple)
             parts = [memory.read(t) for t in tensors] if several else self._equal(memory.read(tensors))
+            target[:] = parts[src]
         sent = sum(part.nbytes for part in parts) - target.nbytes if parts else 0
         self._count("scatter", target.nbytes * self._size, sent)
-
-        def steps(number: int, signature: Signature) -> Steps:
-            if self._rank == src:
-                yield from self._exchange(number, signature, 0, {m: parts[m] for m in self._others()}, {})
-                target[:] = parts[src]
-            else:
-                yield from self._exchange(number, signature, 0, {}, {src: target})
-            memory.finish()
-
-        return self._run("scatter", steps, sync=sync_op, dtype=code, nbytes=target.nbytes, root=src)
+        steps = self._steps_of_root(src, {m: parts[m] for m in self._others() if parts}, {src: target})
+        return self._run("scatter", steps, memory, sync=sync_op, dtype=code, nbytes=target.nbytes, root=src)
 
     def scatter_tensor(
         self, out: paddle.Tensor, tensor: paddle.Tensor, src: int, sync_op: bool = True
@@ -220,17 +237,13 @@ class CpuProcessGroup(Member):
         mine = memory.read(tensor)
         arrays = [memory.write(t) for t in outs] if self._rank == dst else []
         self._count("gather", mine.nbytes * self._size, 0 if self._rank == dst else mine.nbytes)
-
-        def steps(number: int, signature: Signature) -> Steps:
-            if self._rank == dst:
-                yield from self._exchange(number, signature, 0, {}, {m: arrays[m] for m in self._others()})
-                arrays[dst][:] = mine
-            else:
-                yield from self._exchange(number, signature, 0, {dst: mine}, {})
-            memory.finish()
-
+        if self._rank == dst:
+            arrays[dst][:] = mine
+        incoming = {m: arrays[m] for m in self._others() if arrays}
+        outgoing = {} if arrays else {dst: mine}
+        steps = partial(self._exchange, phase=0, outgoing=outgoing, incoming=incoming)
         sync = sync_op or use_calc_stream
-        return self._run("gather", steps, sync=sync, dtype=code, nbytes=mine.nbytes, root=dst)
+        return self._run("gather", steps, memory, sync=sync, dtype=code, nbytes=mine.nbytes, root=dst)
 
     def _exchange_all(
         self,
@@ -242,16 +255,11 @@ class CpuProcessGroup(Member):
     ) -> Operation:
         total = sum(part.nbytes for part in parts)
         self._count("all_to_all", total, total - parts[self._rank].nbytes)
-
-        def steps(number: int, signature: Signature) -> Steps:
-            others = self._others()
-            outgoing, incoming = {m: parts[m] for m in others}, {m: outs[m] for m in others}
-            yield from self._exchange(number, signature, 0, outgoing, incoming)
-            outs[self._rank][:] = parts[self._rank]
-            memory.finish()
-
+        outs[self._rank][:] = parts[self._rank]
+        outgoing, incoming = ({m: arrays[m] for m in self._others()} for arrays in (parts, outs))
+        steps = partial(self._exchange, phase=0, outgoing=outgoing, incoming=incoming)
         # Parts may differ in size between ranks, so the signature has no size; each message carries its own.
-        return self._run("all_to_all", steps, sync=sync, dtype=code)
+        return self._run("all_to_all", steps, memory, sync=sync, dtype=code)
 
     def all_to_all(
         self, outs: list[paddle.Tensor], tensors: list[paddle.Tensor], sync_op: bool = True
@@ -277,13 +285,9 @@ class CpuProcessGroup(Member):
         return self._exchange_all(outs, parts, DTYPE_CODES[tensor.dtype], sync_op, memory)
 
     def barrier(self, device_id: int = -1) -> Operation:
-        nothing = np.empty(0, np.uint8)
-
-        def steps(number: int, signature: Signature) -> Steps:
-            messages = dict.fromkeys(self._others(), nothing)
-            yield from self._exchange(number, signature, 0, messages, messages)
-
-        return self._run("barrier", steps, sync=True)
+        messages = dict.fromkeys(self._others(), np.empty(0, np.uint8))
+        steps = partial(self._exchange, phase=0, outgoing=messages, incoming=messages)
+        return self._run("barrier", steps, TensorMemory(), sync=True)
 
     # -- point to point -------------------------------------------------------------------
 
@@ -316,7 +320,7 @@ class CpuProcessGroup(Member):
             memory.finish()
 
         text = f"{'recv' if incoming else 'send'} of group {self.group_id} ({array.nbytes} bytes)"
-        operation = self._operation(steps(), text, -1, signature, background=background)
+        operation = self._operation(steps(), text, background=background)
         if self._coalesced is not None:
             self._coalesced.append(operation)
             sync = False
@@ -361,6 +365,123 @@ class CpuProcessGroup(Member):
 
     def eager_connect_ring_exchange(self) -> None:
         """Nothing to do: the connections exist already."""
+
+    # -- building blocks -------------------------------------------------------------------
+
+    def _count(self, name: str, payload: int, sent: float) -> None:
+        entry = self.counts.setdefault(name, {"calls": 0, "payload": 0, "sent": 0.0})
+        entry["calls"] += 1
+        entry["payload"] += payload
+        entry["sent"] += sent
+
+    def _run(
+        self,
+        name: str,
+        steps: Callable[[int, Signature], Steps],
+        memory: TensorMemory,
+        *,
+        sync: bool,
+        dtype: int = _BYTES,
+        nbytes: int = 0,
+        root: int = -1,
+        takes_memory: bool = False,
+    ) -> Operation:
+        """Start a collective. All members must pass the same ``dtype``, ``nbytes`` and ``root``."""
+        with self._lock:
+            number = self._number
+            self._number += 1
+        signature = Signature(CODES[name], dtype, nbytes, root)
+        text = f"{name} of group {self.group_id} ({nbytes} bytes)"
+        steps_then_finish = _finished(steps(number, signature), memory)
+        operation = self._operation(steps_then_finish, text, background=not sync, takes_memory=takes_memory)
+        return self._mesh.launch(operation, sync=sync)
+
+    def _operation(
+        self, steps: Steps, text: str, *, background: bool, takes_memory: bool = False
+    ) -> Operation:
+        mesh = self._mesh
+        return Operation(
+            mesh.inbox,
+            mesh.complete,
+            steps,
+            text=text,
+            group=self._key,
+            background=background,
+            takes_memory=takes_memory,
+        )
+
+    def _exchange(
+        self,
+        number: int,
+        signature: Signature,
+        phase: int,
+        outgoing: dict[int, np.ndarray],
+        incoming: dict[int, np.ndarray],
+    ) -> Steps:
+        """Send ``outgoing[member]`` and receive ``incoming[member]`` for all members at once."""
+        me, size = self._rank, self._size
+        wanted: list[tuple[Key, Signature, memoryview]] = [
+            ((self.ranks[member], self._key, phase, number), signature, byte_view(array))
+            for member, array in incoming.items()
+        ]
+        receives = self._mesh.inbox.post(wanted)
+        order = sorted(outgoing, key=lambda member: (member - me) % size)  # not all start with member 0
+        unread = [
+            self._mesh.send(self.ranks[m], self._key, phase, number, signature, byte_view(outgoing[m]))
+            for m in order
+        ]
+        for wait_until_read in unread:
+            if wait_until_read is not None:
+                wait_until_read()
+        yield receives
+
+    def _sum_piece(
+        self,
+        number: int,
+        signature: Signature,
+        pieces: Sequence[np.ndarray],
+        out: np.ndarray,
+        op: int,
+        code: int,
+    ) -> Steps:
+        """Exchange ``pieces``, one per member, and sum this member's into ``out``."""
+        theirs = self._scratch(out, self._others())
+        yield from self._exchange(number, signature, 0, {m: pieces[m] for m in self._others()}, theirs)
+        self._reduce_parts(pieces[self._rank], theirs, out, op, code)
+        self._release(theirs)
+
+    def _pieces(self, array: np.ndarray) -> list[np.ndarray]:
+        """Split ``array`` into nearly equal pieces, one per member."""
+        return [array[a:b] for a, b in itertools.pairwise(bounds(array.size, self._size))]
+
+    def _others(self) -> list[int]:
+        return [member for member in range(self._size) if member != self._rank]
+
+    def _scratch(self, like: np.ndarray, members: Sequence[int]) -> dict[int, np.ndarray]:
+        return {m: self.pool.acquire(like.nbytes).view(like.dtype) for m in members}
+
+    def _release(self, scratch: dict[int, np.ndarray]) -> None:
+        for array in scratch.values():
+            self.pool.release(array)
+
+    def _reduce_parts(
+        self, mine: np.ndarray, theirs: dict[int, np.ndarray], out: np.ndarray, op: int, dtype: int
+    ) -> None:
+        parts = [mine if m == self._rank else theirs[m] for m in range(self._size)]
+        reduce_in_order(parts, out, op, bfloat16=dtype == DTYPE_CODES[paddle.bfloat16])
+
+    def _equal(self, array: np.ndarray) -> list[np.ndarray]:
+        return np.split(array, self._size)
+
+    def _rows(self, array: np.ndarray, sizes: Sequence[int] | None, width: int) -> list[np.ndarray]:
+        if not sizes:
+            return self._equal(array)
+        return np.split(array, np.cumsum(np.asarray(sizes) * width)[:-1])
+
+
+def _finished(steps: Steps, memory: TensorMemory) -> Steps:
+    yield from steps
+    memory.finish()
 
 
 def _add_paddles_spellings() -> None:

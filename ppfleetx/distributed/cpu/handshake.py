@@ -1,7 +1,7 @@
-"""Connect the ranks of a CPU job; both ends of each connection prove that they belong to the job.
+"""Connect the ranks of a CPU job; both ends of each connection show that they belong to the job.
 
 Each pair of ranks has one connection for its messages. Ranks on different hosts have a second connection that
-shows when the other host is gone (``watch.py``). Strangers are turned away and delay nobody.
+shows when the other host is gone (``watch.py``). Strangers are turned away.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Collection
 
 import numpy as np
 
@@ -32,15 +33,12 @@ from ppfleetx.utils.machine import interface_address
 from ppfleetx.utils.peers import START_VARIABLE, start_timeout
 
 DIRECT_VARIABLE = "PADDLE_CPU_COMM_DIRECT"
-HANDSHAKE_SECONDS = 30.0
+HANDSHAKE_SECONDS, _STRANGER_SECONDS = 30.0, 10.0
 MESSAGES, WATCH = range(2)  # the roles of connections
 
 
 def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
     """Meet all other ranks of the job and connect to each.
-
-    Args:
-        address: a local address to listen on, which the other ranks can reach.
 
     Raises:
         ConfigError: this process cannot listen on the address.
@@ -57,15 +55,29 @@ def connect_ranks(rank: int, world_size: int, address: str) -> dict[int, Peer]:
         ) from error
     with listener:
         members = meet(rank, world_size, (address, listener.getsockname()[1]))
-        connections = _Connections(rank, members)
+        # Ranks on one host need no watch.
+        hosts = [host for host, _ in members.addresses]
+        roles = [(MESSAGES,) if host == hosts[rank] else (MESSAGES, WATCH) for host in hosts]
+        connected: dict[tuple[int, int], Peer] = {}  # (rank, role) -> connection
+        expected = {(other, role) for other in range(rank + 1, world_size) for role in roles[other]}
         listener.settimeout(0.02)
-        acceptor = threading.Thread(target=connections.accept, args=(listener,), daemon=True)
+        acceptor = threading.Thread(
+            target=_accept, args=(rank, listener, members.token, expected, connected), daemon=True
+        )
         acceptor.start()
         for other in range(rank):
-            for role in connections.roles(other):
-                connections.add(_dial(rank, other, members, role), role)
+            for role in roles[other]:
+                connected[other, role] = _dial(rank, other, members, role)
         acceptor.join(HANDSHAKE_SECONDS + 1.0)
-    return connections.peers()
+    peers: dict[int, Peer] = {}
+    for other in (*range(rank), *range(rank + 1, world_size)):
+        if any((other, role) not in connected for role in roles[other]):
+            said = f"{members.names[other]} did not connect within {HANDSHAKE_SECONDS:g} s"
+            raise StartError(f"rank {rank}: {said}")
+        peers[other] = peer = connected[other, MESSAGES]
+        peer.name = members.names[other]
+        peer.watch = connected[other, WATCH].connection if WATCH in roles[other] else None
+    return peers
 
 
 def meet(rank: int, world_size: int, own: Address) -> Members:
@@ -86,75 +98,31 @@ def meet(rank: int, world_size: int, own: Address) -> Members:
     return members
 
 
-class _Connections:
-    """The connections made so far."""
-
-    def __init__(self, rank: int, members: Members) -> None:
-        self._rank, self._members = rank, members
-        self._state = threading.Condition(threading.Lock())
-        self._connected: dict[tuple[int, int], Peer] = {}  # (rank, role) -> connection
-
-    def roles(self, other: int) -> tuple[int, ...]:
-        """The roles of the connections to ``other``. Ranks on one host need no watch."""
-        addresses = self._members.addresses
-        return (MESSAGES,) if addresses[other][0] == addresses[self._rank][0] else (MESSAGES, WATCH)
-
-    def accept(self, listener: socket.socket) -> None:
-        """Accept the connections of the higher ranks, and turn strangers away."""
-        higher = range(self._rank + 1, len(self._members.addresses))
-        expected = {(other, role) for other in higher for role in self.roles(other)}
-        deadline = time.monotonic() + HANDSHAKE_SECONDS
-        while not expected <= set(self._connected) and time.monotonic() < deadline:
-            try:
-                connection, _ = listener.accept()
-                # This runs in a separate thread, so that a silent stranger delays nobody.
-                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
-            except TimeoutError:
-                pass
-            except OSError:
-                return  # this rank has given up and closed the listener
-            with self._state:
-                self._state.wait_for(lambda: expected <= set(self._connected), 0.001)
-
-    def _greet(self, connection: socket.socket) -> None:
+def _accept(
+    rank: int,
+    listener: socket.socket,
+    token: bytes,
+    expected: Collection[tuple[int, int]],
+    connected: dict[tuple[int, int], Peer],
+) -> None:
+    """Accept the ``expected`` connections of the higher ranks, and turn strangers away."""
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    while not connected.keys() >= set(expected) and time.monotonic() < deadline:
         try:
-            peer, role = _welcome(self._rank, connection, self._members.token)
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        except OSError:
+            return  # this rank has given up and closed the listener
+        try:
+            peer, role = _welcome(rank, connection, token)
         except (OSError, EOFError, CommError):
             connection.close()
-            return
-        known = self._rank < peer.rank < len(self._members.addresses) and role in self.roles(peer.rank)
-        if not known or not self.add(peer, role):
+            continue
+        if (peer.rank, role) in expected and (peer.rank, role) not in connected:
+            connected[peer.rank, role] = peer
+        else:
             connection.close()
-
-    def add(self, peer: Peer, role: int) -> bool:
-        """Add a connection. Returns False if it exists already."""
-        with self._state:
-            if (peer.rank, role) in self._connected:
-                return False
-            self._connected[peer.rank, role] = peer
-            self._state.notify_all()
-            return True
-
-    def peers(self) -> dict[int, Peer]:
-        """The other ranks with their connections.
-
-        Raises:
-            StartError: a rank did not connect.
-        """
-        peers: dict[int, Peer] = {}
-        for other in range(len(self._members.addresses)):
-            if other == self._rank:
-                continue
-            connections = [self._connected.get((other, role)) for role in self.roles(other)]
-            if None in connections:
-                raise StartError(
-                    f"rank {self._rank}: {self._members.names[other]} did not connect within "
-                    f"{HANDSHAKE_SECONDS:g} s"
-                )
-            peers[other] = peer = connections[MESSAGES]
-            peer.name = self._members.names[other]
-            peer.watch = connections[WATCH].connection if len(connections) > 1 else None
-        return peers
 
 
 def local_address() -> str:
@@ -180,25 +148,14 @@ def local_address() -> str:
         ) from error
 
 
-def _proof(token: bytes, side: str, *parts: bytes) -> bytes:
-    return hmac.digest(token, b"|".join([side.encode(), *(part.hex().encode() for part in parts)]), "sha256")
-
-
 def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
-    """Connect to ``other``; both ends prove that they know the job's token.
-
-    The proof is an HMAC-SHA256 of both random challenges, both ranks and the role of the connection. The
-    token itself is not sent.
-    """
+    """Connect to ``other``; both ends send the job's token, which the ranks have learnt when they met."""
     try:
         connection = socket.create_connection(members.addresses[other], HANDSHAKE_SECONDS)
         connection.settimeout(HANDSHAKE_SECONDS)
         peer = Peer(other, connection)
-        theirs, ours = _receive_bytes(peer, 32), secrets.token_bytes(32)
-        ends = struct.pack("!III", rank, other, role)
-        connection.sendall(ends + ours + _proof(members.token, "dial", theirs, ours, ends))
-        proof = _proof(members.token, "welcome", ours, theirs, ends)
-        if not hmac.compare_digest(_receive_bytes(peer, 32), proof):
+        connection.sendall(members.token + struct.pack("!III", rank, other, role))
+        if not hmac.compare_digest(_receive_bytes(peer, len(members.token)), members.token):
             raise StartError(f"rank {rank}: {members.names[other]} does not know this job's token")
         if role == MESSAGES:
             _probe_memory(peer)
@@ -209,15 +166,13 @@ def _dial(rank: int, other: int, members: Members, role: int) -> Peer:
 
 def _welcome(rank: int, connection: socket.socket, token: bytes) -> tuple[Peer, int]:
     """Answer the :func:`_dial` of another rank. Returns the peer and the role of the connection."""
-    connection.settimeout(HANDSHAKE_SECONDS)
+    connection.settimeout(_STRANGER_SECONDS)
     peer = Peer(-1, connection)
-    ours = secrets.token_bytes(32)
-    connection.sendall(ours)
-    ends, theirs, proof = (_receive_bytes(peer, n) for n in (12, 32, 32))
-    peer.rank, addressed, role = struct.unpack("!III", ends)
-    if addressed != rank or not hmac.compare_digest(proof, _proof(token, "dial", ours, theirs, ends)):
+    is_known = hmac.compare_digest(_receive_bytes(peer, len(token)), token)
+    peer.rank, addressed, role = struct.unpack("!III", _receive_bytes(peer, 12))
+    if addressed != rank or not is_known:
         raise CommError("a stranger")
-    connection.sendall(_proof(token, "welcome", theirs, ours, ends))
+    connection.sendall(token)
     if role == MESSAGES:
         _probe_memory(peer)
     return peer, role

@@ -1,13 +1,12 @@
-"""Match incoming messages with receives, and limit the memory of messages without a receive.
+"""Match incoming messages with receives.
 
 If the receive has been posted, a reader thread reads the message straight into the receiver's memory;
-otherwise it reads into a spare buffer. :class:`Window` limits how far a sender may get ahead of its receiver.
+otherwise it reads into a spare buffer.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -16,8 +15,6 @@ from ppfleetx.distributed.cpu.wire import Key, OutOfStepError, Signature
 
 
 class Batch:
-    """The receives of one step of an operation."""
-
     __slots__ = ("remaining",)
 
     def __init__(self) -> None:
@@ -41,25 +38,14 @@ class Receive:
 
 
 class Inbox:
-    """Receives that wait for their message, and messages that wait for their receive.
-
-    Args:
-        rank: rank of this process, for error messages.
-        state: the lock of everything the threads share; its waiters are notified when receives complete.
-        pool: source of spare buffers.
-
-    Attributes:
-        most_early: the most bytes held at any time for messages whose receive had not been posted.
-    """
+    """Receives that wait for their message, and messages that wait for their receive."""
 
     def __init__(self, rank: int, state: threading.Condition, pool: BufferPool) -> None:
         self._rank, self._state, self._pool = rank, state, pool
-        self._early = self.most_early = 0
         self._posted: dict[Key, Receive] = {}
         self._arrived: dict[Key, tuple[Signature, np.ndarray]] = {}
 
     def post(self, wanted: Iterable[tuple[Key, Signature, memoryview]]) -> list[Receive]:
-        """Post the receives of one step."""
         batch = Batch()
         receives = [Receive(key, signature, view, batch) for key, signature, view in wanted]
         with self._state:
@@ -69,7 +55,6 @@ class Inbox:
                     self._posted[receive.key] = receive
                 else:
                     receive.spare_signature, receive.spare = message
-                    self._early -= receive.spare.nbytes
                     receive.done = True
                     batch.remaining -= 1
         return receives
@@ -90,7 +75,11 @@ class Inbox:
             return
         buffer, receive.spare = receive.spare, None
         if receive.spare_signature != receive.signature or buffer.nbytes != receive.view.nbytes:
-            raise OutOfStepError(mismatch(self._rank, receive.key[0], text, receive.spare_signature))
+            raise OutOfStepError(
+                f"rank {self._rank}: waiting for rank {receive.key[0]} in {text}: it sent "
+                f"{receive.spare_signature} in its place; the ranks do not run the same operations in the "
+                "same order"
+            )
         if buffer.nbytes:
             np.frombuffer(receive.view, np.uint8)[:] = buffer
         self._pool.release(buffer)
@@ -108,21 +97,11 @@ class Inbox:
             receive = receive or self._posted.pop(key, None)
             if receive is None:
                 self._arrived[key] = (signature, buffer)
-                self._early += length
-                self.most_early = max(self.most_early, self._early)
                 return
             receive.spare, receive.spare_signature, receive.done = buffer, signature, True
             receive.batch.remaining -= 1
             if receive.batch.remaining == 0 or not direct:
                 self._state.notify_all()
-
-
-def mismatch(own_rank: int, rank: int, text: str, other: Signature | None) -> str:
-    """The error message when the operation ``text`` waits for ``rank``, which sent something else."""
-    return (
-        f"rank {own_rank}: waiting for rank {rank} in {text}: it sent {other} in its place; "
-        "the ranks do not run the same operations in the same order"
-    )
 
 
 _SMALL = 1 << 16  # below this size a new array is cheaper than searching for an old one
@@ -149,7 +128,6 @@ class BufferPool:
         return np.empty(nbytes, np.uint8)
 
     def release(self, buffer: np.ndarray) -> None:
-        """Return a buffer from :meth:`acquire`."""
         base = buffer if buffer.base is None else buffer.base
         if not isinstance(base, np.ndarray) or base.nbytes < _SMALL:
             return
@@ -157,41 +135,3 @@ class BufferPool:
             if self._held + base.nbytes <= self._limit:
                 self._free.append(base)
                 self._held += base.nbytes
-
-
-AHEAD_MESSAGES = 2
-AHEAD_BYTES = 32 << 20
-MOST_MESSAGES = 256
-
-
-class Window:
-    """Limits how much data from one rank can pile up in the memory of the owner of a sum.
-
-    The limit per owner and group is :data:`AHEAD_BYTES`, or :data:`AHEAD_MESSAGES` messages if these are
-    larger, and never more than :data:`MOST_MESSAGES`. The owner notifies the senders when a sum has ended; a
-    sender that would exceed the limit waits for the notification.
-
-    This cannot deadlock, because a rank waits only for sums that its group began earlier (see "Why groups
-    cannot wait for each other" in docs/parallelism.md): every member starts the oldest unfinished sum, its
-    senders never wait, and reader threads accept messages at any time.
-    """
-
-    def __init__(self) -> None:
-        self._sent: dict[int, deque[tuple[int, Signature]]] = defaultdict(deque)
-
-    def admit(self, owner: int, number: int, signature: Signature) -> list[tuple[int, Signature]]:
-        """Record the next sum of ``owner``, in program order, and return the earlier sums it must wait for.
-
-        Each sum is returned only once: later sums need not wait for it again.
-        """
-        sent, first = self._sent[owner], []
-        while len(sent) >= MOST_MESSAGES or (
-            len(sent) >= AHEAD_MESSAGES and self._nbytes(sent) + signature.nbytes > AHEAD_BYTES
-        ):
-            first.append(sent.popleft())
-        sent.append((number, signature))
-        return first
-
-    @staticmethod
-    def _nbytes(sent: deque[tuple[int, Signature]]) -> int:
-        return sum(signature.nbytes for _, signature in sent)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Generator
 
 from ppfleetx.distributed.cpu.inbox import Inbox, Receive
-from ppfleetx.distributed.cpu.wire import Signature
 
 Steps = Generator[list[Receive], None, None]
 
@@ -21,16 +20,6 @@ class Operation:
 
     A thread that waits for one operation can therefore advance all others, so two ranks may wait for two
     asynchronous operations in different orders.
-
-    Args:
-        inbox: the inbox that its receives are posted to.
-        complete: the function that waits for an operation.
-        steps: the generator.
-        text: its name in messages.
-        group, number: the group, and the number of the operation in it; -1 for a message between two ranks.
-        signature: the properties that all participants must agree on.
-        background: whether the background thread advances it while the program computes.
-        takes_memory: whether it needs memory for received data.
 
     Attributes:
         busy: whether a thread is advancing it; set and reset under the mesh's ``state``.
@@ -45,14 +34,12 @@ class Operation:
         *,
         text: str,
         group: int,
-        number: int,
-        signature: Signature,
         background: bool = False,
         takes_memory: bool = False,
     ) -> None:
         self.background, self.takes_memory = background, takes_memory
         self.busy = self.started = False
-        self.text, self.group, self.number, self.signature = text, group, number, signature
+        self.text, self.group = text, group
         self._inbox, self._complete, self._steps = inbox, complete, steps
         self._receives: list[Receive] = []
         self.done = False
@@ -66,7 +53,6 @@ class Operation:
         return all(receive.done for receive in self._receives)
 
     def missing(self) -> list[int]:
-        """Ranks whose messages have not arrived."""
         return sorted({receive.key[0] for receive in self._receives if not receive.done})
 
     def advance(self) -> None:
@@ -81,7 +67,6 @@ class Operation:
                 self.done, self._receives = True, []
 
     def withdraw(self, failure: BaseException) -> None:
-        """Drop the posted receives after a failure."""
         self.failure = failure
         self._inbox.unpost(self._receives)
         if not self.busy:  # otherwise the thread that is advancing it will stop by itself
@@ -112,11 +97,6 @@ class Progress:
     The program may begin any number of operations. At most :data:`STARTED_SUMS` per group of the operations
     that need memory for received data are started, in order; other operations start at once. The oldest
     unfinished operation is started on every member, so it finishes, and then the next one does.
-
-    Args:
-        state: the lock of everything the threads share; its waiters are notified when receives complete.
-        pending: all operations in progress; this thread owns the background ones.
-        advance: a function that advances an operation marked ``busy``.
     """
 
     def __init__(
@@ -126,7 +106,6 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def begin(self, operation: Operation) -> None:
-        """Take over an operation and return at once."""
         with self._state:
             self._pending.append(operation)
             self._state.notify_all()

@@ -21,8 +21,6 @@ def _process_group(ring_id: int) -> Any:
 
 
 class _Identity(PyLayer):
-    """Copies its input; in the backward pass it sums the gradients over the group."""
-
     @staticmethod
     def forward(ctx: Any, tensor: paddle.Tensor, ring_id: int) -> paddle.Tensor:
         ctx.ring_id = ring_id
@@ -128,11 +126,7 @@ _create_process_group: Callable[[int, int, int], Any] | None = None
 
 
 def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
-    """Replace everything in ``TABLE``; a second call does nothing.
-
-    Args:
-        create_process_group: creates a group, given this process's rank in it, its size and its id.
-    """
+    """Replace everything in ``TABLE``; a second call does nothing."""
     global _create_process_group
     _create_process_group = create_process_group
     for entry in TABLE:
@@ -144,7 +138,6 @@ def apply_patches(create_process_group: Callable[[int, int, int], Any]) -> None:
 
 
 def resolve_owner(entry: Replacement) -> Any:
-    """The module or class that has the entry's attribute."""
     path, _, class_name = entry.owner.partition(":")
     module = importlib.import_module(path)
     return getattr(module, class_name) if class_name else module

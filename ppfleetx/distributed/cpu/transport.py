@@ -6,8 +6,8 @@ and receives can deadlock. Collectives with ``sync_op=False`` run in another thr
 their messages travel while the program computes.
 
 ``handshake.py`` makes the connections, ``wire.py`` defines their frames, and ``inbox.py`` matches messages
-with receives. ``peer_status.py`` asks silent ranks what they are doing; it and ``watch.py`` keep track of
-lost ranks. None of these modules depends on Paddle: they handle memory as ``memoryview`` and NumPy arrays.
+with receives. ``watch.py`` finds lost hosts. None of these modules depends on Paddle: they handle memory as
+``memoryview`` and NumPy arrays.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ import contextlib
 import os
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ppfleetx.distributed.cpu.handshake import connect_ranks
 from ppfleetx.distributed.cpu.inbox import BufferPool, Inbox
 from ppfleetx.distributed.cpu.operation import Operation, Progress
-from ppfleetx.distributed.cpu.peer_status import EndedRanks, Inquiry
 from ppfleetx.distributed.cpu.watch import Watch
 from ppfleetx.distributed.cpu.wire import (
     ACK,
     BYE,
     DATA,
     DIRECT,
-    QUERY,
-    STATE,
     CommError,
     CommTimeoutError,
     Peer,
@@ -48,14 +46,18 @@ from ppfleetx.utils.peers import note_raised, report_lost, seconds_in
 
 TIMEOUT_VARIABLE = "PADDLE_CPU_COMM_TIMEOUT"
 DIRECT_BYTES = 1 << 16  # below this size a copy through the socket is faster than the acknowledgement
-STALL_SECONDS = 2.0  # how long a rank waits before it asks the others what they are doing
 _GOODBYE_SECONDS = 2.0  # for all peers together, in case one does not read
 _SOCKET_BUFFER = 4 << 20
 _POOL_BYTES = 256 << 20
+_LONGEST = 2000  # characters of another rank's error
 
 
 class Mesh:
-    """This rank's connections to all others, and its operations in progress."""
+    """This rank's connections to all others, and its operations in progress.
+
+    Attributes:
+        blocked_on: the operation the program is waiting for; None while it does something else.
+    """
 
     def __init__(self, rank: int, timeout: float, peers: dict[int, Peer]) -> None:
         self.rank, self.timeout, self.peers = rank, timeout, peers
@@ -66,23 +68,14 @@ class Mesh:
         self.inbox = Inbox(rank, self.state, self.pool)
         self._ended = EndedRanks(rank, {other: peer.name for other, peer in peers.items()})
         self._progress = Progress(self.state, self.pending, self.advance)
-        self._inquiry = Inquiry(rank, peers, self.state, self.pending)
+        self.blocked_on: Operation | None = None
         self._closed, self._killed_before = False, killed_for_memory()
-
-    @property
-    def blocked_on(self) -> Operation | None:
-        """The operation the program is waiting for."""
-        return self._inquiry.blocked
 
     # -- connections --------------------------------------------------------------------------
 
     @classmethod
     def connect(cls, rank: int, world_size: int, *, address: str, timeout: float) -> Mesh:
         """Connect this rank to all others in the job.
-
-        Args:
-            address: see :func:`connect_ranks`.
-            timeout: the time limit of every later wait in seconds; 0 for none.
 
         Raises:
             ConfigError, StartError: see :func:`connect_ranks`.
@@ -160,12 +153,9 @@ class Mesh:
             raise CommError(f"rank {self.rank}: the connections of this process are closed")
         try:
             if not peer.direct or view.nbytes < DIRECT_BYTES:
-                with peer.counting:
-                    peer.frames_sent += 1
                 peer.send(make_header(DATA, signature, phase, group, number, view.nbytes), view)
                 return None
-            with peer.counting:  # the peer acknowledges frames in order, so tickets must be in order too
-                peer.frames_sent += 1
+            with peer.numbering:  # the peer acknowledges frames in order, so tickets must be in order too
                 peer.direct_sent += 1
                 ticket = peer.direct_sent
                 address = address_of(view)
@@ -178,27 +168,15 @@ class Mesh:
                 raise self._lost(f"{signature} to rank {dst}", dst) from error
         return lambda: self._await_read(peer, ticket, signature, view)
 
-    def notify(self, dst: int, group: int, phase: int, number: int, signature: Signature) -> None:
-        """Send a message without payload. If ``dst`` has ended, do nothing."""
-        peer = self.peers.get(dst)
-        with self.state:
-            if peer is None or dst in self._ended:
-                return
-        with peer.counting:
-            peer.frames_sent += 1
-        with contextlib.suppress(OSError):  # the reader thread handles a lost connection
-            peer.send(make_header(DATA, signature, phase, group, number))
-
     def _await_read(self, peer: Peer, ticket: int, signature: Signature, view: memoryview) -> None:
-        """Wait until the reader thread of the peer has read ``view``."""
-        deadline = time.monotonic() + self.timeout if self.timeout else float("inf")
         with self.state:
-            while peer.direct_acknowledged < ticket:
-                if peer.rank in self._ended:
-                    raise self._lost(f"{signature} to rank {peer.rank}", peer.rank)
-                if time.monotonic() > deadline:
-                    raise self._not_taken(peer, signature)
-                self.state.wait(STALL_SECONDS)
+            ended = self.state.wait_for(
+                lambda: peer.direct_acknowledged >= ticket or peer.rank in self._ended, self.timeout or None
+            )
+            if not ended:
+                raise self._not_taken(peer, signature)
+            if peer.direct_acknowledged < ticket:
+                raise self._lost(f"{signature} to rank {peer.rank}", peer.rank)
 
     def _not_taken(self, peer: Peer, signature: Signature) -> CommTimeoutError:
         text = f"rank {self.rank}: {peer.name} did not take {signature} within {self.timeout:g} s"
@@ -227,32 +205,24 @@ class Mesh:
                 peer.reply(make_header(ACK))
             else:
                 peer.receive(view)
-            peer.frames_received += 1
 
         key, signature = (peer.rank, group, phase, number), Signature(operation, dtype, nbytes, root)
         self.inbox.receive(key, signature, length, read)
 
     def _take_control(self, peer: Peer, fields: tuple[int, ...]) -> bool:
         """Handle a frame that is not data. Returns whether it was the last one."""
-        kind, operation, dtype, phase, root, group, number, nbytes, length, extra = fields
-        signature = Signature(operation, dtype, nbytes, root)
+        kind, lost, length = fields[0], fields[4], fields[8]
+        if kind == ACK:
+            with self.state:
+                peer.direct_acknowledged += 1
+                self.state.notify_all()
+            return False
         text = bytearray(length)
         peer.receive(memoryview(text))
-        if kind == QUERY:
-            self._inquiry.answer(peer, group, number, phase)
-            return False
-        with self.state:
-            if kind == ACK:
-                peer.direct_acknowledged += 1
-            elif kind == STATE:
-                self._inquiry.record_answer(peer, signature, phase, number, extra, text.decode())
-            self.state.notify_all()
-        if kind == BYE:
-            self._end(lambda: self._ended.add_goodbye(peer.rank, text.decode(errors="replace"), root))
-        return kind == BYE
+        self._end(lambda: self._ended.add_goodbye(peer.rank, text.decode(errors="replace"), lost))
+        return True
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        """Record that ``peer`` left without a goodbye."""
         if killed_for_memory() > self._killed_before:
             reason += "; meanwhile the kernel has killed a process because memory ran out"
         self._end(lambda: self._ended.add(peer.rank, reason, failed=True))
@@ -273,9 +243,6 @@ class Mesh:
     # -- running operations -------------------------------------------------------------------
 
     def launch(self, operation: Operation, *, sync: bool) -> Operation:
-        """Start an operation; with ``sync``, also complete it."""
-        if operation.number >= 0:
-            self._inquiry.remember(operation)
         if operation.background:
             self._progress.begin(operation)
             return operation
@@ -344,27 +311,19 @@ class Mesh:
         operation.withdraw(error)
 
     def _wait(self, operation: Operation, deadline: float) -> None:
-        """Wait until a pending operation can advance."""
-        suspicion, began = 0, time.monotonic()
-        self._inquiry.begin(operation)
+        began, self.blocked_on = time.monotonic(), operation
         try:
-            while True:
-                with self.state:
-                    if self.state.wait_for(
-                        self._woken, min(STALL_SECONDS, max(deadline - time.monotonic(), 0))
-                    ):
-                        if self._can_go_on(operation):
-                            return
-                        self._check_lost(operation)
-                    if time.monotonic() >= deadline:
-                        waited_for = self._inquiry.describe(operation)
-                        text = f"rank {self.rank}: waited {self.timeout:g} s for {waited_for}"
-                        raise note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit"))
-                    suspicion = self._inquiry.judge(operation, suspicion)
-                self._inquiry.ask(operation, self._ended)
-                self._sleep_unless_ready(operation)
+            with self.state:
+                left = min(deadline - began, threading.TIMEOUT_MAX)
+                if not self.state.wait_for(lambda: self._is_woken(operation), left):
+                    waited_for = ", ".join(self.peers[rank].name for rank in operation.missing())
+                    text = f"rank {self.rank}: waited {self.timeout:g} s for {waited_for} in {operation.text}"
+                    raise note_raised(CommTimeoutError(f"{text}; {TIMEOUT_VARIABLE} sets the limit"))
+                if not self._can_go_on(operation):
+                    gone = [rank for rank in operation.missing() if rank in self._ended]
+                    raise self._lost(operation.text, (*gone, *operation.missing(), -1)[0])
         finally:
-            self._inquiry.end()
+            self.blocked_on = None
             RECORD.waited += time.monotonic() - began
 
     def _can_go_on(self, operation: Operation) -> bool:
@@ -373,24 +332,81 @@ class Mesh:
             return True
         return any(o.ready() for o in self.pending if o is operation or not o.background)
 
-    def _woken(self) -> bool:
-        blocked = self._inquiry.blocked
-        if self._can_go_on(blocked):
+    def _is_woken(self, operation: Operation) -> bool:
+        if self._can_go_on(operation):
             return True
-        if blocked.busy:  # another thread is advancing it and will find the error
+        if operation.busy:  # another thread is advancing it and will find the error
             return False
-        return self._ended.is_broken or any(rank in self._ended for rank in self._inquiry.blocked.missing())
+        return self._ended.is_broken or any(rank in self._ended for rank in operation.missing())
 
-    def _sleep_unless_ready(self, operation: Operation) -> None:
-        """Give the other ranks' answers time to arrive, unless an operation is ready."""
-        with self.state:
-            self.state.wait_for(lambda: self._can_go_on(operation), 0.05)
 
-    def _check_lost(self, operation: Operation) -> None:
-        missing = operation.missing()
-        gone = [rank for rank in missing if rank in self._ended]
-        if gone or self._ended.is_broken:
-            raise self._lost(operation.text, (*gone, *missing, -1)[0])
+class EndedRanks:
+    """The ranks that have ended, and why. Callers must hold the lock.
+
+    Args:
+        rank: rank of this process.
+        names: the names of the other ranks, for messages.
+    """
+
+    def __init__(self, rank: int, names: Mapping[int, str]) -> None:
+        self._rank, self._names = rank, names
+        self._reasons: dict[int, str] = {}
+        self._cause: tuple[int, str] | None = None  # the first rank that failed, and why
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._reasons
+
+    @property
+    def is_broken(self) -> bool:
+        return self._cause is not None
+
+    def add(self, rank: int, reason: str, *, failed: bool) -> bool:
+        """Record that ``rank`` has ended. Returns whether this is the first failure of the job."""
+        if rank in self._reasons:
+            return False
+        self._reasons[rank] = reason
+        if not failed or self.is_broken:
+            return False
+        self._cause = rank, reason
+        return True
+
+    def add_goodbye(self, rank: int, text: str, lost: int) -> bool:
+        """Record the goodbye of ``rank``, which ends with the error ``text``, or because rank ``lost`` is
+        gone (-1: none is). Returns whether this is the first failure of the job.
+        """
+        if lost < 0 or lost == self._rank:
+            if lost == self._rank:
+                text = f"it lost the connection to this rank: {text}"
+            return self.add(rank, text or "it has ended", failed=bool(text))
+        is_first = not self.is_broken
+        if is_first:  # the lost rank is the cause, even if this rank is still connected to it
+            self._cause = lost, f"{text} (says {self._names[rank]})"
+        self.add(rank, f"it ended because {self._names[lost]} is gone", failed=False)
+        return is_first
+
+    def sentence(self) -> str:
+        """Say which rank is gone and why. A rank must have failed."""
+        assert self._cause is not None
+        rank, reason = self._cause
+        return f"rank {self._rank}: {self._names[rank]} is gone: {reason}"
+
+    def error(self, text: str, rank: int) -> PeerLostError:
+        """The error for the operation ``text``, which waits for ``rank`` (-1: none) and cannot complete.
+
+        It names the first rank that failed, because ``rank`` may have ended only as a consequence.
+        """
+        cause, reason = self._cause or (rank, self._reasons[rank])
+        waiting = "" if rank in (cause, -1) else f" (waiting for rank {rank})"
+        return PeerLostError(f"rank {self._rank}: in {text}{waiting}: {self._names[cause]} is gone: {reason}")
+
+    def farewell(self) -> tuple[str, int]:
+        """The last message to the others: this process's error, and the rank that caused it (-1: none)."""
+        if self._cause is not None:
+            return self._cause[1][:_LONGEST], self._cause[0]
+        failure = getattr(sys, "last_value", None)  # the error that Python prints at the end
+        if failure is None:
+            return "", -1
+        return f"it failed with {type(failure).__name__}: {failure}"[:_LONGEST], -1
 
 
 def time_limit() -> float:
@@ -412,7 +428,6 @@ def _tune(connection: socket.socket, timeout: float) -> None:
 
 
 def _limit_sending(connection: socket.socket, seconds: float) -> None:
-    """Limit how long a sending thread waits for the peer's reader."""
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 

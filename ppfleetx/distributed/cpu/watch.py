@@ -49,13 +49,7 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 class Watch:
-    """Watches the idle connections to ranks on other hosts, in a thread that sleeps until a connection fails.
-
-    Args:
-        connections: the connections by rank.
-        lost: a function called with a rank and the reason when the rank's host is gone, or its process has
-            ended without a goodbye on the other connection.
-    """
+    """Watches the idle connections to ranks on other hosts, in a thread that sleeps until one fails."""
 
     def __init__(self, connections: Mapping[int, socket.socket], lost: Callable[[int, str], None]) -> None:
         self._connections, self._lost = dict(connections), lost
@@ -92,7 +86,6 @@ class Watch:
                 self._lost(rank, "connection closed")
 
     def _reason(self, connection: socket.socket) -> str | None:
-        """The reason why a connection has become readable; None if the process at the other end has ended."""
         try:
             connection.recv(1)
         except ConnectionResetError:

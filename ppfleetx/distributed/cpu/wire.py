@@ -36,10 +36,10 @@ OPERATIONS = (
     "all_to_all",
     "barrier",
 )
+CODES = {name: code for code, name in enumerate(OPERATIONS)}
 POINT_TO_POINT = 255  # the "phase" of messages that are not part of a collective
-ENDED = 254  # the "phase" of messages without payload that announce the end of a sum
 
-DATA, DIRECT, ACK, QUERY, STATE, BYE = range(6)
+DATA, DIRECT, ACK, BYE = range(4)
 # kind, operation, dtype, phase, root, group, number, operation's bytes, payload bytes, address
 HEADER = struct.Struct("!BBBBiQQQQQ")
 
@@ -65,8 +65,6 @@ class CommTimeoutError(CommError, PeerEndedError):
 
 
 class Signature(NamedTuple):
-    """The properties of an operation that all participants must agree on."""
-
     operation: int
     dtype: int
     nbytes: int
@@ -107,13 +105,12 @@ class Peer:
         self.rank, self.connection = rank, connection
         self.name = f"rank {rank}"
         self.watch: socket.socket | None = None
-        self.counting = threading.Lock()  # guards the counters below that senders change
+        self.numbering = threading.Lock()  # guards `direct_sent`
         self._sending = threading.Lock()
         self._replies: deque[bytes] = deque()  # frames of the reader thread
         self.pid = 0  # process id of the peer if its memory can be read
         self.direct = False  # whether the peer can read our memory
         self.direct_sent = self.direct_acknowledged = 0
-        self.frames_sent = self.frames_received = 0
 
     def receive(self, view: memoryview) -> None:
         """Fill ``view`` with the next bytes.
@@ -165,7 +162,7 @@ class Peer:
     def _send_replies(self, *, may_wait: bool = True) -> None:
         while self._replies and self._sending.acquire(blocking=False):
             try:
-                while self._replies and (may_wait or self._has_room()):
+                while self._replies and (may_wait or select.select([], [self.connection], [], 0)[1]):
                     self._write(self._replies.popleft())
             finally:
                 self._sending.release()
@@ -176,9 +173,6 @@ class Peer:
     def _reply_later(self) -> None:
         with contextlib.suppress(OSError):  # the reader thread handles a lost connection
             self._send_replies()
-
-    def _has_room(self) -> bool:
-        return bool(select.select([], [self.connection], [], 0)[1])
 
     def undelivered(self) -> int:
         """Bytes sent but not yet confirmed by the peer's kernel; a shutdown counts as one."""

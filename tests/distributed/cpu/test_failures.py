@@ -51,8 +51,6 @@ def test_a_rank_that_ends_early_is_named(pools):
     [
         ("collective", "all_reduce", "broadcast"),
         ("size", "all_reduce of group 0 (16 bytes)", "all_reduce (20 bytes)"),
-        ("roots", "broadcast", "broadcast (16 bytes, root"),
-        ("deadlock", "all_reduce", "recv"),
     ],
 )
 def test_ranks_out_of_step_name_both_operations(pools, kind, one, other):

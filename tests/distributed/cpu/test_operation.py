@@ -48,8 +48,6 @@ class Background:
             steps(),
             text=name,
             group=group,
-            number=number,
-            signature=SIGNATURE,
             background=True,
             takes_memory=takes_memory,
         )
