@@ -10,7 +10,6 @@ import numpy as np
 
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import DataError, MissingDataError
-from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.checksums import SUFFIXES, Block, checksums_path, read_checksums
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
@@ -30,7 +29,6 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
     """Compare the corpora of these sections with their checksums, as far as each section's ``verify`` says.
-
     One log line says how much was compared, and which corpora have no checksums.
 
     Raises:
@@ -64,15 +62,10 @@ def _summary(levels: dict[str, str], without: list[str]) -> str:
 
 
 def verify_corpus(prefix: str, level: str) -> bool:
-    """Compare a corpus with its checksums. Returns False if it has none.
+    """Compare a corpus with its checksums. Returns False if it has none. Raises as `verify_corpora`.
 
-    Args:
-        prefix: path of the corpus without ``.bin`` or ``.idx``.
-        level: ``index`` compares the lengths of both files and all of ``.idx``; ``full`` also compares all of
-            ``.bin``.
-
-    Raises:
-        DataError: see `verify_corpora`.
+    ``level`` ``index`` compares the lengths of both files and all of ``.idx``; ``full`` also compares all of
+    ``.bin``.
     """
     checksums = read_checksums(prefix)
     if checksums is None:
@@ -98,7 +91,6 @@ def describe(block: Block, corpus: IndexedDataset | None) -> str:
 
 
 def _opened(prefix: str) -> IndexedDataset | None:
-    """Open the corpus; None if its index cannot be read."""
     try:
         return IndexedDataset(prefix)
     except DataError:
@@ -115,11 +107,8 @@ def documents_in(corpus: IndexedDataset, block: Block) -> tuple[int, int]:
 
 
 def all_damage(prefix: str) -> tuple[list[str], bool]:
-    """Describe all damage of a corpus in sentences, and return whether it has checksums.
-
-    Raises:
-        DataError: there is no such corpus.
-    """
+    """All damage of a corpus in sentences, and whether it has checksums. Raises DataError if there is no such
+    corpus."""
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in SUFFIXES):
         raise MissingDataError(f"no corpus at {prefix}: neither {prefix}.bin nor {prefix}.idx exists")
     has_checksums = checksums_path(prefix).exists()
@@ -149,12 +138,8 @@ _FEWEST_TOKENS = 1 << 18  # of each corpus
 
 
 def token_id_lines(cfg: RunConfig) -> list[str]:
-    """Report on token ids, as lines of text. Missing files are skipped: training may run on another
-    machine.
-
-    Raises:
-        DataError: a tokenizer or a corpus is damaged, or has an id outside the model's vocabulary.
-    """
+    """Report on token ids, as lines of text. Missing files are skipped: training may run on another machine.
+    Raises DataError for damage, or an id outside the model's vocabulary."""
     return [*_tokenizer_lines(cfg), *_corpus_lines(cfg)]
 
 
@@ -170,11 +155,7 @@ def _tokenizer_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def check_configured_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Like `check_tokenizer`, with the places of both settings in the message.
-
-    Raises:
-        DataError: the tokenizer has more ids than the model.
-    """
+    """Like `check_tokenizer`, with the places of both settings in the message."""
     try:
         check_tokenizer(tokenizer, cfg.Model.vocab_size)
     except DataError as error:

@@ -12,11 +12,8 @@ _PART = 1 << 16  # tokens that are read in one go
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Check that a model with ``vocab_size`` tokens has all ids of ``tokenizer``. The model may have more.
-
-    Raises:
-        DataError: the tokenizer has more ids than the model.
-    """
+    """Raise DataError if a tokenizer has more ids than a model with ``vocab_size`` tokens. The model may have
+    more."""
     count = tokenizer.vocab_size
     if count > vocab_size:
         raise DataError(
@@ -27,19 +24,11 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
-    """Check that a model with ``vocab_size`` tokens has the ids of a corpus.
+    """Raise DataError if a corpus has an id that a model with ``vocab_size`` tokens lacks.
 
-    Args:
-        corpus: the corpus. A small one is read whole, a large one in evenly spaced parts; the other ids are
-            checked when they are read for training.
-        vocab_size: the number of ids of the model.
-        most_tokens: the most tokens to read.
-
-    Returns:
-        The highest id found (-1 if there is no token), and the number of tokens read.
-
-    Raises:
-        DataError: a token id is outside the model's vocabulary.
+    A corpus of more than ``most_tokens`` is read in evenly spaced parts; the other ids are checked when they
+    are read for training. Returns the highest id found (-1 if there is no token), and the number of tokens
+    read.
     """
     highest, seen = -1, 0
     for first, last in _parts(corpus.num_tokens, most_tokens):

@@ -39,11 +39,8 @@ class TemplateLimitError(Exception):
 
 @contextmanager
 def bounded_steps() -> Iterator[None]:
-    """Context in which Python functions may take at most ``MAX_STEPS`` steps in total, in this thread.
-
-    Raises:
-        TemplateLimitError: raised inside the context when they take more steps.
-    """
+    """Python functions called inside may take at most ``MAX_STEPS`` steps in this thread, else
+    TemplateLimitError."""
     left = MAX_STEPS
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -106,15 +103,7 @@ class AskedToStopError(TemplateError):
 
 
 class CompiledTemplate:
-    """A compiled template, which any thread can render.
-
-    Args:
-        source: text of the template.
-
-    Raises:
-        jinja2.TemplateError: the text is not a template.
-        TemplateLimitError: the template is nested too deeply.
-    """
+    """A compiled template, which any thread can render. Raises jinja2.TemplateError or TemplateLimitError."""
 
     def __init__(self, source: str) -> None:
         self._environment = _Environment()
@@ -172,9 +161,7 @@ class _GenerationBlocks(Extension):
 
 
 class _BoundedCode(CodeGenerator):
-    """Generates code that checks concatenation with ``~`` in the environment, as for ``+``, so that its size
-    is limited.
-    """
+    """Checks concatenation with ``~`` in the environment, as for ``+``, so that its size is limited."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 (as Jinja has it)
         self.write("environment.concatenate((")

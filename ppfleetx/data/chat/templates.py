@@ -59,9 +59,7 @@ class ChatTemplate:
     """A template that writes a conversation as the model expects it.
 
     Attributes:
-        source: the template's text.
-        special_tokens: the special tokens by the names that the template may use: ``bos_token``,
-            ``eos_token`` and so on.
+        special_tokens: by the names that the template may use: ``bos_token``, ``eos_token`` and so on.
         place: the origin of the template, for messages.
         stops: texts that end an answer, in addition to the end tokens.
         is_plain: whether this is the plain template, used if the model has none.
@@ -108,11 +106,8 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation as text.
 
-        Args:
-            messages: the turns of the conversation.
-            add_generation_prompt: whether to end with the text after which an answer begins.
-            tools, documents: tools and documents, in the form that the template reads.
-            variables: further variables, which override the special tokens.
+        With ``add_generation_prompt``, it ends with the text after which an answer begins. Further variables
+        override the special tokens.
 
         Raises:
             ChatError: the template refuses the conversation, fails on it, or exceeds its limits.
@@ -122,8 +117,7 @@ class ChatTemplate:
         return self.render_spans(messages, **given, **variables)[0]
 
     def render_spans(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[Span]]:
-        """Render a conversation, and find the parts that `generation` blocks mark. Raises as
-        :meth:`render`."""
+        """Like :meth:`render`, and find the parts that `generation` blocks mark."""
         from jinja2 import TemplateError
 
         if not messages:
@@ -159,8 +153,7 @@ class ChatTemplate:
         return f"{self.place} fails on this conversation: {error}"
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Encode the text of :meth:`render`; only the template decides about BOS. Raises as
-        :meth:`render`."""
+        """Encode the text of :meth:`render`; only the template decides about BOS."""
         return tokenizer.encode_prompt(self.render(messages, **options), add_special_tokens=False)
 
 
@@ -181,10 +174,8 @@ def _line_of(error: Exception) -> str:
 
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:
-    """The tokenizer's chat template, or the plain one (:data:`PLAIN`) if it has none.
-
-    Args:
-        name: the name of one of several templates; None: the one called ``default``.
+    """The tokenizer's chat template of this name (None: ``default``), or the plain one (:data:`PLAIN`) if it
+    has none.
 
     Raises:
         ConfigError: there is no template of this name, or there are several and none is the default.
@@ -203,12 +194,8 @@ def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate
 
 
 def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = None) -> ChatTemplate:
-    """The template given by name or file; None selects the model's own template, or the plain one. ``key`` is
-    the option that gave the name, for messages.
-
-    Raises:
-        UserError: there is no such name or file, or its text is not a template.
-    """
+    """The template given by name or file; None selects the model's own template, or the plain one. Raises
+    UserError, which names the option ``key``."""
     if given is None or given in tokenizer.chat_templates:
         template = find_template(tokenizer, given)
     elif not Path(given).exists():
@@ -261,8 +248,6 @@ def render_with_answers(
 
 
 class _Turns:
-    """The text of a conversation, used to find the places of its turns."""
-
     def __init__(
         self, template: ChatTemplate, messages: Sequence[Message], variables: dict[str, Any]
     ) -> None:
@@ -326,16 +311,14 @@ class _Turns:
         return text.removesuffix(self._template.special_tokens.get("eos_token", ""))
 
     def _with(self, number: int, content: str) -> list[Message]:
-        """Copy the conversation with different content in one message."""
         return [
             {**one, "content": content} if place == number else one
             for place, one in enumerate(self._messages)
         ]
 
     def _behind_prompt(self, text: str) -> int:
-        """Find where an answer begins in ``text``, the text before the answer's content. It begins after the
-        generation prompt.
-        """
+        """Where an answer begins in ``text``, the text before the answer's content: after the generation
+        prompt."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)
@@ -351,7 +334,6 @@ def _around(mark: str, text: str) -> tuple[str, str]:
 
 
 def _common(one: str, other: str) -> int:
-    """The length of the common beginning of two texts."""
     return next(
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

@@ -78,11 +78,7 @@ _CHUNK = 1 << 22  # tokens read at a time
 
 
 def summary(prefix: str) -> dict[str, Any]:
-    """The main figures of a corpus, as plain Python values.
-
-    Raises:
-        DataError: the corpus is missing or damaged.
-    """
+    """The main figures of a corpus, as plain Python values. Raises DataError."""
     corpus = open_tokens(prefix)
     sizes = corpus.sizes
     return {
@@ -100,13 +96,11 @@ def summary(prefix: str) -> dict[str, Any]:
 
 
 def largest_id(corpus: TokenStore) -> int:
-    """The largest token id, or -1 in a corpus without tokens. Reads the whole corpus."""
     chunks = range(0, corpus.num_tokens, _CHUNK)
     return int(max((np.max(corpus.flat(first, first + _CHUNK)) for first in chunks), default=-1))
 
 
 def summary_text(facts: dict[str, Any]) -> str:
-    """Format `summary` as a few lines."""
     lines = [
         f"{facts['prefix']}: {counted(facts['documents'], 'document', ',')}, "
         f"{counted(facts['sequences'], 'sequence', ',')}, {counted(facts['tokens'], 'token', ',')} "
