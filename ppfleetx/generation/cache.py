@@ -34,16 +34,14 @@ class GrowingCache:
 
     @property
     def length(self) -> int:
-        """The number of columns held, n."""
         return self._length
 
     def extend(self, num_new: int, visible: np.ndarray) -> None:
-        """Prepare a pass of the model that extends each row by ``num_new`` columns.
+        """Prepare a pass of the model that extends each row by ``num_new`` columns, which every layer will
+        pass to :meth:`update`.
 
-        Args:
-            num_new: number of columns that every layer will pass to :meth:`update`.
-            visible: ``[b, n + num_new]`` bool, the columns that the new positions of each row may attend to
-                (apart from columns after the position itself). In the first pass the layers handle this.
+        ``visible [b, n + num_new]`` bool are the columns that the new positions of each row may attend to
+        (apart from columns after the position itself). In the first pass the layers handle this.
         """
         self._past, self._length = self._length, self._length + num_new
         if self._past:
@@ -74,9 +72,9 @@ class GrowingCache:
         return bool(self._past)
 
     def memory(self) -> list[paddle.Tensor]:
-        """Keys and values ``[b, g, k, d]`` of each layer in turn, for code that computes all layers at once.
-        After :meth:`begin`, and from the second pass on, they have room for the new columns, which this code
-        fills."""
+        """Keys and values ``[b, g, k, d]`` of each layer in turn, for code that computes all layers at
+        once. After :meth:`begin`, and from the second pass on, they have room for the new columns, which
+        this code fills."""
         return [held for _, pair in sorted(self._layers.items()) for held in pair]
 
     def first_new_column(self) -> paddle.Tensor:
@@ -91,7 +89,6 @@ class GrowingCache:
         return self._penalty(window, self.memory()[0].shape[2])
 
     def _penalty(self, window: int | None, num_columns: int) -> paddle.Tensor:
-        """The mask that layers with this window add to their scores in this pass."""
         if window not in self._penalties:
             mask = cached_mask(self._num_new, num_columns, self._visible, window)
             self._penalties[window] = penalty_of(paddle.to_tensor(mask))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,8 @@ import paddle
 from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import ConfigError, DataError
 from ppfleetx.config.sections.root import GenerationConfig, ModelConfig
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.vocabulary import check_tokenizer
-from ppfleetx.generation.assistant import Assistant
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
+from ppfleetx.generation.assistant import Assistant, ProposedRows
 from ppfleetx.generation.beam import BeamOptions, beam_search
 from ppfleetx.generation.gumbel_sampling import RandomStream, uniforms
 from ppfleetx.generation.prompt_lookup import MOST_ROWS, decode_with_lookup
@@ -33,17 +33,8 @@ OnText = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch of prompts.
-
-    Attributes:
-        cfg: the ``Generation`` section.
-        default_seed: the seed if ``cfg.seed`` is None.
-        first_prompt: number of the batch's first prompt in the whole list.
-        max_new_tokens: limit of new tokens for each prompt.
-        end_ids: tokens that end a row.
-        options: options for choosing the rows' tokens.
-        on_text: see :data:`OnText`.
-    """
+    """A batch of prompts, whose first one has number ``first_prompt`` in the whole list. ``default_seed``
+    is the seed if ``cfg.seed`` is None."""
 
     cfg: GenerationConfig
     default_seed: int
@@ -61,7 +52,6 @@ class Batch:
 
     @property
     def streams(self) -> list[tuple[int, int]]:
-        """The random streams of the rows: (prompt of the batch, copy) for each row."""
         copies = self.cfg.num_return_sequences
         return [(i, copy) for i in range(len(self.max_new_tokens)) for copy in range(copies)]
 
@@ -82,7 +72,6 @@ class Batch:
 
     @property
     def _all_streams(self) -> list[tuple[int, int]]:
-        """The random streams of the rows: (prompt of the whole list, copy) for each row."""
         return [(self.first_prompt + prompt, copy) for prompt, copy in self.streams]
 
     def exponentials(self, vocab_size: int) -> np.ndarray:
@@ -97,7 +86,6 @@ class Batch:
         return np.stack([uniforms(self.seed, *stream, steps) for stream in self._all_streams])
 
     def choose(self, vocab_size: int) -> Choose:
-        """Return the function that chooses the rows' tokens from ids below ``vocab_size``."""
         if self.is_greedy:
             return greedy
         return Sampler(self.seed, self._all_streams, vocab_size, self.options)
@@ -123,12 +111,8 @@ class Generation:
 
 
 class TextGenerator(ABC):
-    """Base class of generators: token ids, limits, batches and text.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        max_positions: limit of tokens in a prompt and its continuation together.
-    """
+    """Base class of generators: token ids, limits, batches and text. ``max_positions`` limits a prompt and
+    its continuation together."""
 
     takes_assistant = False
     """Whether `Generation.assistant_model` can be used."""
@@ -142,7 +126,6 @@ class TextGenerator(ABC):
 
     @property
     def max_positions(self) -> int:
-        """The limit of tokens in a prompt and its continuation together."""
         return self._max_positions
 
     def generate(
@@ -160,7 +143,6 @@ class TextGenerator(ABC):
         Args:
             prompts: texts, which `Tokenizer.encode_prompt` encodes, or token ids, which are used unchanged.
                 An empty prompt starts from BOS or the end-of-text token.
-            cfg: the ``Generation`` section.
             seed: used if ``cfg.seed`` is None.
             on_text: called with text as it is generated, see :data:`OnText`.
             batch_rows: number of sequences to generate at the same time (at least all sequences of one
@@ -200,7 +182,7 @@ class TextGenerator(ABC):
         return results
 
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
-        """The tokens that end a continuation: from ``cfg`` if it names any, otherwise from the tokenizer's
+        """The tokens that end a continuation: from ``cfg`` if it names any, else from the tokenizer's
         files."""
         check_ids("eos_token_id", cfg.end_ids or (), self._tokenizer)
         return ended_by(cfg, self._tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self._tokenizer)
@@ -211,7 +193,7 @@ class TextGenerator(ABC):
 
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
-        emit = None if batch.on_text is None else _bound(batch.on_text, batch.first_prompt + prompt, copy)
+        emit = None if batch.on_text is None else partial(batch.on_text, batch.first_prompt + prompt, copy)
         return RowText(self._tokenizer, (stop,) if isinstance(stop, str) else stop, ids, emit)
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -248,8 +230,7 @@ class Generator(TextGenerator):
 
     Args:
         model: the model, with all its stages in this process.
-        model_cfg: its ``Model`` section.
-        tokenizer: the model's tokenizer; None: prompts and results are token ids.
+        tokenizer: None: prompts and results are token ids.
         vocab_group: see :class:`~ppfleetx.generation.session.NextTokenModel`. All ranks of this group must
             generate from the same prompts at the same time, and get the same results.
         load_assistant: loads the model that ``Generation.assistant_model`` names.
@@ -297,17 +278,17 @@ class Generator(TextGenerator):
                 self._model.train()
 
     def _decode(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
-        def on_token(row: int, token_id: int) -> bool:
-            return texts[row].feed(token_id)
-
-        choose, rules = batch.choose(self._next_token.vocab_size), self._rules(batch)
-        copies, limits = batch.cfg.num_return_sequences, batch.max_new_tokens
         return decode(
-            session, choose, rules, limits, copies=copies, on_token=on_token, num_top=batch.cfg.logprobs
+            session,
+            batch.choose(self._next_token.vocab_size),
+            self._rules(batch),
+            batch.max_new_tokens,
+            copies=batch.cfg.num_return_sequences,
+            on_token=lambda row, token_id: texts[row].feed(token_id),
+            num_top=batch.cfg.logprobs,
         )
 
     def _assistant(self, place: str) -> Assistant:
-        """The assistant at ``place``, loaded at its first use."""
         if place not in self._assistants:
             assert self._load_assistant is not None
             assistant = self._load_assistant(place)
@@ -324,7 +305,7 @@ class Generator(TextGenerator):
             self._rules(batch),
             batch.max_new_tokens,
             cfg.prompt_lookup_num_tokens if assistant is None else cfg.num_assistant_tokens,
-            assistant=None if assistant is None else assistant.rows(),
+            assistant=None if assistant is None else ProposedRows(assistant),
             on_token=lambda row, token_id: texts[row].feed(token_id),
         )
 
@@ -347,10 +328,6 @@ class Generator(TextGenerator):
         for key, token_id in zip(keys, forced, strict=True):
             check_ids(key, () if token_id is None else (token_id,), self._tokenizer)
         return Rules(batch.end_ids, cfg.min_dec_len, batch.options, *forced)
-
-
-def _bound(on_text: OnText, prompt: int, copy: int) -> Callable[[str], None]:
-    return lambda piece: on_text(prompt, copy, piece)
 
 
 def _generation(row: Row, text: RowText, scored: bool) -> Generation:

@@ -21,16 +21,8 @@ _WHITESPACE = r" |\n {0,20}"
 
 
 class Grammar:
-    """Determines which tokens may come next in a row. Rows may share it.
-
-    Args:
-        grammar: a grammar of llguidance.
-        tokenizer: llguidance's tokenizer.
-        vocab_size: number of tokens.
-
-    Raises:
-        ConfigError: the grammar is invalid.
-    """
+    """Determines which tokens may come next in a row, by a grammar of llguidance and its tokenizer. Rows
+    may share it. Raises ConfigError if the grammar is invalid."""
 
     def __init__(self, grammar: str, tokenizer: Any, vocab_size: int) -> None:
         from llguidance import LLMatcher
