@@ -24,13 +24,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs between two checkpoints.
-
-    Attributes:
-        key: (kind, name, state).
-        what: the difference in words.
-        largest: the largest absolute difference, if the tensor has the same shape in both.
-    """
+    """A tensor, by (kind, name, state), that differs between two checkpoints: how in words, and the
+    largest absolute difference if it has the same shape in both."""
 
     key: tuple[str, str, str]
     what: str
@@ -43,7 +38,6 @@ def open_for_inspection(path: str | Path) -> Checkpoint:
 
 
 def tensors_of(checkpoint: Checkpoint, pattern: Pattern[str] | None = None) -> list[TensorEntry]:
-    """Tensors whose `label` contains the pattern; without a pattern, all tensors."""
     entries = checkpoint.manifest.tensors.values()
     return [entry for entry in entries if pattern is None or pattern.search(label(entry))]
 
@@ -83,14 +77,12 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _time(nanoseconds: int) -> str | None:
-    """UTC in ISO form; None if the checkpoint does not record it."""
     if not nanoseconds:
         return None
     return datetime.fromtimestamp(nanoseconds / 1e9, UTC).isoformat(timespec="seconds")
 
 
 def summary_text(facts: Mapping[str, Any]) -> str:
-    """The facts of `summary` as text, one per line."""
     lines = []
     for key, value in facts.items():
         if value is None or value == {} or value == []:

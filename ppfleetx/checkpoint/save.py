@@ -101,7 +101,7 @@ class SharedSave:
         if not self._ctx.is_main:
             return None
         ranks = [
-            {"rank": rank, **self._ctx.plan.coordinates(rank), "directory": _directory_of(index)}
+            {"rank": rank, **self._ctx.plan.coordinates(rank), "directory": index and index.directory}
             for rank, index in enumerate(written)
         ]
         manifest = Manifest(files={}, tensors={}, ranks=tuple(ranks), **self._description)
@@ -109,7 +109,6 @@ class SharedSave:
         return str(commit(self._staged, manifest, indices, self._ownership, self._documents))
 
     def close(self) -> None:
-        """Remove files that did not become a checkpoint, and unlock the output directory."""
         self._stack.close()
 
     @property
@@ -118,7 +117,7 @@ class SharedSave:
 
 
 def on_all_ranks(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result]:
-    """Run ``act`` on every rank and return the results of all ranks. An error on one rank is raised on all.
+    """Run ``act`` on every rank and return the results of all ranks.
 
     Raises:
         CheckpointError: on every rank, if ``act`` raised an OSError or a CheckpointError on any rank.
@@ -141,20 +140,12 @@ def on_all_ranks(ctx: ParallelContext, act: Callable[[], Result]) -> list[Result
     return [result for result, _ in outcomes]
 
 
-def _directory_of(index: RankIndex | None) -> str | None:
-    return None if index is None else next(iter(index.files)).split("/")[0]
-
-
 class CheckpointManager:
-    """Saves into one output directory.
+    """Saves into one output directory, for one process or the ranks ``ctx`` that save together.
 
-    Args:
-        output_dir: the directory.
-        ownership: the run that saves, and the checkpoints it keeps. None: the checkpoints belong to no run,
-            and no checkpoint is replaced or deleted.
-        ctx: the ranks that save together.
-        description: further arguments of `save_checkpoint` that stay the same for the whole run
-            (`plan`, `config`, `fingerprints`, `vocab_size`, ...).
+    Without ``ownership``, the checkpoints belong to no run, and no checkpoint is replaced or deleted.
+    ``description`` are further arguments of `save_checkpoint` that stay the same for the whole run (`plan`,
+    `config`, ...).
     """
 
     def __init__(
@@ -171,10 +162,8 @@ class CheckpointManager:
     def save(
         self, *, epoch: int, step: int, tensors: Iterable[TensorSlice], state: Mapping[str, Any]
     ) -> Path:
-        """Save a checkpoint, with the arguments and errors of `save_checkpoint`.
-
-        Every rank of the job calls this, with slices that no other rank writes.
-        """
+        """Save a checkpoint, with the arguments and errors of `save_checkpoint`. Every rank calls this,
+        with slices that no other rank writes."""
         several = self._ctx.world_size > 1
         save = partial(save_from_all_ranks, self._ctx) if several else save_checkpoint
         path = save(
@@ -238,16 +227,12 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def wait_for_copy(self) -> None:
-        """Return when the tensors passed to `save` may change."""
         if self._task is not None:
             self._task.first_done.wait()
 
     def poll(self) -> Path | None:
-        """Advance the save in progress without waiting. Returns its path if this completes it.
-
-        Raises:
-            CheckpointError: the save failed; raised on all ranks.
-        """
+        """Advance the save in progress without waiting. Returns its path if this completes it. Raises
+        CheckpointError on all ranks if the save failed."""
         if self._task is None:
             return None
         if self._shared is None:
@@ -267,7 +252,6 @@ class BackgroundManager(CheckpointManager):
         return _logged(Path(results[0]))
 
     def wait(self) -> Path | None:
-        """Like `poll`, but wait for the save in progress, if there is one."""
         path = None
         while self._task is not None:
             self._task.done.wait(beat_seconds())
@@ -276,11 +260,8 @@ class BackgroundManager(CheckpointManager):
         return path
 
     def abandon(self) -> None:
-        """Stop without the other ranks, which may be gone.
-
-        The only process of a job completes its save. One of several processes waits only for its own writing,
-        and no checkpoint results.
-        """
+        """Complete the save of a job's only process. One of several processes waits only for its own
+        writing, and no checkpoint results."""
         if self._task is None:
             return
         self._task.done.wait()
@@ -353,8 +334,7 @@ class HostCopier:
 
 class Task:
     """Two functions that run in a daemon thread, one after another. Callers can wait for the first one
-    separately.
-    """
+    separately."""
 
     def __init__(self, act: Callable[[], Any], first: Callable[[], None] | None = None) -> None:
         self.first_done, self.done = threading.Event(), threading.Event()
@@ -364,7 +344,6 @@ class Task:
         threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
 
     def result(self) -> Any:
-        """The function's result; raises its error."""
         assert self.done.is_set()
         if self._error is not None:
             raise self._error

@@ -88,7 +88,8 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     except (OSError, ValueError) as error:  # ValueError: the name contains a zero byte
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if path.is_dir():
-        side = _side_texts(path)
+        there = [name for name in SIDE_FILES if os.path.lexists(path / name)]
+        side = with_named_templates({name: _read_text(path / name, MAX_JSON_BYTES) for name in there}, path)
         if os.path.lexists(path / TOKENIZER_FILE):  # a broken link counts as damage, not as a missing file
             definition = _checked(read_json(path / TOKENIZER_FILE, error=DataError), path / TOKENIZER_FILE)
             return TokenizerFiles(definition, side_texts=side)
@@ -103,12 +104,6 @@ def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
     if "model" in content:
         return TokenizerFiles(_checked(content, path))
     return TokenizerFiles(read_vocab_and_merges(path, path.with_name(MERGES_FILE)), has_definition=False)
-
-
-def _side_texts(directory: Path) -> dict[str, str]:
-    there = [name for name in SIDE_FILES if os.path.lexists(directory / name)]
-    texts = {name: _read_text(directory / name, MAX_JSON_BYTES) for name in there}
-    return with_named_templates(texts, directory)
 
 
 def with_named_templates(texts: dict[str, str], directory: Path) -> dict[str, str]:

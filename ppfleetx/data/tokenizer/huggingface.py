@@ -52,7 +52,9 @@ class SideFiles:
     def named_tokens(self, defaults: Mapping[str, str]) -> dict[str, Token]:
         """The tokens that have a name, such as ``bos_token``. ``special_tokens_map.json`` takes precedence;
         ``defaults`` are the names that the class in transformers uses if no file has any."""
-        values: dict[str, Any] = {**defaults, **self._settings}
+        config = self.read(CONFIG)
+        of_map = {} if "added_tokens_decoder" in config else self.read(SPECIAL_TOKENS)
+        values: dict[str, Any] = {**defaults, **config, **of_map}
         names = [*_NAMED, *(key for key in values if key.endswith("_token") and key not in _NAMED)]
         kept = {key: values[key] for key in names if isinstance(values.get(key), str | dict)}
         return {key: self._token(value, key) | {"special": True} for key, value in kept.items()}
@@ -93,14 +95,6 @@ class SideFiles:
                 f"{shown(given)}"
             )
         return {one["name"]: one["template"] for one in listed}
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        """The settings in ``tokenizer_config.json``. ``special_tokens_map.json`` overrides them where it
-        still applies.
-        """
-        config = self.read(CONFIG)
-        return config if "added_tokens_decoder" in config else config | self.read(SPECIAL_TOKENS)
 
     def with_eos(self, files: TokenizerFiles, eos: str | None) -> TokenizerFiles:
         """Copy the files with ``eos`` as the end-of-text token, if they name an end-of-text token at all."""

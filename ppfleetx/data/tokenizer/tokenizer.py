@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -146,7 +146,8 @@ class Tokenizer:
             raise DataError(f"{place}: its post-processor adds the id {wrong[0]}, which it does not have")
 
     def __reduce__(self) -> tuple[Any, ...]:  # the engines' own objects do not pickle
-        return _rebuild, (self._files, self._given_eod_token, self.place)
+        again = partial(Tokenizer, eod_token=self._given_eod_token, place=self.place)
+        return again, (self._files,)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, eod_token: str | None = None) -> Tokenizer:
@@ -347,13 +348,21 @@ def _surrogate_errors(text: str) -> Iterator[None]:
         ) from error
 
 
-def _rebuild(files: TokenizerFiles, eod_token: str | None, place: str) -> Tokenizer:
-    return Tokenizer(files, eod_token=eod_token, place=place)
-
-
 def from_section(cfg: TokenizerConfig) -> Tokenizer:
     """Load the tokenizer whose files ``Data.tokenizer`` names. Raises DataError."""
     if cfg.vocab_file is not None:
         assert cfg.merges_file is not None
         return Tokenizer.from_vocab_and_merges(cfg.vocab_file, cfg.merges_file, eod_token=cfg.eos_token)
     return Tokenizer.load(cfg.dir or cfg.tokenizer_file or "", eod_token=cfg.eos_token)
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise DataError if a tokenizer has more ids than a model with ``vocab_size`` tokens. The model may have
+    more."""
+    count = tokenizer.vocab_size
+    if count > vocab_size:
+        raise DataError(
+            f"{tokenizer.place} has {count} token ids, added tokens included, and the model {vocab_size} "
+            "(Model.vocab_size). Name the tokenizer that the model was trained with (Data.tokenizer.dir); a "
+            f"new model gets -o Model.vocab_size={count}"
+        )
