@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -29,8 +28,7 @@ from ppfleetx.data.tasks.glue import TASKS, require_libraries
 from ppfleetx.data.tasks.records import GlueDataset, PromptResponseDataset
 from ppfleetx.data.token_store import TokenStore
 from ppfleetx.data.tokenizer.files import GPT2_FILES
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.vocabulary import check_tokenizer
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -66,12 +64,9 @@ def requested_samples(cfg: RunConfig, mode: Mode) -> int:
     """
     if mode == "Train":
         return cfg.batch.consumed_after(cfg.Engine.max_steps)
-    return cfg.batch.global_batch_size * _evaluation_batches(cfg, mode)
-
-
-def _evaluation_batches(cfg: RunConfig, mode: Mode) -> int:
     engine = cfg.Engine
-    return engine.eval_iters if mode == "Eval" else engine.test_iters or 10 * engine.eval_iters
+    num_batches = engine.eval_iters if mode == "Eval" else engine.test_iters or 10 * engine.eval_iters
+    return cfg.batch.global_batch_size * num_batches
 
 
 def build_dataloader(
@@ -242,8 +237,10 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
     """The corpora of the section, with normalised weights if there are several."""
     dataset_cfg = getattr(cfg.Data, mode).dataset
     weights = dataset_cfg.weights
+    number = MODES.index(mode)
     groups = [
-        [_part(corpus, dataset_cfg.split, mode) for corpus in group] for group in open_corpora(cfg, mode)
+        [CorpusPart(corpus, *split_ranges(len(corpus), dataset_cfg.split)[number], 1.0) for corpus in group]
+        for group in open_corpora(cfg, mode)
     ]
     if weights is not None and len(weights) != len(groups):
         key = getattr(cfg.Data, mode).key_of(mode, "weights")
@@ -266,11 +263,6 @@ def _parts(cfg: RunConfig, mode: Mode) -> list[CorpusPart]:
         for part in group
     ]
     return _blend_parts(parts, dataset_cfg, mode)
-
-
-def _part(corpus: TokenStore, split: str | Sequence[float], mode: Mode) -> CorpusPart:
-    first, last = split_ranges(len(corpus), split)[MODES.index(mode)]
-    return CorpusPart(corpus, first, last, 1.0)
 
 
 def _blend_parts(parts: list[CorpusPart], dataset_cfg: DatasetConfig, mode: Mode) -> list[CorpusPart]:

@@ -14,8 +14,8 @@ from ppfleetx.data.build import load_tokenizer
 from ppfleetx.data.checksums import SUFFIXES, Block, checksums_path, read_checksums
 from ppfleetx.data.corpus_formats import find_prefixes, open_tokens
 from ppfleetx.data.indexed import IndexedDataset
-from ppfleetx.data.tokenizer.tokenizer import Tokenizer
-from ppfleetx.data.vocabulary import check_corpus, check_tokenizer
+from ppfleetx.data.token_store import TokenStore
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer, check_tokenizer
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ def _damaged_blocks(prefix: str) -> list[str]:
     return found
 
 
+_PART = 1 << 16  # tokens that are read in one go
 _MOST_TOKENS = 1 << 24  # of all corpora, which takes a tenth of a second
 _FEWEST_TOKENS = 1 << 18  # of each corpus
 
@@ -202,3 +203,33 @@ def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
             except MissingDataError:
                 missing = True
     return list(found), missing
+
+
+def check_corpus(corpus: TokenStore, vocab_size: int, *, most_tokens: int = 1 << 24) -> tuple[int, int]:
+    """Raise DataError if a corpus has an id that a model with ``vocab_size`` tokens lacks.
+
+    A corpus of more than ``most_tokens`` is read in evenly spaced parts; the other ids are checked when they
+    are read for training. Returns the highest id found (-1 if there is no token), and the number of tokens
+    read.
+    """
+    highest, seen = -1, 0
+    for first, last in _parts(corpus.num_tokens, most_tokens):
+        tokens = corpus.flat(first, last)
+        lowest, highest, seen = int(tokens.min()), max(highest, int(tokens.max())), seen + len(tokens)
+        if highest >= vocab_size or lowest < 0:
+            wrong = lowest if lowest < 0 else highest
+            raise DataError(
+                f"{corpus.prefix} holds the token id {wrong}, and the model has ids 0 to {vocab_size - 1} "
+                f"(Model.vocab_size = {vocab_size}). Either the corpus was made with another tokenizer, or a "
+                f"new model needs -o Model.vocab_size={max(highest + 1, vocab_size)} or more"
+            )
+    return highest, seen
+
+
+def _parts(num_tokens: int, most_tokens: int) -> list[tuple[int, int]]:
+    if num_tokens <= most_tokens:
+        starts = range(0, num_tokens, _PART)
+    else:
+        count = max(2, most_tokens // _PART)
+        starts = np.linspace(0, num_tokens - _PART, count).astype(np.int64).tolist()
+    return [(start, min(start + _PART, num_tokens)) for start in starts]

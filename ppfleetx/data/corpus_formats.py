@@ -41,7 +41,9 @@ class FleetXDataset(TokenStore):
         for suffix in FLEETX_SUFFIXES:
             text = text.removesuffix(suffix)
         if Path(f"{text}_ids.npy").exists():
-            tokens = _map_npy(Path(f"{text}_ids.npy"))
+            path = Path(f"{text}_ids.npy")
+            with _damage(path):
+                tokens = _integers(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
             path = Path(f"{text}_idx.npz")
             index = _read_npz(path, ("lens",))
         else:
@@ -58,11 +60,6 @@ class FleetXDataset(TokenStore):
         np.cumsum(lengths[:-1], out=byte_offsets[1:])
         byte_offsets *= tokens.dtype.itemsize
         super().__init__(text, tokens, lengths, byte_offsets, boundaries.astype(np.int64, copy=False))
-
-
-def _map_npy(path: Path) -> np.ndarray:
-    with _damage(path):
-        return _integers(np.load(path, mmap_mode="r", allow_pickle=False), str(path))
 
 
 def _read_npz(path: Path, required: tuple[str, ...]) -> dict[str, np.ndarray]:

@@ -36,9 +36,7 @@ def adamw(dtype: str) -> Pairs:
 
 
 def _states(start: list[np.ndarray]) -> list[tuple[paddle.Tensor, ...]]:
-    """Make a parameter, its moments and its powers. The powers are in host memory, as in Paddle's
-    optimizers.
-    """
+    """A parameter, its moments and its powers. The powers are in host memory, as in Paddle's optimizers."""
     states = []
     for value in start:
         powers = [paddle.full([1], beta).cpu() for beta in _BETAS]

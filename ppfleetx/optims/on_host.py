@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 def copy_to_host(tensor: paddle.Tensor) -> paddle.Tensor:
     """Copy a tensor to host memory, even if it is already there, where ``Tensor.cpu`` returns the tensor
-    itself.
-    """
+    itself."""
     return tensor.detach()._copy_to(paddle.CPUPlace(), True)
 
 

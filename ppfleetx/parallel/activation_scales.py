@@ -12,13 +12,6 @@ _AXES = ("mp", "sep", "dp", "sharding")
 
 
 class ActivationScales:
-    """The moving averages of all fake quantisers of a model.
-
-    Args:
-        model: this rank's part of the model.
-        ctx: this process's place in the job.
-    """
-
     def __init__(self, model: paddle.nn.Layer, ctx: ParallelContext) -> None:
         self._ctx, self._quantizers = ctx, quantizers_of(model)
         self._moving = [one for one in self._quantizers if one.follows and one.input_scale is not None]

@@ -42,8 +42,7 @@ class Sharding:
 
     Args:
         parameters: this rank's trainable parameters, each once, in model order.
-        ctx: this process's place in the job, with the groups of owners.
-        stage: 1, 2 or 3.
+        ctx: with the groups of owners.
         frozen: the other parameters. They have no gradients and no states, but their values are shared too
             (stage 3) and saved.
         bucket_bytes: the approximate size of the gradient messages sent while the backward pass continues.
@@ -75,7 +74,7 @@ class Sharding:
         self._passes_of: Counter[int] = Counter()  # by the id of a layer
         if stage > 1:
             self._full, rest = self._full_buckets(early, bucket_bytes or BUCKET_BYTES)
-            self._order = SendOrder(self._full, self._send_full, each_pass=True)
+            self._order = SendOrder(self._full, lambda index: self._send(self._full[index]), each_pass=True)
             late += rest
         elif bucket_bytes is not None:
             self._sums = self._stage_1_sums(early, bucket_bytes // BUCKETS_IN_SIZE)
@@ -87,9 +86,8 @@ class Sharding:
         return self._axes_of[parameter.info.name]
 
     def _deal_out(self, parameters: Sequence[paddle.Tensor]) -> dict[str, int]:
-        """Assign owners, separately in each group of ranks. Tied parameters, which other pipeline ranks also
-        hold, belong to the first rank of each group.
-        """
+        """Assign owners, separately in each group of ranks. Tied parameters, which other pipeline ranks
+        also hold, belong to the first rank of each group."""
         sizes: dict[Axes, dict[str, int]] = {}
         for parameter in parameters:
             sizes.setdefault(self._axes(parameter), {})[parameter.info.name] = parameter.size
@@ -101,9 +99,7 @@ class Sharding:
         return owners
 
     def group_of(self, parameter: paddle.Tensor) -> Any:
-        """The group of ranks that share the parameter, one of which owns it; None if only this rank
-        holds it.
-        """
+        """The ranks that share the parameter, one of which owns it; None if only this rank holds it."""
         return self._group_of[parameter.info.name]
 
     def owner_of(self, parameter: paddle.Tensor) -> int:
@@ -111,7 +107,6 @@ class Sharding:
         return self.owners[parameter.info.name]
 
     def owns(self, parameter: paddle.Tensor) -> bool:
-        """Whether this rank is the parameter's owner."""
         group = self.group_of(parameter)
         return group is None or self.owner_of(parameter) == group.rank
 
@@ -124,7 +119,6 @@ class Sharding:
         return self._axes(parameter), self.owner_of(parameter), parameter.dtype
 
     def _by_place(self, parameters: Iterable[paddle.Tensor]) -> list[list[paddle.Tensor]]:
-        """Group parameters into one bucket per owner and type."""
         found: dict[tuple[Axes, int, Any], list[paddle.Tensor]] = {}
         for parameter in parameters:
             found.setdefault(self._place(parameter), []).append(parameter)
@@ -160,7 +154,6 @@ class Sharding:
                 drop_gradient(parameter)
 
     def begin(self, num_passes: int) -> None:
-        """Start a step of ``num_passes`` micro batches."""
         self._passes_of = Counter()
         for sums in (self._sums, self._order):
             if sums is not None:
@@ -174,10 +167,8 @@ class Sharding:
         """Track the end of each layer's backward pass (stages 2 and 3), so that ranks stay in step even if
         some ranks' data skip part of a layer.
 
-        Args:
-            stages: (index in the model, layer) of each stage on this rank.
-            when_complete: a function called in a layer's backward pass. It calls its argument when the
-                layer's weights have their gradients.
+        ``when_complete`` is called in a layer's backward pass. It calls its argument when the layer's weights
+        have their gradients.
         """
         if self._order is None:
             return
@@ -219,7 +210,6 @@ class Sharding:
             paddle.base.core.eager._add_backward_final_hook(call)
 
     def _passed(self, layer: paddle.nn.Layer, parameters: Sequence[paddle.Tensor]) -> None:
-        """Called when a backward pass has gone through ``layer``."""
         self._passes_of[id(layer)] += 1
         self._order.complete(parameters, self._passes_of[id(layer)])
 
@@ -237,10 +227,6 @@ class Sharding:
             for parameter in self._parameters:
                 if not self.owns(parameter) and parameter._is_initialized():
                     parameter._clear_data()
-
-    def _send_full(self, index: int) -> None:
-        """Send each bucket that is full, in every pass (stages 2 and 3)."""
-        self._send(self._full[index])
 
     def _send(self, bucket: Iterable[paddle.Tensor]) -> None:
         """Reduce gradients to their owner, which keeps the sum and adds to it in the next pass."""
@@ -260,9 +246,8 @@ class Sharding:
         self._under_way.append((task, parameters, gradients))
 
     def _is_under_way(self, parameters: Sequence[paddle.Tensor]) -> bool:
-        """Whether a gradient of an earlier micro batch is still being reduced. If so, it must be added first,
-        because sums are added in the order of the passes.
-        """
+        """Whether a gradient of an earlier micro batch is still being reduced. If so, it must be added
+        first, because sums are added in the order of the passes."""
         travelling = {id(p) for _, others, _ in self._under_way for p in others}
         return any(id(p) in travelling for p in parameters)
 

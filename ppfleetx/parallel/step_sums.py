@@ -16,12 +16,8 @@ _AXES = ("dp", "sharding", "sep", "pp")  # sums go over the axes in this order
 
 
 class StepSums:
-    """The sums of loss and metrics on this rank, from one :meth:`begin` to the next.
-
-    Args:
-        names: all metrics that any rank may report; the same on all ranks.
-        ctx: this process's place in the job.
-    """
+    """The sums of loss and metrics on this rank, from one :meth:`begin` to the next. ``names`` are all
+    metrics that any rank may report; the same on all ranks."""
 
     def __init__(self, names: Sequence[str], ctx: ParallelContext) -> None:
         self.names, self._ctx = tuple(dict.fromkeys(names)), ctx
@@ -30,20 +26,17 @@ class StepSums:
         self.begin()
 
     def begin(self) -> None:
-        """Reset all sums."""
         self._losses: list[paddle.Tensor] = []
         self._metrics: dict[str, list[Sum]] = {name: [] for name in self.names}
         self._undeclared: set[str] = set()
 
     def add(self, found: LossOutput) -> None:
-        """Add the loss and the metrics of a micro batch."""
         if self._counts_here(found.same_on):
             self._losses.append(found.loss.detach())
         for name, metric in found.metrics.items():
             self.add_metric(name, metric)
 
     def add_metric(self, name: str, metric: Sum) -> None:
-        """Add a metric of a micro batch."""
         if name not in self._metrics:
             self._undeclared.add(name)
         elif self._counts_here(metric.same_on):
@@ -57,11 +50,8 @@ class StepSums:
         return self._ctx.sum_tensor_over(self._axes, paddle.stack(numbers))
 
     def read(self, numbers: Sequence[float]) -> tuple[float, Mapping[str, Metric]]:
-        """Return (loss sum, metrics with a count above 0) from the numbers of :meth:`over_job`.
-
-        Raises:
-            ConfigError: on all ranks, if any rank reported a metric that is not declared.
-        """
+        """(loss sum, metrics with a count above 0) from the numbers of :meth:`over_job`. Raises
+        ConfigError on all ranks, if any rank reported a metric that is not declared."""
         loss, num_undeclared, *numbers = numbers
         if num_undeclared:
             raise _refused({name for found in gather(self._ctx, sorted(self._undeclared)) for name in found})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,26 +13,21 @@ from ppfleetx.core.engine.progress import TrainState
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.models.evaluator import Metric
 from ppfleetx.optims.schedules import Schedule
-from ppfleetx.parallel.runner import Runner
+
+if TYPE_CHECKING:
+    from ppfleetx.parallel.step import StepRunner
 
 SOURCE = "source/"
 """The prefix of metrics for the loss of one corpus of a blend."""
 
 
 class Run(Protocol):
-    """The engine as callbacks see it, read-only.
-
-    Attributes:
-        cfg: the configuration.
-        ctx: this process's place in the job.
-        runner: model and optimizer.
-        schedule: the learning rate and weight decay of each step; None when only evaluating.
-        state: the progress, up to date when a hook is called.
-    """
+    """The engine as callbacks see it, read-only. ``schedule`` is None when only evaluating; ``state`` is
+    up to date when a hook is called."""
 
     cfg: RunConfig
     ctx: ParallelContext
-    runner: Runner
+    runner: StepRunner
     schedule: Schedule | None
     state: TrainState
 
@@ -41,11 +36,8 @@ class Run(Protocol):
         """The number of optimizer steps of the whole run."""
 
     def callback_states(self) -> dict[str, Any]:
-        """The states of this rank's callbacks by name, as JSON values.
-
-        Raises:
-            CheckpointError: a state cannot be saved.
-        """
+        """The states of this rank's callbacks by name, as JSON values. Raises CheckpointError if one
+        cannot be saved."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +49,7 @@ class StepRecord:
         epoch: the pass over the training split that this step belongs to, from 0.
         batch: the index of the step within that pass, from 0.
         loss: the mean over all tokens of the job in this step.
-        lr: learning rate used in this step.
-        weight_decay: weight decay used in this step.
+        lr, weight_decay: those used in this step.
         grad_norm: the gradient norm before clipping.
         num_valid_tokens: the number of tokens that counted in the loss.
         num_tokens: the number of tokens of the whole job in this step, valid or not.
@@ -93,7 +84,6 @@ class StepRecord:
 
     @property
     def sources(self) -> dict[str, Metric]:
-        """The loss of each corpus, by its name."""
         return {
             name.removeprefix(SOURCE): found
             for name, found in self.metrics.items()
@@ -132,13 +122,13 @@ class Window:
     """Means over the steps since the last report."""
 
     def __init__(self) -> None:
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self.num_skipped = 0
         self._seconds = self._reader_seconds = 0.0
         self._data_size = 1
 
     def add(self, record: StepRecord) -> None:
-        """Count a step."""
         self._steps += 1
+        self.num_skipped += record.skipped
         self._tokens += record.num_tokens
         self._seconds += record.batch_cost
         self._reader_seconds += record.reader_cost

@@ -187,7 +187,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         self.filters["tojson"] = _to_json
         self.filters = {name: _bounded_filter(name, one) for name, one in self.filters.items()}
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        }
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         check_operation(operator, left, right)
@@ -232,7 +235,3 @@ def _to_json(
 
 def _raise_exception(message: Any) -> None:
     raise AskedToStopError(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

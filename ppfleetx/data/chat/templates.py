@@ -93,7 +93,8 @@ class ChatTemplate:
         try:
             return CompiledTemplate(self.source)
         except (TemplateError, TemplateLimitError) as error:
-            raise DataError(f"{self.place} is no chat template: {_line_of(error)}{error}") from error
+            line = f"line {error.lineno}: " if hasattr(error, "lineno") else ""
+            raise DataError(f"{self.place} is no chat template: {line}{error}") from error
 
     def render(
         self,
@@ -166,11 +167,6 @@ def _message(message: Message) -> dict[str, Any]:
     if reasoning is not None:
         kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
     return kept
-
-
-def _line_of(error: Exception) -> str:
-    line = getattr(error, "lineno", None)
-    return "" if line is None else f"line {line}: "
 
 
 def find_template(tokenizer: Tokenizer, name: str | None = None) -> ChatTemplate:

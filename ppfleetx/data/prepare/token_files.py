@@ -42,22 +42,19 @@ def merge(
             other = IndexedDataset(prefix)
             if other.dtype != writer.dtype:
                 raise DataError(f"{prefix} stores {other.dtype}, {prefixes[0]} stores {writer.dtype}")
-            writer.add_index(other, _counted(_sound_blocks(other.prefix), bar))
+            writer.add_index(other, _sound_blocks(other.prefix, bar))
 
 
-def _counted(blocks: Iterable[bytes], bar: ProgressBar) -> Iterator[bytes]:
-    for block in blocks:
-        yield block
-        bar.advance(len(block) / 1e6)
-
-
-def _sound_blocks(prefix: str) -> Iterator[bytes]:
+def _sound_blocks(prefix: str, bar: ProgressBar) -> Iterator[bytes]:
     """Read the bytes of ``.bin``. If there are checksums, all of ``.idx`` is checked first, then the bytes as
     they are read.
     """
     checksums = read_checksums(prefix)
     if checksums is None:
-        yield from _plain_blocks(prefix)
+        with opened(bin_path(prefix), DataError) as file:
+            while data := file.read(BLOCK_BYTES):
+                yield data
+                bar.advance(len(data) / 1e6)
         return
     checksums.check_sizes()
     for damage in checksums.damage((".idx",)):
@@ -66,12 +63,7 @@ def _sound_blocks(prefix: str) -> Iterator[bytes]:
         if damage is not None:
             raise DataError(f"{damage}; ppfleetx inspect-data {prefix} --verify names the documents")
         yield data
-
-
-def _plain_blocks(prefix: str) -> Iterator[bytes]:
-    with opened(bin_path(prefix), DataError) as file:
-        while data := file.read(BLOCK_BYTES):
-            yield data
+        bar.advance(len(data) / 1e6)
 
 
 _CHUNK = 1 << 22  # tokens read at a time

@@ -25,7 +25,7 @@ from ppfleetx.utils.log import get_logger
 if TYPE_CHECKING:
     import paddle
 
-    from ppfleetx.parallel.runner import Runner
+    from ppfleetx.parallel.step import StepRunner
 
 
 def device_utilization(cfg: RunConfig, device: str) -> Utilization | None:
@@ -59,15 +59,13 @@ def device_name(device: str) -> str:
 
 class MemoryLog(Callback):
     """Logs the bytes of parameters and optimizer state after the first step, and the peak memory at the
-    end.
-    """
+    end."""
 
     def __init__(self) -> None:
         self._said = False
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> MemoryLog | None:
-        """Create the callback for training only."""
         return cls() if setup.trains else None
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
@@ -118,7 +116,6 @@ class Forecast(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Forecast | None:
-        """Create the callback if the planner can predict this training run."""
         if not setup.trains:
             return None
         device = setup.ctx.device
@@ -156,7 +153,7 @@ class Forecast(Callback):
 _MAX_RANKS_SHOWN = 16
 
 
-def rank_table(ctx: ParallelContext, runner: Runner) -> list[str]:
+def rank_table(ctx: ParallelContext, runner: StepRunner) -> list[str]:
     """Lines with each rank's place in the plan and its number of parameters. Every rank calls this.
 
     Ranks that differ only along dp, sharding and sep, and hold the same number of parameters, share a line.
