@@ -28,7 +28,6 @@ _ROWS, _COLUMNS = 8, 64
 
 
 def is_beside_base(name: str) -> bool:
-    """Whether a parameter belongs to an adapter or a classification head."""
     return ".lora." in name or name.startswith("score.")
 
 

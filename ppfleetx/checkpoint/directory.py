@@ -184,7 +184,6 @@ def _sound(path: Path, output_dir: Path, verify: bool) -> Path:
 
 
 def _instead(output_dir: Path, bad: Path | None = None) -> str:
-    """The end of a sentence that says what to use instead of a bad checkpoint of ``output_dir``."""
     return _newest(output_dir, bad) or f"; there is no other good checkpoint in {output_dir}"
 
 

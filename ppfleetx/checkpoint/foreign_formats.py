@@ -18,7 +18,6 @@ class ForeignFormats:
         """
 
     def is_readable(self, path: Path) -> bool:
-        """Whether ``path`` can be opened without a conversion."""
         return False
 
     def open(self, path: Path) -> Checkpoint:

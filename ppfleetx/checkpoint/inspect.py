@@ -43,7 +43,6 @@ def tensors_of(checkpoint: Checkpoint, pattern: Pattern[str] | None = None) -> l
 
 
 def label(entry: TensorEntry) -> str:
-    """The label of a tensor: `name` for a parameter, `name/state` for optimizer state."""
     return f"{entry.name}/{entry.state}" if entry.state else entry.name
 
 
@@ -154,7 +153,6 @@ def _difference(
 
 
 def _true_shape(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[int, ...]:
-    """A tensor's shape without vocabulary padding."""
     vocab = checkpoint.manifest.vocab_size
     if entry.vocab_dim is None or vocab is None:
         return entry.shape

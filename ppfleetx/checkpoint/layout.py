@@ -152,7 +152,6 @@ def cut_dim(name: str) -> int | None:
 
 @cache
 def _cut_dims() -> dict[str, int]:
-    """The dimension that tensor parallelism cuts, by parameter name without the layer number."""
     sizes = {"vocab_size": 2, "hidden_size": 2, "num_layers": 1, "num_attention_heads": 1}
     model = ModelConfig(**sizes, tie_word_embeddings=False, add_head_bias=True)
     placements = {name: spec.lies("mp") for name, spec in parameter_specs(model).items()}

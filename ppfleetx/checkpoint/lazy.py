@@ -36,7 +36,6 @@ class LazyTensor:
         return prod(self.shape) * NUMPY_OF_DTYPE[self.dtype].itemsize
 
     def cast(self, dtype: str) -> LazyTensor:
-        """The same numbers in another element type."""
         if dtype == self.dtype:
             return self
         return LazyTensor(dtype, self.shape, lambda: cast(self.read(), self.dtype, dtype))

@@ -103,7 +103,6 @@ class TensorEntry:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The tensor's key, (kind, name, state), which is unique in a checkpoint."""
         return self.kind, self.name, self.state
 
     @property
@@ -136,7 +135,6 @@ def check_together(files: Mapping[str, FileEntry], tensors: Sequence[TensorEntry
 
 
 def _problem(entry: TensorEntry, files: Mapping[str, FileEntry]) -> str | None:
-    """Why the entry of a tensor is impossible; None if it is possible."""
     if entry.vocab_dim is not None and entry.vocab_dim >= len(entry.shape):
         return f"it has no dimension {entry.vocab_dim} (vocab_dim)"
     item = NUMPY_OF_DTYPE[entry.dtype].itemsize

@@ -29,8 +29,6 @@ RUN_FILE = "run_id"
 
 @dataclass(frozen=True)
 class _Saved:
-    """Owner, name and files of a checkpoint, according to its manifest."""
-
     run: str | None
     name: str
     files: frozenset[str]

@@ -91,7 +91,7 @@ class Checkpoint:
         return None if entry is None else storage.read_document(self.path, relative, entry)
 
     def verify(self) -> None:
-        """Read all data and compare checksums. Raises a CheckpointError that names each damaged place."""
+        """Raise a CheckpointError that names each damaged place."""
         damage = list(self.damage())
         if damage:
             raise CheckpointError("\n".join(damage))
@@ -109,7 +109,6 @@ class Checkpoint:
             self._assemble(entry, offset, result)
 
     def _assemble(self, entry: TensorEntry, offset: Index, result: np.ndarray) -> None:
-        """Fill `result`, the box at `offset`, from all slices that reach into it."""
         found = 0
         for piece in entry.slices:
             common = intersect((offset, result.shape), (piece.offset, piece.shape))
@@ -126,7 +125,6 @@ class Checkpoint:
         result: np.ndarray,
         result_offset: Index,
     ) -> None:
-        """Copy the box `common` out of `piece`, some rows at a time."""
         offset, shape = common
         held = result.dtype
         if not shape:

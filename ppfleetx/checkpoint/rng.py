@@ -141,7 +141,6 @@ def _device() -> str:
 
 
 def _devices(kind: str, count: int) -> str:
-    """``the cpu``, ``1 gpu``, ``8 gpus``."""
     return "the cpu" if kind == "cpu" else counted(count, kind)
 
 

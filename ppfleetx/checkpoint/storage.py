@@ -53,14 +53,12 @@ def write_safetensors(
 
 
 def write_small(path: Path, content: bytes) -> None:
-    """Write a file and flush it to disk."""
     with path.open("wb") as file:
         write_bytes(file, content)
         flush(file)
 
 
 def write_documents(directory: Path, contents: Mapping[str, bytes]) -> dict[str, DocumentEntry]:
-    """Write documents by their paths and flush them to disk; return their entries."""
     entries = {}
     for relative, content in contents.items():
         path = directory / relative

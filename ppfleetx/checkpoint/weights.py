@@ -109,7 +109,6 @@ def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
 
 
 def lazy(checkpoint: Checkpoint, name: str, kind: str = MODEL, state: str = "") -> LazyTensor:
-    """A tensor of a checkpoint, read on demand."""
     entry = checkpoint.entry(name, kind, state)
     return LazyTensor(entry.dtype, tuple(entry.shape), lambda: checkpoint.read(name, kind, state))
 

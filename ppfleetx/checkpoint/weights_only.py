@@ -120,7 +120,6 @@ def valid_generation_keys(keys: Mapping[str, Any]) -> tuple[dict[str, Any], list
 
 
 def find_tokenizer_dir(checkpoint: Path) -> Path | None:
-    """The tokenizer stored in or beside a checkpoint."""
     places = (checkpoint / TOKENIZER_DIR, checkpoint.resolve().parent / TOKENIZER_DIR)
     return next((place for place in places if place.is_dir()), None)
 
@@ -197,7 +196,6 @@ def write_ppfleetx(
 
 
 def _end_ids(source: Mapping[str, Any]) -> list[int]:
-    """The end-of-text tokens that a Hugging Face directory names."""
     said = source.get("generation_config", source.get("config"))
     given = said.get("eos_token_id") if isinstance(said, Mapping) else None
     ids = given if isinstance(given, list) else [given]

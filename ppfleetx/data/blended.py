@@ -123,7 +123,6 @@ def _walk(
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
-    """Divide weights by their sum, as Megatron-LM does before blending."""
     values = np.array(weights, np.float64)
     return (values / np.sum(values)).tolist()
 

@@ -169,8 +169,8 @@ def glue(cfg: RunConfig, mode: Mode) -> GlueDataset:
 
 
 def _encoding(cfg: RunConfig, mode: Mode) -> tuple[DatasetConfig, Tokenizer, int]:
-    """A dataset of texts: its section, its tokenizer, checked against the model's vocabulary, and the
-    multiple to which lengths are padded."""
+    """The section, tokenizer (checked against the model's vocabulary) and multiple of lengths of a dataset
+    of texts."""
     dataset_cfg, tokenizer = getattr(cfg.Data, mode).dataset, load_tokenizer(cfg)
     if tokenizer is None:
         raise ConfigError(

@@ -39,8 +39,6 @@ class FileChecksums:
 
 
 class RunningChecksums:
-    """The checksums of a file that is being written, piece by piece."""
-
     def __init__(self) -> None:
         self._num_bytes = 0
         self._crcs: list[int] = []
@@ -131,7 +129,6 @@ class CorpusChecksums:
 
 
 def compute_checksums(prefix: str | os.PathLike[str]) -> CorpusChecksums:
-    """Compute the checksums of an existing pair. Raises DataError."""
     files = {}
     for suffix in SUFFIXES:
         sums = RunningChecksums()

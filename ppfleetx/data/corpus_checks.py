@@ -190,7 +190,6 @@ def _corpus_lines(cfg: RunConfig) -> Iterator[str]:
 
 
 def _prefixes(cfg: RunConfig) -> tuple[list[str], bool]:
-    """The distinct corpora of Train and Eval, and whether an entry matches no corpus."""
     found: dict[str, None] = {}
     missing = False
     for _, section in cfg.Data.sections("Train", "Eval"):

@@ -188,16 +188,12 @@ class IndexedDatasetWriter:
             raise DataError(f"tokens cannot be stored as {self.dtype}; known: {', '.join(map(str, _CODES))}")
         self._lengths = array("i")
         self._boundaries = array("q", [0])
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._checksums = RunningChecksums()
         self._temporary = Path(f"{bin_path(prefix)}.{os.getpid()}.tmp")
         with self._writing():
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
             self._file = self._temporary.open("wb")
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
 
     @property
     def num_documents(self) -> int:
@@ -248,7 +244,7 @@ class IndexedDatasetWriter:
             )
         for block in blocks:
             self._write_bytes(block)
-        self._num_tokens += other.num_tokens
+        self.num_tokens += other.num_tokens
 
     def finalize(self) -> None:
         """Write the index and rename both files to their final names."""
@@ -287,7 +283,7 @@ class IndexedDatasetWriter:
             values = values.astype(self.dtype)
         if values.size:
             self._write_bytes(np.ascontiguousarray(values).data.cast("B"))
-        self._num_tokens += values.shape[0]
+        self.num_tokens += values.shape[0]
 
     def _write_bytes(self, data: bytes | memoryview) -> None:
         with self._writing():
@@ -296,7 +292,6 @@ class IndexedDatasetWriter:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn system errors (disk full, no permission) into DataError."""
         try:
             yield
         except OSError as error:

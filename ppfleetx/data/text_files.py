@@ -28,7 +28,6 @@ _FIELDS_NAMED = 10  # in a message
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the file name ends in the suffix of a supported compression."""
     return path.suffix in _PACKED
 
 
@@ -79,7 +78,6 @@ class TextFile:
         return self._raw
 
     def read(self, num_bytes: int) -> bytes:
-        """Read ``num_bytes`` bytes, or fewer at the end of the text."""
         parts, missing = [], num_bytes
         while missing:
             part = self._read_some(min(missing, _BLOCK_BYTES))
@@ -90,7 +88,7 @@ class TextFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_all(self, limit: int | None = None) -> bytes | None:
-        """Read the rest of the text; None if it is longer than ``limit`` bytes."""
+        """None if it is longer than ``limit`` bytes."""
         content = io.BytesIO()
         while part := self._read_some(_BLOCK_BYTES):
             content.write(part)
@@ -128,7 +126,6 @@ class _ZstdFile:
         self._packed, self._text = b"", memoryview(b"")
 
     def read(self, num_bytes: int) -> bytes:
-        """Read up to ``num_bytes`` of the text; empty at its end."""
         while not self._text:
             packed = self._packed or self._file.read(_PACKED_BYTES)
             if not packed:

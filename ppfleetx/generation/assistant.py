@@ -64,6 +64,5 @@ class ProposedRows:
             logits = self._batch.next_logits()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order."""
         if self._batch.num_rows:
             self._batch.select(rows)

@@ -131,7 +131,6 @@ def _take_step(
 
 
 def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -> paddle.Tensor:
-    """The penalties ``[b * N, V]`` of tokens that beams of earlier groups have ``taken``."""
     counts = np.stack([np.bincount(tokens, minlength=vocab) for tokens in taken])
     penalty = (options.diversity_rate * counts).astype(np.float32)
     return paddle.to_tensor(np.repeat(penalty, options.group_size, axis=0))
@@ -139,8 +138,6 @@ def _penalty(taken: Sequence[Sequence[int]], vocab: int, options: BeamOptions) -
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The likeliest continuations of a group, best first."""
-
     scores: list[float]
     beams: list[int]
     tokens: list[int]
@@ -209,7 +206,6 @@ class _Group:
         self.finished.append((ranked, Row(self.max_new_tokens, ids, reason, rank_score=ranked)))
 
     def _can_improve(self, length: int) -> bool:
-        """Whether an active beam could still become one of the results."""
         options = self.options
         if len(self.finished) < options.group_size:
             return True

@@ -30,14 +30,13 @@ class JoinableCache(GrowingCache):
     """
 
     def forget_first(self, columns: int) -> None:
-        """Drop the first ``columns`` of all rows."""
         if columns:
             for layer, (key, value) in self._layers.items():
                 self._layers[layer] = (
                     key[:, :, columns:].contiguous(),
                     value[:, :, columns:].contiguous(),
                 )
-            self._length -= columns
+            self.length -= columns
 
     def seed(self, layers: Layers, columns: int, rows: int) -> None:
         """Start ``rows`` equal rows from the first ``columns`` of one row's ``layers``."""
@@ -46,7 +45,7 @@ class JoinableCache(GrowingCache):
             layer: tuple(held[:, :, :columns].index_select(index, axis=0) for held in pair)
             for layer, pair in layers.items()
         }
-        self._length = columns
+        self.length = columns
 
     def copy_of(self, row: int, columns: np.ndarray) -> Layers:
         """Copy the keys and values ``[1, g, m, d]`` of one row's ``columns [m]``."""
@@ -65,7 +64,7 @@ class JoinableCache(GrowingCache):
                 for held in pair
             )
             self._layers[layer] = (key, value)
-        self._length = columns.shape[1]
+        self.length = columns.shape[1]
 
     def add_rows(self, other: JoinableCache) -> None:
         """Append the rows of ``other``, aligned so that all rows end at the same column."""
@@ -78,7 +77,7 @@ class JoinableCache(GrowingCache):
                 for part in (0, 1)
             )
             self._layers[layer] = (key, value)
-        self._length = columns
+        self.length = columns
 
 
 def _widen(tensor: paddle.Tensor, length: int, columns: int) -> paddle.Tensor:

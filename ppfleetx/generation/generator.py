@@ -118,15 +118,7 @@ class TextGenerator(ABC):
     """Whether `Generation.assistant_model` can be used."""
 
     def __init__(self, tokenizer: Tokenizer | NoTokenizer, max_positions: int) -> None:
-        self._tokenizer, self._max_positions = tokenizer, max_positions
-
-    @property
-    def tokenizer(self) -> Tokenizer | NoTokenizer:
-        return self._tokenizer
-
-    @property
-    def max_positions(self) -> int:
-        return self._max_positions
+        self.tokenizer, self.max_positions = tokenizer, max_positions
 
     def generate(
         self,
@@ -153,7 +145,7 @@ class TextGenerator(ABC):
             ConfigError: an option does not fit the model or the prompts.
             DataError: a prompt is neither a text nor a list of the tokenizer's ids.
         """
-        if cfg.stop is not None and isinstance(self._tokenizer, NoTokenizer):
+        if cfg.stop is not None and isinstance(self.tokenizer, NoTokenizer):
             raise ConfigError(
                 "without a tokenizer there is no text to look for it in",
                 key="Generation.stop",
@@ -164,7 +156,7 @@ class TextGenerator(ABC):
                 "this program takes no assistant", key="Generation.assistant_model", value=cfg.assistant_model
             )
         end_ids = self.end_ids(cfg)
-        options = RowOptions.of(cfg, self._tokenizer, end_ids)
+        options = RowOptions.of(cfg, self.tokenizer, end_ids)
         encoded = [self._encode(prompt) for prompt in prompts]
         num_new = [self._new_tokens(len(ids), cfg, first_prompt + i) for i, ids in enumerate(encoded)]
         per_prompt = cfg.num_beams if cfg.decode_strategy == "beam_search" else cfg.num_return_sequences
@@ -184,8 +176,8 @@ class TextGenerator(ABC):
     def end_ids(self, cfg: GenerationConfig) -> tuple[int, ...]:
         """The tokens that end a continuation: from ``cfg`` if it names any, else from the tokenizer's
         files."""
-        check_ids("eos_token_id", cfg.end_ids or (), self._tokenizer)
-        return ended_by(cfg, self._tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self._tokenizer)
+        check_ids("eos_token_id", cfg.end_ids or (), self.tokenizer)
+        return ended_by(cfg, self.tokenizer.end_ids if cfg.end_ids is None else cfg.end_ids, self.tokenizer)
 
     @abstractmethod
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
@@ -194,30 +186,30 @@ class TextGenerator(ABC):
     def _row_text(self, batch: Batch, ids: list[int], prompt: int, copy: int) -> RowText:
         stop = batch.cfg.stop or ()
         emit = None if batch.on_text is None else partial(batch.on_text, batch.first_prompt + prompt, copy)
-        return RowText(self._tokenizer, (stop,) if isinstance(stop, str) else stop, ids, emit)
+        return RowText(self.tokenizer, (stop,) if isinstance(stop, str) else stop, ids, emit)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        ids = self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else token_ids(prompt)
-        prefix = [*self._tokenizer.prefix_ids]
+        ids = self.tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else token_ids(prompt)
+        prefix = [*self.tokenizer.prefix_ids]
         if isinstance(prompt, str) and prefix and ids[len(prefix) : 2 * len(prefix)] == prefix:
             get_logger().warning(
                 "a prompt begins with %r, which %s adds as well: it is there twice, as in transformers",
-                self._tokenizer.decode(prefix),
-                self._tokenizer.place,
+                self.tokenizer.decode(prefix),
+                self.tokenizer.place,
             )
-        wrong = [i for i in ids if not 0 <= i < self._tokenizer.vocab_size]
+        wrong = [i for i in ids if not 0 <= i < self.tokenizer.vocab_size]
         if wrong:
-            raise DataError(f"token id {wrong[0]} of a prompt is not one of {self._tokenizer.place}")
-        return ids or [self._tokenizer.start_id]
+            raise DataError(f"token id {wrong[0]} of a prompt is not one of {self.tokenizer.place}")
+        return ids or [self.tokenizer.start_id]
 
     def _new_tokens(self, prompt_length: int, cfg: GenerationConfig, number: int) -> int:
         """The limit of new tokens of a prompt: ``max_dec_len`` if it was set, or else as many as fit."""
-        room = self._max_positions - prompt_length
+        room = self.max_positions - prompt_length
         if cfg.max_dec_len <= room:
             return cfg.max_dec_len
         facts = (
             f"prompt {number} has {counted(prompt_length, 'token')}, which leaves room for {max(room, 0)} "
-            f"more in the model's {self._max_positions} positions (Model.max_position_embeddings)"
+            f"more in the model's {self.max_positions} positions (Model.max_position_embeddings)"
         )
         if room <= 0 or room < cfg.min_dec_len or "max_dec_len" in cfg.model_fields_set:
             raise ConfigError(facts, key="Generation.max_dec_len", value=cfg.max_dec_len)
@@ -255,12 +247,7 @@ class Generator(TextGenerator):
         self.takes_assistant = load_assistant is not None
         self._assistants: dict[str, Assistant] = {}
         # A model may have more ids than its tokenizer; ids without a text are not generated.
-        self._next_token = NextTokenModel(model, known.vocab_size, vocab_group)
-
-    @property
-    def next_token_model(self) -> NextTokenModel:
-        """The model that computes the logits, in `eval` mode, for use in your own decoding loop."""
-        return self._next_token
+        self.next_token_model = NextTokenModel(model, known.vocab_size, vocab_group)
 
     def _continue(self, prompts: list[list[int]], batch: Batch, texts: list[RowText]) -> list[Row]:
         was_training = self._model.training
@@ -269,7 +256,7 @@ class Generator(TextGenerator):
             with paddle.no_grad():
                 if batch.uses_lookup:
                     return self._decode_with_lookup(prompts, batch, texts)
-                session = DecodingSession(self._next_token, prompts, use_cache=batch.cfg.use_cache)
+                session = DecodingSession(self.next_token_model, prompts, use_cache=batch.cfg.use_cache)
                 if batch.cfg.decode_strategy == "beam_search":
                     return self._search(session, batch, texts)
                 return self._decode(session, batch, texts)
@@ -280,7 +267,7 @@ class Generator(TextGenerator):
     def _decode(self, session: DecodingSession, batch: Batch, texts: list[RowText]) -> list[Row]:
         return decode(
             session,
-            batch.choose(self._next_token.vocab_size),
+            batch.choose(self.next_token_model.vocab_size),
             self._rules(batch),
             batch.max_new_tokens,
             copies=batch.cfg.num_return_sequences,
@@ -292,7 +279,7 @@ class Generator(TextGenerator):
         if place not in self._assistants:
             assert self._load_assistant is not None
             assistant = self._load_assistant(place)
-            assistant.check(self._tokenizer, place)
+            assistant.check(self.tokenizer, place)
             self._assistants[place] = assistant
         return self._assistants[place]
 
@@ -300,7 +287,7 @@ class Generator(TextGenerator):
         cfg = batch.cfg
         assistant = None if cfg.assistant_model is None else self._assistant(cfg.assistant_model)
         return decode_with_lookup(
-            self._next_token,
+            self.next_token_model,
             prompts,
             self._rules(batch),
             batch.max_new_tokens,
@@ -326,7 +313,7 @@ class Generator(TextGenerator):
         cfg, keys = batch.cfg, ("forced_bos_token_id", "forced_eos_token_id")
         forced = [getattr(cfg, key) for key in keys]
         for key, token_id in zip(keys, forced, strict=True):
-            check_ids(key, () if token_id is None else (token_id,), self._tokenizer)
+            check_ids(key, () if token_id is None else (token_id,), self.tokenizer)
         return Rules(batch.end_ids, cfg.min_dec_len, batch.options, *forced)
 
 

@@ -66,8 +66,8 @@ class AdamW(Rule):
                 adamw(view, rate, **options)
 
     def _learn_powers(self, views: Sequence[ParamView]) -> None:
-        """Read the powers of both betas if they are not cached. All parameters of a fused call must have
-        the same powers, because a GPU kernel uses the first parameter's for all."""
+        """Read the powers of both betas if they are not cached. A GPU kernel uses the first parameter's
+        for all."""
         new = [view for view in views if view.name not in self._powers]
         self._powers |= zip((view.name for view in new), _powers(new), strict=True)
 
@@ -75,7 +75,6 @@ class AdamW(Rule):
 def adamw(
     view: ParamView, lr: paddle.Tensor, *, betas: tuple[float, float], epsilon: float, weight_decay: float
 ) -> None:
-    """Apply one step of AdamW in place."""
     has_master = view.rounded is not None
     moment1, moment2, power1, power2 = (view.states[name] for name in STATES)
     _C_ops.adamw_(

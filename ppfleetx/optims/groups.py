@@ -41,7 +41,6 @@ def width_factor(spec: ParamSpec, width_multiplier: float) -> float:
 
 
 def layer_factor(name: str, decay: float, num_layers: int) -> float:
-    """The factor of a parameter's learning rate under ``Optimizer.layer_decay``."""
     if decay == 1.0:
         return 1.0
     block = re.match(r"decoder\.layers\.(\d+)\.", name)

@@ -120,7 +120,6 @@ def newton_schulz(matrix: Tensor, steps: int, coefficients: Coefficients, epsilo
 
 
 def scale_of(kind: MuonScale, *, fan_out: int, fan_in: int) -> float:
-    """The scale of a matrix's change; see ``Optimizer.muon.scale``."""
     if kind == "original":
         return max(1.0, fan_out / fan_in) ** 0.5
     if kind == "unit_rms_norm":
@@ -129,6 +128,5 @@ def scale_of(kind: MuonScale, *, fan_out: int, fan_in: int) -> float:
 
 
 def muon(cfg: OptimizerConfig) -> list[Group]:
-    """The parameter groups of ``Optimizer.name = Muon``."""
     rules: dict[str, type[Rule]] = {"Muon": Muon, "AdamW": AdamW}
     return [Group(name, rules[name](cfg), takes) for name, takes in MUON_RULES.items()]

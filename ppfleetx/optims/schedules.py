@@ -103,7 +103,6 @@ class Schedule:
             raise unreadable from error
 
     def differences(self, other: Schedule) -> dict[str, tuple[Any, Any]]:
-        """The fields that differ, as {name: (value here, value in `other`)}."""
         mine, theirs = self.state(), other.state()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 

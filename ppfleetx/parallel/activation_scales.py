@@ -17,7 +17,6 @@ class ActivationScales:
         self._moving = [one for one in self._quantizers if one.follows and one.input_scale is not None]
 
     def begin(self) -> None:
-        """Discard the maxima of interrupted passes; call this before a step or an evaluation."""
         for quantizer in self._quantizers:
             quantizer.begin()
 

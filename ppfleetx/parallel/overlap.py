@@ -97,7 +97,6 @@ class SendOrder:
             self._send_next()
 
     def _is_complete(self) -> bool:
-        """Whether the next bucket to send has all its gradients of the current pass."""
         earlier, index = divmod(self._num_sent, len(self._buckets))
         passes = earlier + 1 if self._each_pass else self._num_passes
         return all(not expects_gradient(p) or self._has(p, passes) for p in self._buckets[index])
@@ -133,7 +132,6 @@ class BucketSums:
         self._order.begin(num_passes)
 
     def finish(self) -> None:
-        """Send the remaining buckets, and wait for all sums."""
         self._order.finish()
         while self._under_way:
             self._complete()

@@ -75,7 +75,6 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
 
 
 def _fused_ops(cfg: RunConfig, ctx: ParallelContext, precision: Precision, train: bool) -> FusedOps:
-    """Resolve ``Model.fused_ops`` for the parameters that this run trains."""
     unused = {name: why for name, (_, why) in without_place(cfg).items()}
     ops = choose(cfg.Model.fused_ops, precision.types, ctx, unused)
     if train:
@@ -134,8 +133,8 @@ def _pipeline_runner(
 
 
 def _stages(module: BasicModule, factory: LayerFactory, cfg: RunConfig) -> list[Stage]:
-    """The task's stages, with small weights or fake quantisation if the configuration asks for it. With
-    adapters, the base's scales are frozen too."""
+    """The task's stages, with small weights or fake quantisation. With adapters, the base's scales are
+    frozen too."""
     stages, quantization = module.stages(factory), cfg.Compress.quantization
     if quantization is None:
         return with_small_weights(stages, cfg.Compress.Weights, factory)
@@ -213,7 +212,6 @@ def _values(
     cfg: RunConfig,
     ctx: ParallelContext,
 ) -> NewValues | ParameterSharding:
-    """The object that sends parameter values from their owners."""
     overlaps = cfg.Distributed.sharding.broadcast_overlap
     if ctx.plan.sharding_stage == 3:
         from ppfleetx.parallel.zero3 import ParameterSharding

@@ -99,7 +99,6 @@ class ListedPipeline(PipelineParallel):
         return order
 
     def _follows(self, work: Pass, part: str) -> bool:
-        """Whether the next pass that communicates is of the given kind."""
         following = self._following.get(work)
         return following is not None and following.part == part
 
@@ -112,8 +111,7 @@ class ListedPipeline(PipelineParallel):
         self._input = self._fetch_input() if self._follows(work, "F") else None
 
     def _keep(self, given: Any, output: Any) -> None:
-        """Keep the part of an output that the backward pass needs. A value that another rank holds is
-        dropped."""
+        """Keep what the backward pass needs of an output. A value that another rank holds is dropped."""
         if not self._is_last:
             self._release_output(output)
         self._under_way.append((given, output))

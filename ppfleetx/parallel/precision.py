@@ -139,7 +139,6 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss before the backward pass."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
@@ -150,7 +149,6 @@ class Precision:
 
     @property
     def lowers_parameters(self) -> bool:
-        """Whether parameters are 16-bit and need master weights."""
         return bool(self._cfg.enable) and self._cfg.level == "O2" and not self.products_alone
 
     @contextmanager

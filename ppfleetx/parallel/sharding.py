@@ -111,7 +111,6 @@ class Sharding:
         return group is None or self.owner_of(parameter) == group.rank
 
     def holds(self, parameter: paddle.Tensor) -> bool:
-        """Whether this rank keeps the parameter's value between uses."""
         return self._stage < 3 or self.owns(parameter)
 
     def _place(self, parameter: paddle.Tensor) -> tuple[Axes, int, Any]:
@@ -148,7 +147,6 @@ class Sharding:
         return lambda flat: distributed.reduce(flat, group.ranks[owner], group=group, sync_op=False)
 
     def _drop(self, parameters: Iterable[paddle.Tensor]) -> None:
-        """Drop gradients that were reduced to another rank."""
         for parameter in parameters:
             if not self.owns(parameter):
                 drop_gradient(parameter)

@@ -259,7 +259,6 @@ class StepRunner(ABC):
         return self._search.place
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalOutput:
-        """Loss and metrics of a batch over the whole job."""
         self.model.eval()
         self._scales.begin()
         self._sums.begin()

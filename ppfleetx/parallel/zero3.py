@@ -139,13 +139,11 @@ class _Fetch:
         return _Message(flat, parameters, offsets, mine, task)
 
     def wait(self) -> None:
-        """Wait for the messages without using the values."""
         for message in self._messages:
             message.task.wait()
         self._messages = []
 
     def complete(self) -> None:
-        """Wait, and attach the received values to the parameters."""
         for message in self._messages:
             message.task.wait()
             for parameter, begin in zip(message.parameters, message.offsets, strict=True):

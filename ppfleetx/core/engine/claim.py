@@ -67,7 +67,6 @@ def begin(
 
 
 def _save_tokenizer(cfg: RunConfig, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer beside the checkpoints, so that they are usable without the corpus."""
     try:
         tokenizer.save(output_dir_of(cfg) / "tokenizer")
     except OSError as error:
@@ -153,7 +152,6 @@ def _record_of(cfg: RunConfig, start: Start, earlier: RunRecord | None) -> RunRe
 
 
 def _leaving(output_dir: Path, earlier: RunRecord | None, ownership: Ownership) -> list[Path]:
-    """The checkpoints of the earlier run to delete, oldest first."""
     if earlier is None:
         return []
     of_earlier = Ownership(earlier.run, spared=ownership.spared)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ppfleetx.config.counts import counted
 from ppfleetx.config.errors import UserError
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.build import CallbackList
+from ppfleetx.core.engine.callbacks.device_usage import device_name
 from ppfleetx.core.engine.progress import TrainingLength, TrainState
 from ppfleetx.core.engine.rank_consistency import Watch
 from ppfleetx.core.engine.run import EvalRecord, StepRecord
@@ -24,6 +25,7 @@ from ppfleetx.distributed.together import any_rank, raise_on_all_ranks
 from ppfleetx.models.evaluator import Evaluator, TokenLoss
 from ppfleetx.optims.schedules import Schedule
 from ppfleetx.parallel.step import NonFiniteError, StepRunner
+from ppfleetx.planner.utilization import Utilization, run_utilization
 from ppfleetx.resilience.activity import EVALUATING, PROGRESS, READING, RESTING, SAVING, STEPPING
 from ppfleetx.resilience.flight_recorder import RECORD
 from ppfleetx.resilience.spikes import Spike, SpikeGuard
@@ -94,6 +96,10 @@ class Engine:
     @property
     def max_steps(self) -> int:
         return self.length.max_steps
+
+    @cached_property
+    def utilization(self) -> Utilization | None:
+        return run_utilization(self.cfg, self.ctx.device, device_name(self.ctx.device))
 
     def callback_states(self) -> dict[str, Any]:
         return self._callbacks.state()
@@ -345,7 +351,6 @@ class Engine:
         return moved
 
     def _position(self) -> tuple[int, int]:
-        """(epoch, step within the epoch) of the next step."""
         return self.length.position(self.state.consumed_samples / self.cfg.batch.global_batch_size)
 
     def _save_once(self) -> None:

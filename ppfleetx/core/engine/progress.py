@@ -45,7 +45,6 @@ class TrainState:
         return self.step - self.skipped_steps
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of a checkpoint's ``state.train``."""
         tree = asdict(self)
         return tree if self.spikes else {key: value for key, value in tree.items() if key != "spikes"}
 

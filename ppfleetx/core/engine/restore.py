@@ -202,7 +202,6 @@ class Start:
 
 
 def _left_out(model: ModelConfig) -> tuple[str, ...]:
-    """The parameters of a pretrained model that finetuning drops: the language model's head."""
     return ("head.weight", "head.bias") if model.task.classifies else ()
 
 

@@ -16,6 +16,7 @@ from ppfleetx.optims.schedules import Schedule
 
 if TYPE_CHECKING:
     from ppfleetx.parallel.step import StepRunner
+    from ppfleetx.planner.utilization import Utilization
 
 SOURCE = "source/"
 """The prefix of metrics for the loss of one corpus of a blend."""
@@ -34,6 +35,10 @@ class Run(Protocol):
     @property
     def max_steps(self) -> int:
         """The number of optimizer steps of the whole run."""
+
+    @property
+    def utilization(self) -> Utilization | None:
+        """FLOPs and peak, to compute the run's TFLOP/s and MFU; None if a step's FLOPs are unknown."""
 
     def callback_states(self) -> dict[str, Any]:
         """The states of this rank's callbacks by name, as JSON values. Raises CheckpointError if one
@@ -92,7 +97,6 @@ class StepRecord:
 
     @property
     def own_metrics(self) -> dict[str, float]:
-        """All metrics except the losses of single corpora."""
         return {name: found.mean for name, found in self.metrics.items() if not name.startswith(SOURCE)}
 
 
@@ -136,29 +140,29 @@ class Window:
 
     @property
     def batch_cost(self) -> float:
-        """Seconds per step."""
         return self._seconds / self._steps
-
-    def whole_batch_cost(self, cfg: RunConfig) -> float:
-        """Seconds that a step with the whole batch takes at this speed. Steps of a batch ramp have fewer
-        tokens.
-        """
-        return cfg.batch.global_batch_size * cfg.Data.Train.dataset.max_seq_len / self.ips_total
 
     @property
     def reader_cost(self) -> float:
-        """Seconds per step spent waiting for data."""
         return self._reader_seconds / self._steps
 
     @property
     def speed(self) -> float:
-        """Steps per second."""
         return self._steps / self._seconds
 
     @property
     def ips_total(self) -> float:
         """Tokens per second of the whole job."""
         return self._tokens / self._seconds
+
+    def rates(self, run: Run) -> dict[str, float]:
+        """TFLOP/s and MFU of a step with the whole batch at this speed, if known. Steps of a batch ramp have
+        fewer tokens.
+        """
+        if run.utilization is None:
+            return {}
+        num_tokens = run.cfg.batch.global_batch_size * run.cfg.Data.Train.dataset.max_seq_len
+        return run.utilization.rates(num_tokens / self.ips_total)
 
     @property
     def ips(self) -> float:

@@ -96,7 +96,6 @@ def run_traces(output_dir: Path) -> list[str]:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a run wrote this configuration."""
     try:
         with path.open("rb") as file:
             return file.read(len(RECORD_MARK)) == RECORD_MARK.encode()
@@ -105,7 +104,6 @@ def is_record(path: Path) -> bool:
 
 
 def _resumes_within(cfg: RunConfig) -> bool:
-    """Whether ``ckpt_dir`` names a checkpoint of the run in the output directory."""
     place = cfg.Engine.save_load.ckpt_dir
     path = None if place is None else resolve_checkpoint(place)
     if path is None or not lies_in(path, output_dir_of(cfg)):

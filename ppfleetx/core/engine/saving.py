@@ -89,7 +89,6 @@ class Saver:
                 write_best(path, self._manager.ownership)
 
     def complete(self) -> None:
-        """Complete the save in progress."""
         with self._guarded():
             self._manager.wait()
 

@@ -73,7 +73,6 @@ class Classification:
         self._rows: list[list[float]] = []
 
     def add(self, runner: StepRunner, micro_batches: Sequence[MicroBatch]) -> None:
-        """Compute a global batch, and keep the outputs of its examples."""
         found = runner.compute(self._module.forward, micro_batches)
         if self._ctx.rank_on("mp"):
             return  # the first tensor-parallel rank has the same outputs
@@ -82,7 +81,6 @@ class Classification:
             self._rows += rows[batch["loss_mask"] > 0].tolist()
 
     def result(self) -> Measured | None:
-        """Loss and metrics over all data ranks; None without examples."""
         rows = np.array([row for rank in gather(self._ctx, self._rows) for row in rank])
         if rows.size == 0:
             return None
@@ -113,7 +111,6 @@ class Predictions(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Predictions | None:
-        """Create the callback for classifiers of a GLUE task."""
         evaluated = setup.cfg.Data.Eval
         if evaluated is None or evaluated.dataset.name not in TASKS:
             return None

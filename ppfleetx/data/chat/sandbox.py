@@ -172,8 +172,6 @@ class _BoundedCode(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits on sizes."""
-
     code_generator_class = _BoundedCode
     intercepted_binops = frozenset({"+", "*", "**"})
     tracker: _GenerationBlocks

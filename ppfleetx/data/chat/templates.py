@@ -209,7 +209,6 @@ def chosen_template(tokenizer: Tokenizer, given: str | None, key: str | None = N
 
 
 def template_of(cfg: DatasetConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template for the conversations of a section. Raises ConfigError."""
     given = cfg.options.get(TEMPLATE_OPTION)
     try:
         return chosen_template(tokenizer, None if given is None else str(given))
@@ -254,7 +253,6 @@ class _Turns:
         return self._template.render(messages, **{**self._variables, **more})
 
     def span(self, number: int) -> Span:
-        """The place of message ``number`` in the text. Raises ChatError."""
         found = self._added(number)
         if found is None:
             try:
@@ -313,8 +311,7 @@ class _Turns:
         ]
 
     def _behind_prompt(self, text: str) -> int:
-        """Where an answer begins in ``text``, the text before the answer's content: after the generation
-        prompt."""
+        """Where an answer begins in ``text``, the text before its content: after the generation prompt."""
         question = [{"role": "user", "content": _BEFORE}]
         asked = self._without_end_of_text(self._render(question))
         prompt = self._render(question, add_generation_prompt=True).removeprefix(asked)

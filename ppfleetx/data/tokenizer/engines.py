@@ -207,8 +207,6 @@ class TokenizersEngine:
 
 
 def without_prefix(definition: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the tokenizer that puts no space before a text."""
-
     def changed(part: Any) -> Any:
         if not isinstance(part, dict):
             return part

@@ -185,7 +185,6 @@ def make_definition(vocab: dict[str, int], merges: list[list[str]], special: lis
 
 
 def write_files(texts: dict[str, str], directory: str | os.PathLike[str]) -> None:
-    """Write the files of `file_texts` to a directory."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

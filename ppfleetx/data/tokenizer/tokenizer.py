@@ -163,7 +163,6 @@ class Tokenizer:
         *,
         eod_token: str | None = None,
     ) -> Tokenizer:
-        """Load a GPT-2 style pair of files from any two paths."""
         files = TokenizerFiles(read_vocab_and_merges(vocab_path, merges_path), has_definition=False)
         return cls(files, eod_token=eod_token, place=os.fspath(vocab_path))
 
@@ -349,7 +348,6 @@ def _surrogate_errors(text: str) -> Iterator[None]:
 
 
 def from_section(cfg: TokenizerConfig) -> Tokenizer:
-    """Load the tokenizer whose files ``Data.tokenizer`` names. Raises DataError."""
     if cfg.vocab_file is not None:
         assert cfg.merges_file is not None
         return Tokenizer.from_vocab_and_merges(cfg.vocab_file, cfg.merges_file, eod_token=cfg.eos_token)

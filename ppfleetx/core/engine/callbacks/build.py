@@ -126,7 +126,6 @@ def _without_groups(items: Sequence[CallbackConfig]) -> Iterator[CallbackConfig]
 
 
 def _check_options(make: Callable[..., Any], item: CallbackConfig) -> None:
-    """Refuse unknown options, and require those without a default."""
     if not callable(make):
         raise ConfigError(
             f"was registered as {shown(make)}, which cannot be called", key=_KEY, value=item.name

@@ -5,11 +5,9 @@ from __future__ import annotations
 import resource
 import statistics
 import sys
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ppfleetx.config.counts import ranks_text
-from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
 from ppfleetx.core.engine.run import Run, StepRecord
 from ppfleetx.distributed import device as devices
@@ -19,36 +17,12 @@ from ppfleetx.distributed.together import gather
 from ppfleetx.planner.cards import GIB
 from ppfleetx.planner.prediction import Prediction, run_prediction
 from ppfleetx.planner.report import verdict
-from ppfleetx.planner.utilization import Utilization, run_utilization
 from ppfleetx.utils.log import get_logger
 
 if TYPE_CHECKING:
     import paddle
 
     from ppfleetx.parallel.step import StepRunner
-
-
-def device_utilization(cfg: RunConfig, device: str) -> Utilization | None:
-    """FLOPs and peak, to compute the run's TFLOP/s and MFU; None if a step's FLOPs are unknown."""
-    return _of(_ById(cfg), device)
-
-
-class _ById:
-    """Hashes a configuration by identity, so that it can be a cache key at every log line."""
-
-    def __init__(self, cfg: RunConfig) -> None:
-        self.cfg = cfg
-
-    def __hash__(self) -> int:
-        return id(self.cfg)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.cfg is other.cfg
-
-
-@lru_cache(maxsize=2)
-def _of(by_id: _ById, device: str) -> Utilization | None:
-    return run_utilization(by_id.cfg, device, device_name(device))
 
 
 def device_name(device: str) -> str:
@@ -84,7 +58,6 @@ class MemoryLog(Callback):
 
 
 def _peak_text(run: Run) -> str:
-    """The peak resident memory of the process, and the peak memory of its device, if there is one."""
     # Linux counts ru_maxrss in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     text = f"peak host {_mib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}"
@@ -172,7 +145,6 @@ def rank_table(ctx: ParallelContext, runner: StepRunner) -> list[str]:
 
 
 def offload_notes(ctx: ParallelContext) -> list[str]:
-    """A note for a run that offloads its states although its device is a CPU."""
     if not ctx.plan.sharding_offload or ctx.device != "cpu":
         return []
     return ["offload saves nothing on a CPU: the states are in host memory anyway"]

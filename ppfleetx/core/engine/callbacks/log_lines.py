@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 from ppfleetx.core.engine.callbacks.base import Callback, CallbackSetup
-from ppfleetx.core.engine.callbacks.device_usage import device_utilization
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
 from ppfleetx.utils.log import get_logger
 from ppfleetx.utils.progress import ProgressBar
@@ -24,7 +23,6 @@ class Periodic(Callback):
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Periodic | None:
-        """Create the callback for every run."""
         return cls(setup.cfg.Engine.logging_freq)
 
     def on_step_end(self, run: Run, record: StepRecord) -> None:
@@ -42,14 +40,11 @@ class TrainLog(Periodic):
     """Logs one line a report."""
 
     def on_fit_start(self, run: Run) -> None:
-        utilization = device_utilization(run.cfg, run.ctx.device)
-        if utilization is not None:
-            get_logger().info(utilization.describe())
+        if run.utilization is not None:
+            get_logger().info(run.utilization.describe())
 
     def report(self, run: Run, record: StepRecord, window: Window) -> None:
-        utilization = device_utilization(run.cfg, run.ctx.device)
-        rates = {} if utilization is None else utilization.rates(window.whole_batch_cost(run.cfg))
-        get_logger().info(train_line(record, window, rates))
+        get_logger().info(train_line(record, window, window.rates(run)))
         if record.sources:
             get_logger().info(sources_line(record))
         if record.own_metrics:

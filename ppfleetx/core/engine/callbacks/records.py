@@ -17,7 +17,6 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.config.registries import LOGGERS
 from ppfleetx.config.sections.root import RunConfig
 from ppfleetx.core.engine.callbacks.base import CallbackSetup
-from ppfleetx.core.engine.callbacks.device_usage import device_utilization
 from ppfleetx.core.engine.callbacks.log_lines import Periodic
 from ppfleetx.core.engine.run import EvalRecord, Run, StepRecord, Window
 from ppfleetx.core.engine.run_directory import METRICS_FILE
@@ -48,7 +47,6 @@ class Recorder(Periodic):
 
 
 def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]:
-    utilization = device_utilization(run.cfg, run.ctx.device)
     return {
         "kind": "train",
         "step": record.step,
@@ -63,7 +61,7 @@ def train_record(run: Run, record: StepRecord, window: Window) -> dict[str, Any]
         "batch_cost": window.batch_cost,
         "ips_total": window.ips_total,
         "ips": window.ips,
-        **({} if utilization is None else utilization.rates(window.whole_batch_cost(run.cfg))),
+        **window.rates(run),
         **_scaling(record, run.state.skipped_steps),
         **_sources(record),
         **_metrics(record.own_metrics),
