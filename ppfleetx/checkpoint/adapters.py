@@ -87,10 +87,7 @@ def merge_lora(path: str | Path, output: str | Path, base: str | Path | None = N
 
     ``W + alpha / rank * A B`` is computed in float32 and stored in W's element type, or in float32 if W is
     quantised. ``base`` are the frozen weights for adapters saved alone; None: the weights they were trained
-    on.
-
-    Raises:
-        CheckpointError: there are no adapters, or they were trained on another base.
+    on. Raises CheckpointError if there are no adapters, or they were trained on another base.
     """
     output = Path(output)
     if is_taken(output):
@@ -119,11 +116,8 @@ class TrainedAdapters:
 
 
 def read_adapters(path: str | Path, base: str | Path) -> TrainedAdapters:
-    """Read the adapters at ``path``, which were trained over the weights at ``base``.
-
-    Raises:
-        CheckpointError: there are none, or they were trained over other weights, or with a head of classes.
-    """
+    """Read the adapters at ``path``, which were trained over the weights at ``base``. Raises
+    CheckpointError if there are none, or they were trained over other weights, or with a head of classes."""
     model = _model(path)
     trained = read_ppfleetx(path, masters=True, few_bits=True)
     checkpoint = open_resolved(resolve_checkpoint(path))

@@ -75,11 +75,8 @@ def repair_latest(checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def output_lock(output_dir: Path) -> Iterator[None]:
-    """Lock `output_dir` against saves by other threads and processes. A process that dies releases the lock.
-
-    Raises:
-        CheckpointError: another process holds the lock for too long.
-    """
+    """Lock `output_dir` against saves by other threads and processes. A process that dies releases the
+    lock. Raises CheckpointError if another process holds the lock for too long."""
     with _thread_locks_guard:
         thread_lock = _thread_locks.setdefault(output_dir.resolve(), threading.Lock())
     # A record lock: unlike flock's, a forked child does not inherit it.

@@ -213,11 +213,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str) -> Manifest:
-        """Parse and check the content of the file ``where``.
-
-        Raises:
-            CheckpointError: the manifest has another format or version, or is inconsistent.
-        """
+        """Parse and check the content of the file ``where``. Raises CheckpointError if the manifest has
+        another format or version, or is inconsistent."""
         document = parse_json(content, where)
         if document.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a ppfleetx checkpoint")

@@ -152,12 +152,9 @@ def damage_of(directory: Path, tensors: Iterable[TensorEntry]) -> Iterator[str]:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the checkpoint in step directory `path`, which `resolve_checkpoint` finds.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete, or marker, manifest, documents, sizes or headers are
-            damaged.
-    """
+    """Open the checkpoint in step directory `path`, which `resolve_checkpoint` finds. Raises
+    CheckpointError if the checkpoint is incomplete, or marker, manifest, documents, sizes or headers are
+    damaged."""
     path = Path(path)
     marker = read_marker(path)
     content = read_manifest(path, marker)

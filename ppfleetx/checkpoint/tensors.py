@@ -107,11 +107,8 @@ def load_optimizer(
     """Copy a checkpoint's optimizer state into the live one (`Optimizer.state()`), one tensor at a time.
 
     If the checkpoint has no master weights, because it was trained in float32, its weights are used instead.
-    `model_names` are the names of the whole model, if `state` belongs to one rank.
-
-    Raises:
-        CheckpointError: a state is missing, unknown or of another shape (before anything is changed), or data
-            is damaged.
+    `model_names` are the names of the whole model, if `state` belongs to one rank. Raises CheckpointError if
+    a state is missing, unknown or of another shape (before anything is changed), or data is damaged.
     """
     params = dict(named_params)
     stored = set(checkpoint.keys(OPTIMIZER))

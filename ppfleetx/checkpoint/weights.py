@@ -91,11 +91,8 @@ def network_of(keys: Mapping[str, Any], place: str) -> ModelConfig:
 
 
 def fitted(weights: Weights, model: ModelConfig) -> dict[str, LazyTensor]:
-    """The parameters of `model`, in its order and shapes; vocabulary padding is added or cut.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown or of another shape.
-    """
+    """The parameters of `model`, in its order and shapes; vocabulary padding is added or cut. Raises
+    CheckpointError if a tensor is missing, unknown or of another shape."""
     shapes = parameter_shapes(model)
     missing = [name for name in shapes if name not in weights.tensors]
     extra = [name for name in weights.tensors if name not in shapes]

@@ -179,11 +179,8 @@ def commit(
     documents: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Turn the files of all ranks into a checkpoint, point `latest` to it and delete old checkpoints.
-
-    Raises:
-        CheckpointError: the ranks' slices do not cover whole tensors, the files cannot be read back, or the
-            run may not replace the existing checkpoint of this name.
-    """
+    Raises CheckpointError if the ranks' slices do not cover whole tensors, the files cannot be read back,
+    or the run may not replace the existing checkpoint of this name."""
     files = {path: entry for index in indices for path, entry in index.files.items()}
     run = None if ownership is None else ownership.run
     written = storage.write_documents(staged, documents or {})

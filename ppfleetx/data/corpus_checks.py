@@ -28,13 +28,9 @@ MAKE_CHECKSUMS = "ppfleetx inspect-data PREFIX --write-checksums"
 
 
 def verify_corpora(cfg: RunConfig, modes: Iterable[str]) -> None:
-    """Compare the corpora of these sections with their checksums, as far as each section's ``verify`` says.
-    One log line says how much was compared, and which corpora have no checksums.
-
-    Raises:
-        DataError: a corpus is damaged, its checksums belong to another corpus, or it has none and ``verify``
-            is full.
-    """
+    """Compare the corpora of these sections with their checksums, as far as each section's ``verify``
+    says. One log line says how much was compared, and which corpora have no checksums. Raises DataError if
+    a corpus is damaged, its checksums belong to another corpus, or it has none and ``verify`` is full."""
     levels: dict[str, str] = {}
     for _, section in cfg.Data.sections(*modes):
         if section.dataset.is_corpus:

@@ -28,12 +28,9 @@ _LONGEST = np.iinfo(np.int32).max  # tokens of a sequence
 
 
 class FleetXDataset(TokenStore):
-    """Reader of FleetX's arrays. The tokens of ``_ids.npy`` are memory-mapped; the legacy archive has to be
-    read whole. ``prefix`` may have any of the suffixes.
-
-    Raises:
-        DataError: a file is missing or damaged, or the lengths do not add up to the number of tokens.
-    """
+    """Reader of FleetX's arrays. The tokens of ``_ids.npy`` are memory-mapped; the legacy archive has to
+    be read whole. ``prefix`` may have any of the suffixes. Raises DataError if a file is missing or
+    damaged, or the lengths do not add up to the number of tokens."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -109,10 +106,8 @@ def _check(path: Path, tokens: np.ndarray, lengths: np.ndarray, boundaries: np.n
 
 def convert(prefix: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a FleetX corpus as a ``.bin`` / ``.idx`` pair with the same tokens, sequences and documents.
-
-    Raises:
-        DataError: the corpus is missing or damaged, or the pair exists already and must not be replaced.
-    """
+    Raises DataError if the corpus is missing or damaged, or the pair exists already and must not be
+    replaced."""
     source = FleetXDataset(prefix)
     refuse_to_replace(out, overwrite)
     boundaries = source.document_indices

@@ -200,11 +200,8 @@ def load_or_build(
 
     The files are ``{key}-{name}.npy`` for each array and, written last, ``{key}.json`` with the length and
     checksum of each, and ``about`` for people to read. If the directory cannot be written, a warning is
-    logged, and every process builds the arrays.
-
-    Raises:
-        DataError: the arrays are not stored, and building them takes more memory than there is
-            (``num_bytes``).
+    logged, and every process builds the arrays. Raises DataError if the arrays are not stored, and building
+    them takes more memory than there is (``num_bytes``).
     """
     stored = _load(directory, key, names)
     if stored is not None:

@@ -76,12 +76,9 @@ def refuse_to_replace(prefix: str | os.PathLike[str], overwrite: bool) -> None:
 
 
 class IndexedDataset(TokenStore):
-    """Reader of one ``.bin`` / ``.idx`` pair; everything is memory-mapped and checked when opened. ``prefix``
-    may have either suffix.
-
-    Raises:
-        DataError: a file of the pair is missing, truncated, damaged, or of an unsupported kind.
-    """
+    """Reader of one ``.bin`` / ``.idx`` pair; everything is memory-mapped and checked when opened.
+    ``prefix`` may have either suffix. Raises DataError if a file of the pair is missing, truncated,
+    damaged, or of an unsupported kind."""
 
     @os_errors(DataError)
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -175,10 +172,8 @@ class IndexedDatasetWriter:
 
     It also writes the checksums of both files (`ppfleetx.data.checksums`). The index is held in memory as
     flat integers: 4 bytes per sequence and 8 bytes per document. As a context manager it finalises on
-    success, and removes the temporary file if the block raises.
-
-    Raises:
-        DataError: the dtype cannot be stored, or a file cannot be written.
+    success, and removes the temporary file if the block raises. Raises DataError if the dtype cannot be
+    stored, or a file cannot be written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:

@@ -44,10 +44,8 @@ def refuse_other_packing(path: Path) -> None:
 class TextFile:
     """The bytes of a file, decompressed if its name ends in ``.gz`` or ``.zst``. This is a context manager.
 
-    Consecutive gzip members or zstandard frames form one text. Each must be complete.
-
-    Raises:
-        DataError: the file cannot be read, is damaged, or is cut off.
+    Consecutive gzip members or zstandard frames form one text. Each must be complete. Raises DataError if the
+    file cannot be read, is damaged, or is cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,10 +141,7 @@ def read_lines(path: Path, see: Callable[[bytes], object] = len) -> Iterator[tup
     """Yield the lines of a file, compressed or not, as (number from 1, line without its end).
 
     Only line feeds end lines; a carriage return before one stays. ``see`` is called with all bytes in order,
-    to hash them.
-
-    Raises:
-        DataError: as in `TextFile`, or a line is longer than `MAX_LINE_BYTES`.
+    to hash them. Raises DataError as `TextFile` does, or if a line is longer than `MAX_LINE_BYTES`.
     """
     number, pending, size = 0, [], 0
     with TextFile(path) as file:

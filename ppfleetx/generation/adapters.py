@@ -32,10 +32,7 @@ class Adapters:
 
     def add(self, name: str, tensors: Mapping[str, np.ndarray], *, scale: float) -> None:
         """Add an adapter: float32 ``X.lora.a [in, rank]`` and ``X.lora.b [rank, out]`` of each linear X.
-
-        Raises:
-            CheckpointError: the adapter is for layers that this model does not have, or for experts.
-        """
+        Raises CheckpointError if the adapter is for layers that this model does not have, or for experts."""
         linears, branches = self._linears(), []
         for place in sorted({key.rpartition(".")[0] for key in tensors}):
             linear_name = place.removesuffix(".lora")

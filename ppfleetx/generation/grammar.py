@@ -37,11 +37,8 @@ class Grammar:
     def of(
         cls, form: StructuredOutputs, tokenizer: Tokenizer | NoTokenizer, end_ids: tuple[int, ...]
     ) -> Grammar:
-        """Build the grammar for a form of continuation that ends with one of ``end_ids``.
-
-        Raises:
-            ConfigError: the library is missing, it does not support the form, or there is no end token.
-        """
+        """Build the grammar for a form of continuation that ends with one of ``end_ids``. Raises
+        ConfigError if the library is missing, it does not support the form, or there is no end token."""
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError("needs llguidance: pip install 'ppfleetx[structured]'", key=_KEY)
         if isinstance(tokenizer, NoTokenizer):

@@ -62,11 +62,8 @@ class GroupRow:
 
 
 def group_rows(cfg: OptimizerConfig, specs: Iterable[ParamSpec]) -> list[GroupRow]:
-    """The groups of the section's ``groups``, then the rest, for all parameters of the model.
-
-    Raises:
-        ConfigError: a group contains no parameter, or none that its optimizer can update.
-    """
+    """The groups of the section's ``groups``, then the rest, for all parameters of the model. Raises
+    ConfigError if a group contains no parameter, or none that its optimizer can update."""
     members: list[list[ParamSpec]] = [[] for _ in range(len(cfg.groups) + 1)]
     for spec in specs:
         if spec.trains:

@@ -45,10 +45,8 @@ def parallelize(module: BasicModule, cfg: RunConfig, ctx: ParallelContext, *, tr
     The order: layers of the plan -> stages -> container of layers without values (the whole model, or a
     pipeline rank's part) -> 16-bit parameters -> their owners -> plan-free initial weights -> optimizer ->
     its sharding -> sums of gradients -> runner. Without ``train`` there are no initial weights and no
-    optimizer: the caller has to restore the weights before running the model.
-
-    Raises:
-        ConfigError: ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
+    optimizer: the caller has to restore the weights before running the model. Raises ConfigError if
+    ``Model.loss_chunks`` is greater than 1, and the task's loss needs whole logits.
     """
     if train and cfg.Model.loss_chunks > 1 and not module.loss_in_pieces:
         raise ConfigError(

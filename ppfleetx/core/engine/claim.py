@@ -95,11 +95,8 @@ def claim(cfg: RunConfig, start: Start, comes_to: Callable[[int, int], bool]) ->
 
     Writes the configuration, and removes files that a killed run left unfinished. With
     ``Engine.save_load.overwrite``, deletes the earlier run's files. ``comes_to`` says whether the run may
-    save a checkpoint of a given epoch and step.
-
-    Raises:
-        ConfigError: another run's checkpoint has a name that this run may use, or the directory cannot be
-            written.
+    save a checkpoint of a given epoch and step. Raises ConfigError if another run's checkpoint has a name
+    that this run may use, or the directory cannot be written.
     """
     output_dir, options = output_dir_of(cfg), cfg.Engine.save_load
     earlier = read_run(output_dir)

@@ -66,11 +66,9 @@ class Start:
     def restore(
         self, runner: StepRunner, schedule: Schedule, fingerprints: Fingerprints, cfg: RunConfig
     ) -> Schedule:
-        """Load everything into ``runner`` and the random generators. Returns the schedule to continue with.
-
-        Raises:
-            CheckpointError: the checkpoint does not fit the model, data, tokenizer, optimizer or schedule.
-        """
+        """Load everything into ``runner`` and the random generators. Returns the schedule to continue
+        with. Raises CheckpointError if the checkpoint does not fit the model, data, tokenizer, optimizer
+        or schedule."""
         self._load_base(runner, cfg.Model)
         if self.checkpoint is None:
             return schedule

@@ -68,11 +68,8 @@ def _check_adapters(checkpoint: Checkpoint, trained: ModelConfig, model: ModelCo
 
 
 def check_resumed(checkpoint: Checkpoint, cfg: RunConfig, now: Fingerprints) -> list[Change]:
-    """Return the changes that a resumed run makes.
-
-    Raises:
-        CheckpointError: the tokenizer, the data, or the states of the optimizer differ.
-    """
+    """Return the changes that a resumed run makes. Raises CheckpointError if the tokenizer, the data, or
+    the states of the optimizer differ."""
     options = cfg.Engine.save_load
     _check_data(checkpoint, cfg, now)
     saved = checkpoint.manifest.config

@@ -230,10 +230,8 @@ def render_with_answers(
     added when the conversation is rendered with the turn, compared to rendering it without the turn and with
     a generation prompt. Some templates write earlier turns differently once more turns follow (Qwen3 and
     DeepSeek-R1 leave out their reasoning); then this finds the turn as written in the whole conversation.
-
-    Raises:
-        ChatError: as in :meth:`ChatTemplate.render`, or the place where the template writes a turn is
-            unclear.
+    Raises ChatError as :meth:`ChatTemplate.render` does, or if it is unclear where the template writes a
+    turn.
     """
     if template.marks_answers:
         return template.render_spans(messages, **variables)

@@ -145,10 +145,8 @@ def find_sources(
 
     ``.jsonl`` and ``.json`` files (also ``.gz``, ``.zst``) hold one json object per line; every other file is
     plain text, of which ``split_on`` says what is one document. Hidden files, hidden folders and
-    ``__pycache__`` are skipped.
-
-    Raises:
-        DataError: an input does not exist or is compressed in an unknown way, or there are no files.
+    ``__pycache__`` are skipped. Raises DataError if an input does not exist or is compressed in an unknown
+    way, or there are no files.
     """
     sources = []
     for entry in map(Path, inputs):

@@ -35,10 +35,8 @@ def write_stdlib_corpus(
     """Write the library as json lines (``path``, ``text``), shuffled, so that any slice is a fair sample.
 
     Empty files and files that are not UTF-8 are left out. The same interpreter gives the same file. Returns
-    the numbers of documents and of bytes of their texts.
-
-    Raises:
-        DataError: the file exists already and must not be replaced, or it cannot be written.
+    the numbers of documents and of bytes of their texts. Raises DataError if the file exists already and must
+    not be replaced, or it cannot be written.
     """
     output = Path(output)
     if output.exists() and not overwrite:

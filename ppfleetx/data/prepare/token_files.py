@@ -21,12 +21,8 @@ from ppfleetx.utils.progress import ProgressBar
 def merge(
     prefixes: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, overwrite: bool = False
 ) -> None:
-    """Write the given pairs as one, in the order given.
-
-    Raises:
-        DataError: there is no input, an input is damaged, dtypes differ, the output is one of the inputs, or
-            it exists already and must not be replaced.
-    """
+    """Write the given pairs as one, in the order given. Raises DataError if there is no input, an input is
+    damaged, dtypes differ, the output is one of the inputs, or it exists already and must not be replaced."""
     prefixes = [os.fspath(prefix) for prefix in prefixes]
     if not prefixes:
         raise DataError(f"nothing to merge into {os.fspath(out)}")

@@ -65,11 +65,8 @@ def prepare_wikitext(
 ) -> list[SplitReport]:
     """Write ``output_dir/{train,valid,test}/wikitext.{bin,idx}`` for the splits that ``source`` has: the
     published zip, or the folder with ``wiki.{train,valid,test}.tokens`` (or ``.raw``). The model reads
-    ``length`` tokens.
-
-    Raises:
-        DataError: there is nothing to read, a file is not WikiText, or a corpus exists already.
-    """
+    ``length`` tokens. Raises DataError if there is nothing to read, a file is not WikiText, or a corpus
+    exists already."""
     found = _find(source)
     prefixes = {split: output_dir / split / "wikitext" for split in found}
     for prefix in prefixes.values():

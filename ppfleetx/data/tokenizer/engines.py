@@ -236,11 +236,8 @@ def _library_errors(what: str) -> Iterator[None]:
 
 
 class TiktokenEngine:
-    """Encodes with byte-level BPE, through tiktoken.
-
-    Raises:
-        Unsupported: the tokenizer is of another kind, or its merges cannot be expressed as ranks.
-    """
+    """Encodes with byte-level BPE, through tiktoken. Raises Unsupported if the tokenizer is of another
+    kind, or its merges cannot be expressed as ranks."""
 
     name = "tiktoken"
     is_byte_level = True

@@ -70,12 +70,9 @@ class TokenizerFiles:
 
 
 def read_files(path: str | os.PathLike[str]) -> TokenizerFiles:
-    """Read a tokenizer from a directory, a ``tokenizer.json``, or a ``vocab.json`` with its ``merges.txt``.
-    Side files are read only from a directory.
-
-    Raises:
-        DataError: there is no tokenizer, or its files are damaged.
-    """
+    """Read a tokenizer from a directory, a ``tokenizer.json``, or a ``vocab.json`` with its
+    ``merges.txt``. Side files are read only from a directory. Raises DataError if there is no tokenizer,
+    or its files are damaged."""
     path = Path(path)
     try:
         path.stat()

@@ -186,10 +186,8 @@ def as_transformers(definition: dict[str, Any], side: SideFiles, *, is_file: boo
     """Turn a definition into a tokenizer as transformers does. ``definition`` itself does not change.
 
     If it was read from a ``tokenizer.json`` (``is_file``), its post-processor decides which ids are put
-    around a text; otherwise ``add_bos_token`` and ``add_eos_token`` do.
-
-    Raises:
-        DataError: a file is damaged.
+    around a text; otherwise ``add_bos_token`` and ``add_eos_token`` do. Raises DataError if a file is
+    damaged.
     """
     is_bpe = definition["model"]["type"] == "BPE"
     is_llama = side.class_name == _LLAMA and is_bpe and not _is_byte_level(definition)

@@ -114,10 +114,7 @@ class Tokenizer:
     `encode_continuation` is for text that follows such a text.
 
     ``eod_token`` ends a document and serves as padding; None: the ``eos_token`` of the files, else
-    ``<|endoftext|>``.
-
-    Raises:
-        DataError: the files are damaged, or neither library can use them.
+    ``<|endoftext|>``. Raises DataError if the files are damaged, or neither library can use them.
     """
 
     def __init__(

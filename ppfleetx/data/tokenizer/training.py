@@ -22,10 +22,7 @@ def train_tokenizer(
 
     Ids are laid out as in GPT-2: the bytes, the merges in the order learned, then the special tokens, of
     which the first one ends documents. There are fewer than ``vocab_size`` if no remaining pair of neighbours
-    occurs ``min_frequency`` times.
-
-    Raises:
-        DataError: the vocabulary is too small, or there is no text.
+    occurs ``min_frequency`` times. Raises DataError if the vocabulary is too small, or there is no text.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
