@@ -28,20 +28,13 @@ _LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have (OpenAI's API uses the same number)."""
 
 
-class TokenTexts:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def bytes_of(self, token: int) -> bytes:
-        return text_bytes(self._tokenizer, token)
-
-    def text_of(self, token: int) -> str:
-        """A token's text; an incomplete character is written like ``bytes:\\xe2\\x82``."""
-        value = self.bytes_of(token)
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in value)
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text; an incomplete character is written like ``bytes:\\xe2\\x82``."""
+    value = text_bytes(tokenizer, token)
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in value)
 
 
 class TextLogprobs:
@@ -50,17 +43,17 @@ class TextLogprobs:
     Offsets count the characters of all tokens in order, even of BOS, which does not appear in the text.
     """
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts, self._offset = texts, 0
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._offset = tokenizer, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
         offsets = []
         for score in scores:
             offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._texts.bytes_of(score.token)))
+            self._offset += len(self._decoder.decode(text_bytes(self._tokenizer, score.token)))
         return {
-            "tokens": [self._texts.text_of(score.token) for score in scores],
+            "tokens": [token_text(self._tokenizer, score.token) for score in scores],
             "token_logprobs": [_number(score.logprob) for score in scores],
             "top_logprobs": [self._top(score) for score in scores],
             "text_offset": offsets,
@@ -69,23 +62,23 @@ class TextLogprobs:
     def _top(self, score: TokenScore) -> dict[str, float | None] | None:
         if score.logprob is None:
             return None
-        top = {self._texts.text_of(token): _number(logprob) for token, logprob in score.top}
-        return {**top, self._texts.text_of(score.token): _number(score.logprob)}
+        top = {token_text(self._tokenizer, token): _number(logprob) for token, logprob in score.top}
+        return {**top, token_text(self._tokenizer, score.token): _number(score.logprob)}
 
 
-def chat_logprobs(texts: TokenTexts, scores: Sequence[TokenScore]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, scores: Sequence[TokenScore]) -> dict[str, Any]:
     content = [
         {
-            **_entry(texts, score.token, score.logprob),
-            "top_logprobs": [_entry(texts, token, logprob) for token, logprob in score.top],
+            **_entry(tokenizer, score.token, score.logprob),
+            "top_logprobs": [_entry(tokenizer, token, logprob) for token, logprob in score.top],
         }
         for score in scores
     ]
     return {"content": content, "refusal": None}
 
 
-def _entry(texts: TokenTexts, token: int, logprob: float | None) -> dict[str, Any]:
-    text, value = texts.text_of(token), list(texts.bytes_of(token))
+def _entry(tokenizer: Tokenizer, token: int, logprob: float | None) -> dict[str, Any]:
+    text, value = token_text(tokenizer, token), list(text_bytes(tokenizer, token))
     return {"token": text, "logprob": _number(logprob), "bytes": value}
 
 
@@ -195,12 +188,12 @@ class Answer(ABC):
         model_name: str,
         answer_id: str,
         *,
-        texts: TokenTexts,
+        tokenizer: Tokenizer,
         end_ids: Sequence[int],
     ) -> None:
         self.request, self.jobs, self.model_name = request, jobs, model_name
         self.answer_id, self.created = answer_id, int(time.time())
-        self.texts, self._end_ids = texts, end_ids
+        self.tokenizer, self._end_ids = tokenizer, end_ids
 
     @abstractmethod
     def whole_choice(

@@ -25,7 +25,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ppfleetx.config.sections.root import ServeConfig
-from ppfleetx.deploy.server.answering import Answer, Answering, EventStream, TokenTexts
+from ppfleetx.data.tokenizer.tokenizer import Tokenizer
+from ppfleetx.deploy.server.answering import Answer, Answering, EventStream, token_text
 from ppfleetx.deploy.server.chat import ChatAnswer, ChatRequest
 from ppfleetx.deploy.server.completions import CompletionAnswer, CompletionRequest
 from ppfleetx.deploy.server.metrics import Metrics
@@ -182,7 +183,7 @@ class Service:
     prompts: PromptReader
     scheduler: Scheduler
     metrics: Metrics
-    texts: TokenTexts
+    tokenizer: Tokenizer
     created: int
 
     @property
@@ -279,7 +280,7 @@ async def _complete(service: Service, request: Request, wanted: CompletionReques
         jobs,
         *_named(service, wanted, "cmpl"),
         echoes=[service.prompts.text(prompt) for prompt in wanted.prompt] if wanted.echo else (),
-        texts=service.texts,
+        tokenizer=service.tokenizer,
         end_ids=service.scheduler.end_ids,
     )
     return await _answer(service, request, wanted, answer)
@@ -288,7 +289,7 @@ async def _complete(service: Service, request: Request, wanted: CompletionReques
 async def _chat(service: Service, request: Request, wanted: ChatRequest) -> Response:
     jobs = await asyncio.to_thread(service.prompts.of_chat, wanted)
     named, end_ids = _named(service, wanted, "chatcmpl"), service.scheduler.end_ids
-    answer = ChatAnswer(wanted, jobs, *named, texts=service.texts, end_ids=end_ids)
+    answer = ChatAnswer(wanted, jobs, *named, tokenizer=service.tokenizer, end_ids=end_ids)
     return await _answer(service, request, wanted, answer)
 
 
@@ -308,7 +309,7 @@ async def _tokenize(service: Service, wanted: TokenizeRequest) -> Response:
     ids = await asyncio.to_thread(service.prompts.token_ids, wanted)
     body = {"count": len(ids), "max_model_len": service.prompts.max_positions, "tokens": ids}
     if wanted.return_token_strs:
-        body["token_strs"] = [service.texts.text_of(one) for one in ids]
+        body["token_strs"] = [token_text(service.tokenizer, one) for one in ids]
     return JsonResponse(body)
 
 

@@ -180,7 +180,7 @@ class ChatAnswer(Answer):
     def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.num_top is None:
             return None
-        return chat_logprobs(self.texts, self.without_end(scores))
+        return chat_logprobs(self.tokenizer, self.without_end(scores))
 
 
 def _chunk(

@@ -116,7 +116,7 @@ class CompletionAnswer(Answer):
     def _scores(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.request.logprobs is None:
             return None
-        return self._logprobs.setdefault(index, TextLogprobs(self.texts)).of(scores)
+        return self._logprobs.setdefault(index, TextLogprobs(self.tokenizer)).of(scores)
 
 
 def _choice(index: int, text: str, reason: FinishReason | None, logprobs: Any) -> dict[str, Any]:

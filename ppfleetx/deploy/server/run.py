@@ -129,7 +129,6 @@ def build_service(
         ConfigError: ``Serve.chat_template`` cannot be used.
         CheckpointError: an adapter belongs to layers that the model does not have, or to experts.
     """
-    from ppfleetx.deploy.server.answering import TokenTexts
     from ppfleetx.deploy.server.app import Service
     from ppfleetx.deploy.server.metrics import Metrics
     from ppfleetx.deploy.server.prompts import PromptReader
@@ -157,8 +156,7 @@ def build_service(
     scheduler = Scheduler(generator.next_token_model, generator.tokenizer, end_ids, cfg.Serve, metrics, added)
     template = _chat_template(cfg, generator.tokenizer)
     prompts = PromptReader(generator, template, cfg.Serve, scheduler)
-    texts = TokenTexts(generator.tokenizer)
-    return Service(cfg.Serve, api_key, prompts, scheduler, metrics, texts, int(time.time()))
+    return Service(cfg.Serve, api_key, prompts, scheduler, metrics, generator.tokenizer, int(time.time()))
 
 
 def read_adapters(cfg: RunConfig) -> dict[str, TrainedAdapters]:
