@@ -74,7 +74,7 @@ class Sharding:
         self._passes_of: Counter[int] = Counter()  # by the id of a layer
         if stage > 1:
             self._full, rest = self._full_buckets(early, bucket_bytes or BUCKET_BYTES)
-            self._order = SendOrder(self._full, lambda index: self._send(self._full[index]), each_pass=True)
+            self._order = SendOrder(self._full, self._send_full, each_pass=True)
             late += rest
         elif bucket_bytes is not None:
             self._sums = self._stage_1_sums(early, bucket_bytes // BUCKETS_IN_SIZE)
@@ -225,6 +225,9 @@ class Sharding:
             for parameter in self._parameters:
                 if not self.owns(parameter) and parameter._is_initialized():
                     parameter._clear_data()
+
+    def _send_full(self, index: int) -> None:
+        self._send(self._full[index])
 
     def _send(self, bucket: Iterable[paddle.Tensor]) -> None:
         """Reduce gradients to their owner, which keeps the sum and adds to it in the next pass."""
