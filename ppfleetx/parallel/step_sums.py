@@ -1,4 +1,4 @@
-"""Loss and metrics of a step, summed over its micro batches and, in one vector, over the job."""
+"""What a step reduces over the job: loss and metrics, in one vector, and input scales."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from ppfleetx.config.errors import ConfigError
 from ppfleetx.distributed.context import ParallelContext
 from ppfleetx.distributed.together import gather
 from ppfleetx.models.evaluator import Metric
+from ppfleetx.nn.fake_quant import quantizers_of
 from ppfleetx.nn.loss_output import LossOutput, Sum
 
 _AXES = ("dp", "sharding", "sep", "pp")  # sums go over the axes in this order
+# Ranks along these axes hold parts of the same linears' inputs, or inputs of other tokens.
+_SCALE_AXES = ("mp", "sep", "dp", "sharding")
 
 
 class StepSums:
@@ -81,3 +84,25 @@ def sum_of(numbers: Sequence[paddle.Tensor | float]) -> paddle.Tensor:
     if known or not tensors:
         tensors.append(paddle.full([], known, "float64"))
     return paddle.stack(tensors).sum()
+
+
+class ActivationScales:
+    """Input scales of fake-quantised linears, updated once a step from the global batch."""
+
+    def __init__(self, model: paddle.nn.Layer, ctx: ParallelContext) -> None:
+        self._ctx, self._quantizers = ctx, quantizers_of(model)
+        self._moving = [one for one in self._quantizers if one.follows and one.input_scale is not None]
+
+    def begin(self) -> None:
+        for quantizer in self._quantizers:
+            quantizer.begin()
+
+    @paddle.no_grad()
+    def update(self) -> None:
+        """Move each scale towards the largest magnitude in the global batch; call this after a step."""
+        if not self._moving:
+            return
+        largest = paddle.stack([quantizer.take_largest() for quantizer in self._moving])
+        self._ctx.max_tensor_over(_SCALE_AXES, largest)
+        for quantizer, value in zip(self._moving, largest.unbind(0), strict=True):
+            quantizer.follow(value)
